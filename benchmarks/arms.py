@@ -33,11 +33,11 @@ from headstart.eval.methods import Method, Run
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.heads.io import load_heads
 from headstart.hub.format import export_heads
+from headstart.model.model import Target
 from headstart.pipeline.run import CONVERSATIONS, STATES
 from headstart.recipes.recipe import Recipe, load_recipe
+from headstart.replay.patch import FINAL
 from headstart.support.files import read_json, write_json
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
 from headstart.tuning.acceptance import Text, measure_drafts

@@ -21,9 +21,9 @@ from tables import shares, table
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.questions import read_questions
 from headstart.eval.environment import environment
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.support.files import read_jsonl, write_text
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 from headstart.tuning.acceptance import Text
 
 

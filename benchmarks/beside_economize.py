@@ -35,10 +35,10 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.eval.environment import environment
 from headstart.eval.labels import PLAIN
 from headstart.eval.methods import Method, Ours, Run
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import read_json, write_json, write_jsonl, write_text
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 from headstart.train.validation import pick_vocabulary
 from headstart.tree.tree import TreeShape
 

@@ -28,7 +28,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import family, make_config
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from tests.standin import CUDA, Round, StandIn, rounds_of
 from tests.tiny import tiny_model

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             turns: dict[str, list[Drafting]] = {COMPILED: [], TORCH: []}
             for turn in range(options.turns):
                 for way in list(turns)[:: 1 if turn % 2 else -1]:
-                    off = mock.patch("headstart.target.few_rows.compiled", return_value=None)
+                    off = mock.patch("headstart.kernels.draft_kernels.compiled", return_value=None)
                     drop_int8(heads)  # how weights in 8 bits lie depends on who multiplies them
                     with off if way == TORCH else nullcontext():
                         prepare(heads)

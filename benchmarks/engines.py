@@ -30,11 +30,11 @@ from headstart.heads.base import DraftHead
 from headstart.hub.engine_tuning import Asked, measure_drafts
 from headstart.hub.engines.export import export_for
 from headstart.hub.format import CALIBRATION
+from headstart.model.model import Target
 from headstart.pipeline.in_engine import served_with
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Server
 from headstart.support.files import read_json, write_text
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.acceptance import Text
 from headstart.tuning.acceptance import measure_drafts as measure_acceptance

@@ -27,9 +27,9 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.eval.environment import environment
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.eval.methods import Method, Ours, Transformers
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.support.files import write_text
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "mtp", "dflash", "dspark")

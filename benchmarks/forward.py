@@ -33,9 +33,9 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.environment import environment
-from headstart.target.captured import Recorded
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.model.loading import load_target
+from headstart.model.model import Target
+from headstart.replay.recorded import Recorded
 from headstart.tree.tree import Tree, TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

@@ -20,9 +20,9 @@ from record import record
 from tables import table
 
 from headstart.eval.environment import environment
-from headstart.target import prepacked
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.kernels import prepacked
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.tuning.stopwatch import Timing, measure_verify
 
 COMPILED, TORCH = "compiled", "torch"
@@ -32,8 +32,8 @@ WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)
 @contextmanager
 def torch_alone() -> Iterator[None]:
     """Weights are prepacked by oneDNN, and all else is torch's."""
-    attention = mock.patch("headstart.target.cpu_attention.serves", return_value=False)
-    between = mock.patch("headstart.target.rewrites.call_c")
+    attention = mock.patch("headstart.kernels.cpu_attention.serves", return_value=False)
+    between = mock.patch("headstart.replay.rewrites.call_c")
     with mock.patch.object(prepacked, "_compiled", return_value=None), attention, between:
         yield
 

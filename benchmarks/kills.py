@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from headstart.eval.environment import environment
-from headstart.target.loading import load_target
+from headstart.model.loading import load_target
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the tests' tiny target
 from tests.tiny import save_tiny_target

@@ -25,8 +25,8 @@ from torch import Tensor
 from headstart.data.prompts.questions import read_questions
 from headstart.data.states.store import StateStore
 from headstart.eval.environment import environment
+from headstart.model.loading import load_target
 from headstart.support.files import read_jsonl, write_atomic, write_text
-from headstart.target.loading import load_target
 
 
 class Part(StateStore):

@@ -41,9 +41,9 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.memory import LONGEST, MOST_TOKENS, Index, MemoryDrafter, find
 from headstart.eval.environment import environment
 from headstart.eval.figures import Interval
+from headstart.model.model import Target, TargetOutput
 from headstart.support.answer_file import AnswerFile, read_answers
 from headstart.support.files import read_json, write_json
-from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Request, Tree, TreeBatch
 from headstart.tuning.acceptance import Text
 

@@ -47,8 +47,8 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.environment import environment
 from headstart.heads.base import DraftHead
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 
 BAR = 0.97
 PROMPTS = (

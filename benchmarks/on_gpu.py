@@ -49,10 +49,10 @@ from headstart.eval.audit import PROMPTS, run_audit
 from headstart.eval.environment import environment, machine
 from headstart.eval.options import AuditOptions
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted

@@ -47,8 +47,8 @@ from headstart.eval.environment import environment
 from headstart.eval.figures import Totals, Unit, method_rounds, ratio_interval
 from headstart.eval.methods import Method, Ours, Run
 from headstart.heads.base import DraftHead
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target, TargetOutput
+from headstart.model.model import Target, TargetOutput
+from headstart.replay.patch import FINAL
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Tree, TreeBatch, TreeShape
 from headstart.tuning.acceptance import (

@@ -24,8 +24,8 @@ from tables import shares, table
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.questions import read_questions
 from headstart.eval.environment import environment
+from headstart.model.loading import load_target
 from headstart.support.files import write_text
-from headstart.target.loading import load_target
 from headstart.tuning.acceptance import Text
 
 PUBLISHED = (

@@ -27,8 +27,8 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.eval.audit import count_bits
 from headstart.eval.environment import environment
+from headstart.model.model import Exact
 from headstart.support.files import write_json
-from headstart.target.model import Exact
 
 PLAIN = "plain"
 METHODS = ("heads", "heads+ngram", "ngram", "lookahead", "early-exit")

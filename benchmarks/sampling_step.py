@@ -21,7 +21,7 @@ from record import here, record
 
 from headstart.decode.options import SamplingOptions
 from headstart.decode.verify import DRAWS, SamplingVerifier
-from headstart.target.model import TargetOutput
+from headstart.model.model import TargetOutput
 from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
 
 SHAPES = {"no drafts": TreeShape.chain(0), "tree of 8": TreeShape.from_paths([(0, 0, 0), (0, 1), (1, 0), (2,)])}

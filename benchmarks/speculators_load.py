@@ -29,9 +29,9 @@ from headstart.heads.exchange.published import BLOCKS
 from headstart.heads.io import load_heads
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import import_heads
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.support.files import write_text
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 
 OF_THE_TARGET = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
 """Tensors that the library takes from the verifier; of block drafters the LM head too."""

@@ -34,9 +34,9 @@ from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
 from headstart.data.prompts.shapes import Prompt
 from headstart.eval.environment import environment
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 
 SOURCE = Path(__file__).resolve().parents[1]
 ARMS = ("ours", "transformers")

@@ -17,8 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, OneForwardHead, StepPrediction, origins, register
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
+from headstart.model.frozen import FrozenModel
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed
 
 

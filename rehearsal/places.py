@@ -300,7 +300,7 @@ def save_toy_target(folder: Path) -> None:
 
 def bfloat16_gguf(folder: Path, llama_server: str) -> str:
     """The packaged target as a GGUF file without quantisation, whose rounding would not be ours."""
-    from headstart.target.loading import gguf_file
+    from headstart.model.loading import gguf_file
 
     packaged = gguf_file("smollm2-135m")
     assert packaged is not None
@@ -319,7 +319,7 @@ def _programs(folder: Path, engines: Engines, words: Mapping[str, str]) -> None:
     llama_port = f"--port {words['8080']}"
     vllm, llama = f'{stand_in} vllm serve "$2" {node} "${{@:3}}"', f'{stand_in} llama-server {llama_port} "$@"'
     if engines.vllm is not None:
-        from headstart.target.loading import pick_device, pick_dtype
+        from headstart.model.loading import pick_device, pick_dtype
 
         dtype = str(pick_dtype("auto", pick_device("cpu"))).removeprefix("torch.")  # that of our own decoder
         small = f"--max-model-len 512 --max-num-seqs 8 --kv-cache-memory-bytes {1 << 28} --enforce-eager"

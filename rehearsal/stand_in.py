@@ -32,8 +32,8 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.hub.engines.importing import import_heads
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from rehearsal.engine_http import StandIn, serve
 

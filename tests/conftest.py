@@ -18,7 +18,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from headstart.target.model import Target
+    from headstart.model.model import Target
     from tests.forks import Forks
     from tests.hub.client import Client
     from tests.hub.fake_hub import FakeHub
@@ -99,7 +99,7 @@ def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch:
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """A random float32 Llama of 3 layers with a byte-level tokenizer and a ChatML template."""
-    from headstart.target.model import Target
+    from headstart.model.model import Target
     from tests.tiny import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 WEIGHTS = "model.safetensors"
 SIZE = 64

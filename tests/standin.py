@@ -34,9 +34,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from headstart.target import captured
-from headstart.target.graphs import Captures
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay import recorded
+from headstart.replay.graphs import Captures
 
 CUDA = torch.device("cuda", 0)
 
@@ -240,7 +240,7 @@ class StandIn:
             )
         )
         self._stack.enter_context(patch.object(torch, "Generator", _Generator))
-        self._stack.enter_context(patch.object(captured, "PLAIN", (*captured.PLAIN, StandInTensor)))
+        self._stack.enter_context(patch.object(recorded, "PLAIN", (*recorded.PLAIN, StandInTensor)))
         for name, answer in (_OF_CUDA | self._graphs()).items():
             self._stack.enter_context(patch.object(torch.cuda, name, answer))
         self._stack.enter_context(_Moves())

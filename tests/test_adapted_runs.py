@@ -10,10 +10,10 @@ import pytest
 import headstart
 from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
+from headstart.model.loading import load_target
 from headstart.pipeline.run import execute
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe
-from headstart.target.loading import load_target
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.tiny import save_tiny_adapter
 

@@ -22,9 +22,9 @@ from headstart.decode.loop import DecodeLoop, Generation, Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub.format import export_heads
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.support.detokenizer import IncrementalDetokenizer
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.forks import Forks
 from tests.hub.helpers import TUNING, export, make_heads
@@ -463,8 +463,8 @@ def test_a_stream_is_closed_from_another_thread_at_any_time(decoder: Decoder) ->
 @pytest.mark.parametrize("kind", ["llama", "chains"])
 def test_closing_ends_the_reading_of_a_long_prompt_after_a_piece(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of four pieces waits until the stream is closed; the third is never read."""
-    for module in ("model", "chains"):
-        monkeypatch.setattr(f"headstart.target.{module}.PIECE", 64)
+    for module in ("model.model", "replay.chains"):
+        monkeypatch.setattr(f"headstart.{module}.PIECE", 64)
     model = tiny_model("llama", max_length=1024, vocab_size=len(tiny_tokenizer())) if kind == "llama" else hybrid()
     decoder = Decoder(Target(model, tiny_tokenizer()))
     forwards, reached, closed = list[int](), threading.Event(), threading.Event()
@@ -495,7 +495,7 @@ def test_closing_ends_the_reading_of_a_long_prompt_after_a_piece(kind: str, monk
 _LEFT_OPEN = """
 import sys
 import headstart
-from headstart.target.loading import load_target
+from headstart.model.loading import load_target
 
 decoder = headstart.load(sys.argv[1], target=load_target(sys.argv[2], dtype="float32", device="cpu"))
 kept = [decoder.stream("Hello", max_new_tokens=900, temperature=1.0, seed=seed) for seed in range(3)]

@@ -20,13 +20,13 @@ from headstart.data.prompts.questions import Question, read_questions
 from headstart.errors import UserError
 from headstart.eval.evaluate import evaluate
 from headstart.eval.options import EvalOptions
+from headstart.model.model import Target
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.recipes.sections import DataSection
 from headstart.support.files import read_json
-from headstart.target.model import Target
 from tests.data.loading import load
 from tests.eval.sources import Drafts
 from tests.tiny import tiny_model, tiny_tokenizer

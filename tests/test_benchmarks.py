@@ -18,10 +18,10 @@ import torch
 
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.errors import UserError
+from headstart.kernels.prepacked import in_panels
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe
-from headstart.target.loading import load_target
-from headstart.target.model import Target
-from headstart.target.prepacked import in_panels
 from tests.hub.helpers import export
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from headstart.cli.app import app, main
 from headstart.heads.io import write_weights
+from headstart.model.model import Target
 from headstart.pipeline.inventory import run_states
-from headstart.target.model import Target
 from tests.hub.helpers import make_heads
 from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -17,9 +17,9 @@ from headstart.cli.options import Loading
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.heads.medusa import MedusaHead
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.support.detokenizer import decode_text
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 from tests.decode.drafters import broken_trees
 from tests.hub.helpers import export
 from tests.shipped import ship

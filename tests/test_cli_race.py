@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from headstart.model.model import Target
 from headstart.streaming import Answer, Stream
 from headstart.support.detokenizer import IncrementalDetokenizer
-from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.test_cli import refused, works
 from tests.tiny import tiny_tokenizer

@@ -13,8 +13,8 @@ import torch
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.model.loading import load_target
 from headstart.support.cores import FreeCores, busy_seconds
-from headstart.target.loading import load_target
 
 
 @pytest.fixture

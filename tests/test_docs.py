@@ -17,7 +17,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from tests.hub.helpers import make_heads
 

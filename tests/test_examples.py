@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headstart.data.prompts.shapes import parse_prompt
+from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe
-from headstart.target.model import Target
 from tests.hub.helpers import export
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...

@@ -26,12 +26,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import headstart
 import headstart.hf_generate.call as lend
-import headstart.target.prepacked as prepacked
+import headstart.kernels.prepacked as prepacked
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.hf_generate.request import LogitsChain, Prompts
 from headstart.hub.format import check_folder
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.hub.helpers import export
 from tests.standin import CUDA, StandIn

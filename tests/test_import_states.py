@@ -12,10 +12,10 @@ from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
 from headstart.data.states.store import StateStore
+from headstart.model.loading import load_target
 from headstart.pipeline.run import Run
 from headstart.pipeline.vllm_states import serve_command
 from headstart.recipes.recipe import load_recipe
-from headstart.target.loading import load_target
 from tests.data.test_extraction import write
 from tests.test_cli import refused, works
 from tests.test_pipeline import recipe_text, tiny_recipe

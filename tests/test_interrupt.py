@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.hub.helpers import export
 
 INTERRUPTED = """

@@ -22,10 +22,10 @@ from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
 from headstart.hub.engines.export import check_export
 from headstart.hub.engines.facts import facts_of_spec
+from headstart.model.loading import load_sharded_target, load_target, read_embeddings
+from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_sharded_target, load_target, read_embeddings
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from tests.hub.helpers import export
 from tests.standin import CUDA, StandIn
 from tests.test_cli import call, refused, works
@@ -234,11 +234,11 @@ def test_what_cannot_be_spread_is_refused(
     save_tiny_adapter(tmp_path / "adapter", tiny_target_folder)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("headstart.target.loading._fast_bfloat16", lambda _: True)
+    monkeypatch.setattr("headstart.model.loading._fast_bfloat16", lambda _: True)
     with pytest.raises(UserError, match="adapter can only be merged into a target on one device"):
         load_target(str(tiny_target_folder), "float32", "all", adapter=str(tmp_path / "adapter"))
     monkeypatch.setattr(
-        "headstart.target.loading._read", lambda *_, **__: (SimpleNamespace(hf_device_map={"": "disk"}), None)
+        "headstart.model.loading._read", lambda *_, **__: (SimpleNamespace(hf_device_map={"": "disk"}), None)
     )
     with pytest.raises(UserError, match="The 2 GPUs here have no room for all layers"):
         load_target(str(tiny_target_folder), "float32", "all")
@@ -290,7 +290,7 @@ def test_a_target_in_the_place_of_heads_is_told_from_them(tmp_path: Path, tiny_t
 def test_processes_that_cannot_share_the_heads_are_refused(
     tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.target.loading._read", lambda *_, **__: (tiny_target.model, tiny_target.tokenizer))
+    monkeypatch.setattr("headstart.model.loading._read", lambda *_, **__: (tiny_target.model, tiny_target.tokenizer))
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
     with pytest.raises(UserError, match=r"3 processes cannot share the 2 key heads of .*divides 2"):
         load_sharded_target(str(tiny_target_folder), "float32")

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from headstart.data.conversations.masks import encode
-from headstart.target import prepacked
-from headstart.target.loading import load_target
-from headstart.target.model import Target
-from headstart.target.prepacked import in_panels
+from headstart.kernels import prepacked
+from headstart.kernels.prepacked import in_panels
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from tests.data.test_conversations import supervised_text, turns
 from tests.target.test_bits import compare
 

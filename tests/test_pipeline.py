@@ -18,21 +18,21 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-import headstart.target
+import headstart.model
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.drafters.memory import CONTEXT
 from headstart.errors import UserError
+from headstart.model.teacher import teacher_problem
 from headstart.pipeline.data_stages import conversations, states_artifact
 from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_text
+from headstart.replay.patch import FINAL
 from headstart.support.answer_file import read_answers
 from headstart.support.artifacts import read_note, referred
 from headstart.support.lock import locked
-from headstart.target.fitting import FINAL
-from headstart.target.teacher import teacher_problem
 from headstart.train import trainer
 from tests.data.test_prompts import NEW, OLD, FakeHub
 from tests.forks import Forks
@@ -122,7 +122,7 @@ def test_a_plan_knows_the_bytes_that_a_run_leaves(whole: tuple[Recipe, Path], tm
 
 def test_a_second_run_loads_no_model(whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = whole
-    monkeypatch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
     assert not execute(quiet(folder, recipe), STAGES)
 
 
@@ -482,9 +482,9 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
     before = load_file(folder / "train" / "last" / "heads.safetensors")
     (teacher,) = (folder.parent / "artifacts").glob("states/*/teacher-*")
     loaded: list[str] = []
-    load = headstart.target.loading.load_target
+    load = headstart.model.loading.load_target
     monkeypatch.setattr(
-        "headstart.target.loading.load_target", lambda *words, **more: loaded.append(words[0]) or load(*words, **more)
+        "headstart.model.loading.load_target", lambda *words, **more: loaded.append(words[0]) or load(*words, **more)
     )
     for damaged in (False, True):
         shutil.rmtree((folder / "train").resolve())
@@ -552,7 +552,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     recipe, folder = whole
     run = Run(recipe, folder, Console(width=120))
     with monkeypatch.context() as patched:
-        patched.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
+        patched.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
         plan = make_plan(run)
     show_plan(run, plan)
     text = capsys.readouterr().out

@@ -23,6 +23,8 @@ from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.heads.base import families, family, make_config
+from headstart.model.model import Target
+from headstart.model.outline import outline
 from headstart.pipeline import dry_run as dry_running
 from headstart.pipeline import plan as planning
 from headstart.pipeline.dry_run import Speeds, dry_run
@@ -40,9 +42,7 @@ from headstart.pipeline.run import Run
 from headstart.pipeline.stage_costs import COSTS, Workload, optimizer_bytes
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, TrainSection
-from headstart.target.cache import TreeCache
-from headstart.target.model import Target
-from headstart.target.outline import outline
+from headstart.replay.cache import TreeCache
 from headstart.train.optimizers import make_optimizers
 
 
@@ -408,7 +408,7 @@ class TestByTheConfigAlone:
 
     def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")
-        monkeypatch.setattr("headstart.target.loading.absent", lambda *_: offline)
+        monkeypatch.setattr("headstart.model.loading.absent", lambda *_: offline)
         with pytest.raises(UserError, match="cannot be reached") as refused:
             make_plan(quiet(load_recipe("eagle3-8b"), tmp_path / "none"))
         assert "config.json alone is enough" in refused.value.remedy

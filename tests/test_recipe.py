@@ -13,8 +13,8 @@ import yaml
 
 from headstart.errors import UserError
 from headstart.heads.base import make_config
+from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe, packaged_recipes, parse_recipe, recipe_text, text_to_edit
-from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 

@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data.prompts.shapes import Prompt
 from headstart.heads.base import HeadBatch, families, family, make_config
+from headstart.model.model import Target
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe, packaged_recipes
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 
 RECIPES = tuple(name for name, file in packaged_recipes().items() if file.parent.name != "zoo")
 """Those of the zoo have tests of their own, in test_zoo.py."""

@@ -13,7 +13,7 @@ from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from tests import reference
 from tests.heads.test_contract import build

@@ -20,9 +20,9 @@ from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.verify import SamplingVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.io import save_heads
+from headstart.model.loading import load_target
+from headstart.model.model import TargetOutput
 from headstart.support.files import read_json, write_json, write_jsonl
-from headstart.target.loading import load_target
-from headstart.target.model import TargetOutput
 from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
 from headstart.tuning.acceptance import Text, measure_drafts
 from tests.hub.helpers import export, make_heads

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe, recipe_text
@@ -26,7 +27,6 @@ from headstart.support import provenance as provenance_module
 from headstart.support.artifacts import artifact, held, refer
 from headstart.support.lock import locked
 from headstart.support.provenance import git_state
-from headstart.target.model import Target
 from tests.hub.helpers import export
 
 
@@ -302,7 +302,7 @@ def test_memory_that_runs_out_elsewhere_is_a_sentence(
 
     export(tmp_path / "heads", tiny_target)
     if where == "from_pretrained":
-        monkeypatch.setattr("headstart.target.loading.AutoModelForCausalLM.from_pretrained", too_much)
+        monkeypatch.setattr("headstart.model.loading.AutoModelForCausalLM.from_pretrained", too_much)
     else:
         monkeypatch.setattr("headstart.cli.heads._pour", too_much)
     asked = ("generate", tmp_path / "heads", "--target", tiny_target_folder, "--prompt", "hi")

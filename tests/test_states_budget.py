@@ -8,10 +8,10 @@ from pathlib import Path
 
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
+from headstart.model.model import Target
 from headstart.pipeline.inventory import free, over_budget, unreferenced
+from headstart.replay.patch import FINAL
 from headstart.support.lock import locked
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 from tests.data.test_store import conversations
 from tests.test_cli import works
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from tests.tiny import KINDS, SPECIAL, tiny_model, tiny_tokenizer
 
 

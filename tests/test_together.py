@@ -15,12 +15,12 @@ from safetensors import safe_open
 
 from headstart.cli.app import data_build
 from headstart.data.states.store import StateStore
+from headstart.model.loading import pick_device
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import execute_together
 from headstart.recipes.recipe import recipe_text
 from headstart.support.lock import locked
-from headstart.target.loading import pick_device
 from tests.forks import Forks
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.test_stages import said

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.inventory import free, run_states, show_runs, unreferenced
 from headstart.pipeline.plan import make_plan
@@ -19,7 +20,6 @@ from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe, recipe_text
 from headstart.support.files import format_bytes
-from headstart.target.model import Target
 from headstart.train import trainer
 from tests.test_cli import refused, works
 from tests.test_pipeline import quiet, tiny_recipe

@@ -17,12 +17,12 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import HeadBatch, family, make_config
+from headstart.model.model import Target
+from headstart.model.outline import outline
 from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import load_recipe, packaged_recipes
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
-from headstart.target.outline import outline
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import TreeShape
 from tests.tiny import tiny_tokenizer
 

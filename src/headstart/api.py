@@ -23,11 +23,11 @@ from headstart.hub.engines.export import export_for, is_published
 from headstart.hub.format import ANSWERS, check_folder, heads_target, read_heads
 from headstart.hub.options import LoadKeywords, LoadOptions
 from headstart.hub.pull import locate
+from headstart.model.identity import dtype_name
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.streaming import Answer as Answer
 from headstart.streaming import Stream as Stream
-from headstart.target.identity import dtype_name
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 
 
 def load(

@@ -28,9 +28,9 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.memory import MemoryDrafter
 from headstart.errors import UserError, check_text, nearest
 from headstart.heads.base import DraftHead
+from headstart.model.model import Target
 from headstart.streaming import Answer, Stream, warn_of_failures
 from headstart.support.detokenizer import IncrementalDetokenizer
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.here import tuned_here, tuned_there
 from headstart.tuning.tune import Tuning

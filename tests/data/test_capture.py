@@ -10,10 +10,10 @@ import torch
 from headstart.data.conversations.building import Splits, build_conversations
 from headstart.data.states.shards import Capture, build_store
 from headstart.data.states.store import StateStore
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
+from headstart.replay.patch import FINAL
 from headstart.support.files import write_jsonl
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 
 AUX_LAYERS = (0, 2, FINAL)
 CLOSE = 1e-4

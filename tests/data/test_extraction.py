@@ -22,9 +22,9 @@ from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
 from headstart.data.states.vllm_files import Import, engine_layers, final_norm, serve_command, take_from_servers
 from headstart.errors import UserError
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.servers import client
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 from tests.tiny import KINDS, tiny_model
 
 AUX_LAYERS = (2, 1, FINAL)

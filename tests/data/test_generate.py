@@ -27,10 +27,10 @@ from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.model.model import Target, TargetOutput
 from headstart.recipes.sections import DataSection
+from headstart.replay.cache import TreeCache
 from headstart.support.terminal import Bar
-from headstart.target.cache import TreeCache
-from headstart.target.model import Target, TargetOutput
 from tests.data.loading import everything
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 

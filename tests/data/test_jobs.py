@@ -22,10 +22,10 @@ from headstart.data.conversations.jobs import JOB, JOBS, Board, Job, Taker, Work
 from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
 from headstart.data.states import shards
 from headstart.data.states.shards import Capture, Work, build_store, compute_shard
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
+from headstart.replay.patch import FINAL
 from headstart.support.files import write_jsonl
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 from tests.data.loading import everything
 
 CPU = torch.device("cpu")

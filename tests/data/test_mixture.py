@@ -18,12 +18,12 @@ from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
 from headstart.recipes.recipe import load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, PromptSource
-from headstart.target.model import Target
 from tests.data.loading import everything
 
 

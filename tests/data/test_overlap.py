@@ -13,8 +13,8 @@ from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import identity
 from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from headstart.target.model import Target
 from tests.data.loading import load
 
 LONG = " ".join(f"word{i}" for i in range(OVERLAP_WORDS + 10))

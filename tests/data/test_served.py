@@ -20,7 +20,7 @@ from headstart.data.served.log import RequestLog, Served, prune, segments, templ
 from headstart.data.served.reading import as_conversation, chosen, read_log
 from headstart.decoder import Decoder
 from headstart.errors import UserError
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from tests.hub.helpers import make_heads
 

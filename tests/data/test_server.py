@@ -31,6 +31,7 @@ from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import _Helper
@@ -39,7 +40,6 @@ from headstart.recipes.sections import DataSection
 from headstart.servers import client
 from headstart.servers.client import Stopped
 from headstart.support.terminal import Bar
-from headstart.target.model import Target
 from tests.data.loading import everything, of_part
 from tests.test_pipeline import tiny_recipe
 
@@ -762,7 +762,7 @@ class TestConversations:
             return Run(recipe, tmp_path / "run", Console(file=StringIO()))
 
         with monkeypatch.context() as patch:
-            patch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
+            patch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
             execute(run(states="online"), stages_until("states"))
         written = (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text()
         stored = run()
@@ -776,7 +776,7 @@ class TestConversations:
     ) -> None:
         """What servers write is nobody's to help with; there may be states to compute later."""
         recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"server": NOWHERE})
-        monkeypatch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
+        monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
         monkeypatch.setattr("headstart.pipeline.together.referred", lambda _, stage: tmp_path / stage)
         Board(tmp_path / "conversations" / JOBS).post("00000-train-a", {"kind": PART, "target": ""})
         assert _Helper(Run(recipe, tmp_path / "run", Console(quiet=True))).help() == 0

@@ -20,8 +20,8 @@ from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import Capture, ShardIndex, StateKind, Work, build_store, shard_size
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.tiny import tiny_model
 
 AUX_LAYERS = (1, FINAL)

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from headstart.data.prompts.questions import SUITES, Question, find_questions
 from headstart.errors import UserError
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.hub.helpers import export
 from tests.test_cli import refused, works
 

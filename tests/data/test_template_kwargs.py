@@ -17,10 +17,10 @@ from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.self_prompts import user_prefix
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import parse_recipe
 from headstart.recipes.sections import DataSection
-from headstart.target.model import Target
 from tests.data.loading import load
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -66,7 +66,7 @@ def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_p
 
 def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the report and the plan render as the data do."""
-    monkeypatch.setattr("headstart.target.loading.load_target", lambda *_, **__: switched)
+    monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: switched)
     values = {"name": "a", "data": {"chat_template_kwargs": QUIET}, "heads": {"family": "medusa"}}
     target = Run(parse_recipe(values), tmp_path, Console(quiet=True)).target
     assert user_prefix(target.tokenizer).startswith("quiet")

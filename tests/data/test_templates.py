@@ -18,8 +18,8 @@ from headstart.data.prompts.shapes import Prompt, parse_prompt
 from headstart.data.served.reading import read_log
 from headstart.decoder import Decoder
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from headstart.target.model import Target
 from tests.tiny import tiny_tokenizer
 
 TOOLS = (

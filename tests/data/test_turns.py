@@ -16,10 +16,10 @@ from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.states.shards import Capture
 from headstart.data.writing.writer import TurnCaches
+from headstart.model.model import Target, TargetOutput
 from headstart.recipes.sections import DataSection
-from headstart.target.cache import TreeCache
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target, TargetOutput
+from headstart.replay.cache import TreeCache
+from headstart.replay.patch import FINAL
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CLOSE = 1e-4

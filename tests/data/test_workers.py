@@ -12,8 +12,8 @@ import torch
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.jobs import Stopped, Workers
 from headstart.data.writing.in_process import InProcess
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from headstart.target.model import Target
 from tests.data.loading import everything
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headstart.decode.costs import Conditions, core_count, cpu_model
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tuning.stopwatch import Timing, draft_ms
 from tests.heads.test_contract import build, shake
 from tests.standin import CUDA, StandIn, clock_of_captures

@@ -13,7 +13,7 @@ from headstart.decode.options import DecodeOptions, meaning
 from headstart.decode.verify import DRAWS
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from tests.hub.helpers import TUNING, make_heads
 

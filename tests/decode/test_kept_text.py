@@ -14,7 +14,7 @@ from headstart.decoder import Decoder
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import family, make_config
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.target.test_chains import hybrid
 from tests.tiny import tiny_model, tiny_tokenizer

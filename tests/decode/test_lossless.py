@@ -16,8 +16,8 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
+from headstart.model.model import Target, TargetOutput
 from headstart.support.detokenizer import AnswerMarkup
-from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, LONG, tiny_model

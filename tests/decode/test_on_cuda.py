@@ -11,8 +11,8 @@ import torch
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.drafters.heads import HeadDrafter
+from headstart.model.model import Target
 from headstart.recipes.sections import LossName, TrainSection
-from headstart.target.model import Target
 from headstart.tree.tree import Request
 from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, on_both, training_batch
 from tests.drafters.test_captured import probabilities, proposed

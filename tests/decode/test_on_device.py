@@ -19,9 +19,9 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import load_heads, save_heads
+from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.support.answer_file import write_answers
-from headstart.target.model import Target
 from headstart.train.batches import predictions, subsampled
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers

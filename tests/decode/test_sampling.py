@@ -24,8 +24,8 @@ from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, process, warp
 from headstart.decode.verify import SamplingVerifier, streams
 from headstart.errors import UserError
+from headstart.model.model import Target, TargetOutput
 from headstart.support.rng import draw
-from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model

@@ -23,8 +23,8 @@ from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
-from headstart.target.memory import free_bytes
-from headstart.target.model import Target, TargetOutput
+from headstart.kernels.memory import free_bytes
+from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.heads.test_contract import build
@@ -148,7 +148,7 @@ def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
     heads = build("eagle3", host).to(CUDA)
     heads.bind(target)
     drafter, whole = HeadDrafter(heads, TreeShape.chain(3)), 1 << 30
-    monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
+    monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
 
     def left(_: torch.device) -> int:
         return whole - target.spare_bytes - drafter.spare_bytes

@@ -19,8 +19,8 @@ from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.decode.verify import SamplingVerifier, accept_or_draw, streams
 from headstart.drafters.ngram import NgramDrafter
+from headstart.model.model import Target, TargetOutput
 from headstart.support.rng import Numbers, draw_at
-from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Tree, TreeBatch
 from tests import reference
 from tests.decode.drafters import ReplayDrafter

@@ -13,7 +13,7 @@ from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import build
 from tests.standin import CUDA, Round, StandIn, rounds_of

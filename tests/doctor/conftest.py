@@ -20,10 +20,10 @@ from headstart.data.states.store import MANIFEST, StateStore
 from headstart.doctor.examination import examine
 from headstart.doctor.findings import Finding
 from headstart.doctor.subject import Subject, find_subject
+from headstart.model.model import Target
 from headstart.pipeline.run import CONVERSATIONS, STATES, Run, execute
 from headstart.pipeline.stages import stages_until
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from tests.test_pipeline import tiny_recipe
 
 SPLITS = ("train", "validation")

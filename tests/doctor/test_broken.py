@@ -12,8 +12,8 @@ from headstart.doctor.examination import CHECKS, examine
 from headstart.doctor.findings import Finding, good
 from headstart.doctor.subject import Subject, find_subject
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.recipes.recipe import parse_recipe, recipe_text
-from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.test_cli import call, refused, works
 

@@ -20,9 +20,9 @@ from headstart.doctor.subject import Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.heads.io import load_heads
+from headstart.model.model import Target
 from headstart.recipes.recipe import parse_recipe
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
 from headstart.tuning.acceptance import measure_drafts

@@ -21,8 +21,8 @@ from headstart.heads import base
 from headstart.heads.base import DraftHead
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.parts.residual import FinalSession
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.doctor.conftest import planted, problems, read_again, rewrite, rewrite_states
 from tests.tiny import CHATML, SPECIAL, tiny_model, tiny_tokenizer
 

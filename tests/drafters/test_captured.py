@@ -17,11 +17,11 @@ from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.eval.environment import environment
-from headstart.target import few_rows
-from headstart.target.cache import TreeCache
-from headstart.target.graphs import Captures, Graph
-from headstart.target.memory import Memory
-from headstart.target.model import Target
+from headstart.kernels import draft_kernels
+from headstart.kernels.memory import Memory
+from headstart.model.model import Target
+from headstart.replay.cache import TreeCache
+from headstart.replay.graphs import Captures, Graph
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.standin import CUDA, Counts, StandIn
@@ -141,7 +141,7 @@ def test_a_draft_model_keeps_its_graphs_when_its_cache_grows(
     target: Target, device: StandIn, captures: list[StandInGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.drafters.draft_model._SPARE", 0)
-    monkeypatch.setattr("headstart.target.graphs._LEAST_SEEN", 16)
+    monkeypatch.setattr("headstart.replay.graphs._LEAST_SEEN", 16)
     draft = Target(tiny_model("llama", vocab_size=61, seed=1).to(CUDA))
     loop, options = DecodeLoop(target, DraftModelDrafter(draft, target)), replace(OPTIONS, max_new_tokens=70)
     caches: list[TreeCache] = []
@@ -161,7 +161,7 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
     name: str, length: int, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
-    monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
+    monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
     drafter = drafter_of(name, host, target)
     memories: list[Memory] = []
     new_memory = drafter.heads.new_memory  # type: ignore[operator]  # it is one whose drafts are captured
@@ -200,7 +200,7 @@ def test_memory_has_room_for_what_is_read_in_parts_after_a_pause(
 ) -> None:
     """What fills up the last part lies beyond the text."""
     monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
-    monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
+    monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
 
     @torch.inference_mode()
     def after_a_pause(drafter: HeadDrafter) -> Tree:
@@ -270,7 +270,7 @@ def test_what_cannot_be_captured_is_drafted_as_before(
 def test_reports_say_how_drafts_run(host: Target, target: Target, device: StandIn) -> None:
     assert drafter_of("eagle3", host, target).forwards == "CUDA graphs"
     assert environment(host, [NgramDrafter()])["drafts"] is None
-    here = "compiled" if few_rows.compiled(torch.float32) else "eager"
+    here = "compiled" if draft_kernels.compiled(torch.float32) else "eager"
     assert environment(host, [HeadDrafter(build("eagle3", host), SHAPE)])["drafts"] == here
 
 

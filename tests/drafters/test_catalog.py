@@ -15,8 +15,8 @@ from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.recipes.sections import EvalSection
-from headstart.target.model import Target
 from tests.decode.drafters import ReplayDrafter
 
 HEADS = ReplayDrafter([], 61, 0.0)

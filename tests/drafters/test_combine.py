@@ -15,7 +15,7 @@ from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape, union
 from tests.decode.drafters import IdleDrafter, ReplayDrafter
 from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny

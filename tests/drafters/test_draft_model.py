@@ -14,8 +14,8 @@ from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, early_exit
 from headstart.errors import UserError
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.tiny import KINDS, tiny_model, tiny_tokenizer
 

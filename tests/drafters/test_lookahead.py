@@ -10,7 +10,7 @@ import torch
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.lookahead import LookaheadDrafter
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, upload_paths
 from tests.tiny import tiny_model
 

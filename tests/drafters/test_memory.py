@@ -19,8 +19,8 @@ from headstart.drafters.memory import AHEAD, CONTEXT, LONGEST, WEIGHTS, Index, M
 from headstart.errors import UserError
 from headstart.eval.audit import run_audit
 from headstart.eval.options import AuditOptions
+from headstart.model.model import Target
 from headstart.support.answer_file import AnswerFile, write_answers
-from headstart.target.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.eval.sources import Drafts
 from tests.hub.helpers import TUNING, make_heads

@@ -16,8 +16,8 @@ from headstart.drafters.catalog import make_drafters
 from headstart.drafters.heads import ShippedDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed
 from tests.shipped import KINDS, WEIGHTS, ShippedTarget, reload, ship
 

@@ -11,7 +11,7 @@ import torch
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.tiny import tiny_model
 

@@ -14,7 +14,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter, ShippedDrafter
 from headstart.heads.parts.recurrent import RecurrentHead
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Tree, TreeShape
 from tests.heads.test_contract import build, shake
 from tests.shipped import ship

@@ -11,8 +11,8 @@ import pytest
 
 from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
+from headstart.model.model import Target
 from headstart.support.answer_file import write_answers
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import build
 from tests.shipped import ship

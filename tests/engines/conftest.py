@@ -12,7 +12,7 @@ import torch
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.tiny import tiny_model, tiny_tokenizer
 
 FUSED = {"family": "eagle3", "draft_steps": 3, "aux_layers": (3, 5, 7)}

@@ -20,7 +20,7 @@ from headstart.hub.engines.base import rounded
 from headstart.hub.engines.export import FORMATS, check_export, check_heads
 from headstart.hub.engines.known_engines import drafts_to_try, serve_commands
 from headstart.hub.target_facts import TargetFacts
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.engines import block_readers as readers
 from tests.engines.test_faults import rewrite
 from tests.test_cli import works

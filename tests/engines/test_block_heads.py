@@ -18,7 +18,7 @@ from headstart.heads.base import DraftHead, HeadBatch
 from headstart.hub.engines.export import check_export, export_for
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads, read_checked
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.engines import block_readers as readers
 from tests.engines.conftest import CASES
 

@@ -20,7 +20,7 @@ from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.engines.conftest import CASES, heads_for
 from tests.test_cli import call, refused, works
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer

@@ -18,7 +18,7 @@ from headstart.heads.base import DraftHead, make_config
 from headstart.heads.parts.layer import LayerConfig
 from headstart.hub.engines import gguf_file as gguf_format
 from headstart.hub.engines.export import check_export, export_for
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.engines.test_formats import CHAIN, off, ours, read
 
 Made = Callable[[str], tuple[DraftHead, Path]]

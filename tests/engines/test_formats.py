@@ -16,9 +16,9 @@ from headstart.hub.engines.base import EAGLE3
 from headstart.hub.engines.export import FORMATS, check_export, export_for
 from headstart.hub.engines.known_engines import KNOWN_ENGINES
 from headstart.hub.engines.traits import EngineTraits
+from headstart.model.model import Target
 from headstart.servers import names
 from headstart.servers.engines import ENGINES
-from headstart.target.model import Target
 from tests.engines import readers
 
 Made = Callable[[str], tuple[DraftHead, Path]]

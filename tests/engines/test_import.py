@@ -22,8 +22,8 @@ from headstart.heads.parts.layer import LayerConfig, Rotary
 from headstart.hub.engines.export import check_export, check_heads, export_for, export_remarks
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.engines.test_formats import CHAIN, HELD, off, ours, read
 from tests.test_cli import works
 

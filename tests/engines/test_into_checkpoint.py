@@ -26,11 +26,11 @@ from headstart.hub.engines import into_checkpoint
 from headstart.hub.engines.importing import untuned
 from headstart.hub.engines.into_checkpoint import check_checkpoint, export_checkpoint
 from headstart.hub.format import export_heads, read_config
+from headstart.model.model import Target
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import parse_heads
 from headstart.support.files import file_hash
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads import test_contract as contract
 from tests.shipped import ONE_MODULE, WEIGHTS, reload, ship

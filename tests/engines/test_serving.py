@@ -29,13 +29,13 @@ from headstart.hub.engine_tuning import (
     write_engine_tuning,
 )
 from headstart.hub.engines.export import export_for
+from headstart.model.model import Target
 from headstart.pipeline import in_engine
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
-from headstart.target.model import Target
 from tests.eval.test_report import measured as measured_report
 from tests.test_benchmarks import script
 from tests.test_cli import refused, works

@@ -13,7 +13,7 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import check_export, export_for, formats_of
 from headstart.hub.push import push
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.hub.client import Client
 from tests.hub.fake_hub import FakeHub
 from tests.test_cli import refused, works

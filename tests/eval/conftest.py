@@ -6,7 +6,7 @@ import pytest
 
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import family, make_config
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart.decode.costs import Costs
 from headstart.decode.loop import Drafter
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 
 @dataclass

@@ -20,8 +20,8 @@ from headstart.errors import UserError
 from headstart.eval.audit import RANDOM, WRONG, run_audit
 from headstart.eval.audit_report import sentence, show_audit, write_audit
 from headstart.eval.options import AuditOptions
-from headstart.target.cache import TreeCache
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.cache import TreeCache
 from headstart.tree.tree import Tree, TreeShape
 from tests.decode.drafters import broken_trees
 from tests.hub.helpers import TUNING, make_heads

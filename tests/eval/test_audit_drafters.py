@@ -20,8 +20,8 @@ from headstart.eval.audit import (
 )
 from headstart.eval.divergence import first_difference
 from headstart.heads.base import DraftHead, family, make_config
-from headstart.target.few_rows import argmax
-from headstart.target.model import Target, TargetOutput
+from headstart.kernels.draft_kernels import argmax
+from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.tiny import tiny_model
 

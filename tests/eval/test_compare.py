@@ -21,7 +21,7 @@ from headstart.eval.labels import HEADS, METHODS, PLAIN
 from headstart.eval.methods import ALL, Ours, Run, Transformers, wanted
 from headstart.eval.options import EvalOptions
 from headstart.eval.report import undrafted
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import IdleDrafter
 from tests.eval.sources import Drafts

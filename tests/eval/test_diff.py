@@ -23,8 +23,8 @@ from headstart.eval.figures import Prompt, Unit, compare_rows, per_prompt, summa
 from headstart.eval.labels import OTHER
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
+from headstart.model.model import Target
 from headstart.support.files import write_json
-from headstart.target.model import Target
 from tests.eval.sources import Drafts
 from tests.test_cli import call, refused, works
 

@@ -11,7 +11,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.eval import divergence
 from headstart.eval.divergence import EXACT_MARGIN, Judge, first_difference, gap_error, in_float32
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.tiny import KINDS, tiny_model
 
 PROMPTS = [[5, 9, 7], [30, 2, 2, 8]]

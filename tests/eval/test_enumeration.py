@@ -18,7 +18,7 @@ from headstart.eval.enumeration import (
     fit,
     least_seen,
 )
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.tiny import tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]

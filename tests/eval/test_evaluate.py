@@ -21,8 +21,8 @@ from headstart.eval.labels import METHODS
 from headstart.eval.methods import Ours, _TokenTimes, warm_up
 from headstart.eval.options import EvalOptions
 from headstart.eval.report import write_report
-from headstart.target.graphs import captured
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.graphs import captured
 from tests.eval.sources import Drafts
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer

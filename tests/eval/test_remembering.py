@@ -14,7 +14,7 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.eval import remembering
 from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import family, make_config
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Tree, TreeBatch, TreeShape
 from tests.tiny import tiny_model
 

@@ -17,7 +17,7 @@ from headstart.eval.figures import Prompt, Unit
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import SHOWN, Race, beginning, contestants, end_ms, races, replay, standing
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.eval.sources import Drafts
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from headstart.decode.costs import Costs
 from headstart.eval.tuned import tree_svg, tuned
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tuning.tune import Tuning
 from tests.eval.sources import Drafts
 

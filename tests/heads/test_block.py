@@ -17,7 +17,7 @@ from headstart.heads.dflash import DFlashHead
 from headstart.heads.parts import text_attention
 from headstart.heads.parts.block import BlockHead
 from headstart.heads.parts.text_attention import Sight, attend_blocks
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.heads.test_contract import batch_of, build, shake
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -12,8 +12,8 @@ from headstart.heads.base import HeadBatch, family, make_config
 from headstart.heads.parts.block import BlockHead
 from headstart.heads.parts.block_start import Pattern, pattern
 from headstart.heads.parts.layer import normed
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.parts.cache import cached_attention, text_attention
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, TreeBatch
 from tests.heads.test_contract import build
 from tests.tiny import tiny_model

@@ -15,9 +15,9 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, families, family, make_config
-from headstart.target.frozen import FrozenModel
-from headstart.target.model import Target
-from headstart.target.teacher import load_teacher, save_teacher
+from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
+from headstart.model.teacher import load_teacher, save_teacher
 from headstart.tree.tree import Committed, Request, TreeBatch, TreeShape
 from tests.tiny import tiny_model
 

@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads.dspark import DSparkHead
 from headstart.heads.int8_weights import linear
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.heads.test_contract import batch_of, build, shake
 from tests.tiny import tiny_model
 

@@ -15,8 +15,8 @@ from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.heads.parts.cache import cached_attention
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.text_attention import chain_attention
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.tiny import KINDS, tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {

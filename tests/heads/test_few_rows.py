@@ -22,8 +22,8 @@ from headstart.heads.int8_weights import Linear, drop_int8, to_int8
 from headstart.heads.parts import cache
 from headstart.heads.parts.cache import Entries
 from headstart.heads.parts.layer import normed
-from headstart.target import few_rows
-from headstart.target.model import Target
+from headstart.kernels import draft_kernels
+from headstart.model.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Request, TreeBatch, TreeShape
 from tests.heads.test_contract import CASES, build, shake
@@ -31,7 +31,8 @@ from tests.tiny import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(
-    few_rows.compiled(torch.float32) is None, reason="nothing is compiled on this machine: no C compiler, or no AVX2"
+    draft_kernels.compiled(torch.float32) is None,
+    reason="needs a C compiler and AVX2",
 )
 
 
@@ -66,9 +67,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, call)
 
     for name in ("read", "enter"):
-        noted(few_rows.Recurrent, name, name)
+        noted(draft_kernels.Recurrent, name, name)
     for name in ("product", "norms", "attend", "best"):
-        noted(few_rows, name, name)
+        noted(draft_kernels, name, name)
     return names
 
 
@@ -139,9 +140,9 @@ def test_the_choice_is_torchs(dtype: torch.dtype) -> None:
     logits[0, 6, 1023] = logits[0, 7, 1024] = 50.0
     logits[1, 0, 7], logits[1, 1, 8], logits[1, 1, 9] = float("nan"), -torch.tensor(float("nan")), 99.0
     wanted = logits.double().argmax(-1)
-    assert torch.equal(few_rows.argmax(logits), wanted)
+    assert torch.equal(draft_kernels.argmax(logits), wanted)
     for on_torch in (logits.double(), logits[..., ::1], logits.transpose(0, 1)):
-        assert torch.equal(few_rows.argmax(on_torch).flatten().sort().values, wanted.flatten().sort().values)
+        assert torch.equal(draft_kernels.argmax(on_torch).flatten().sort().values, wanted.flatten().sort().values)
 
 
 def test_a_large_number_takes_nothing_from_those_far_from_it() -> None:
@@ -278,7 +279,7 @@ def test_trees_grown_in_one_call_are_those_of_levels(
 ) -> None:
     """Of levels that C computes, too."""
     monkeypatch.setitem(CASES, "deep", {**CASES["eagle3-deep-normed"], "aux_norms": False, "draft_steps": 5})
-    monkeypatch.setattr(few_rows, "ROWS", 40)  # wide levels as well
+    monkeypatch.setattr(draft_kernels, "ROWS", 40)  # wide levels as well
     heads = heads_of(name).to(dtype)
     heads._embedding_VE = heads.target_embeddings.to(dtype)
     to_int8(heads)
@@ -413,8 +414,8 @@ def test_a_row_with_more_queries_than_look_together(asked: list[str]) -> None:
     qkv = (2 * torch.randn(2, 2, heads + 2, size)).bfloat16()
     angles = torch.ones(16, size).bfloat16(), torch.zeros(16, size).bfloat16()
     entries = Entries.of([[(row, slot, 3, 4, slot) for slot in (5 + 2 * row, 6 + 2 * row)] for row in range(2)])
-    sight = few_rows.Sight((entries.numbers, entries.shape), None, (keys, values), angles, heads)
-    found = few_rows.attend(few_rows.compiled(torch.bfloat16), qkv, sight)
+    sight = draft_kernels.Sight((entries.numbers, entries.shape), None, (keys, values), angles, heads)
+    found = draft_kernels.attend(draft_kernels.compiled(torch.bfloat16), qkv, sight)
     assert torch.equal(keys[0, 0, 5], qkv[0, 0, heads]) and torch.equal(values[1, 0, 8], qkv[1, 1, heads + 1])
     for row in range(2):
         for node in range(2):
@@ -427,7 +428,7 @@ def test_a_row_with_more_queries_than_look_together(asked: list[str]) -> None:
 def test_what_drafts_say_of_themselves_without_a_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build("eagle3", target)).eval()
     assert HeadDrafter(heads, TreeShape.chain(2)).forwards == "compiled"
-    monkeypatch.setattr(few_rows, "compiled", lambda _: None)
+    monkeypatch.setattr(draft_kernels, "compiled", lambda _: None)
     drafter = HeadDrafter(heads, TreeShape.chain(2))
     assert drafter.forwards == "eager"
     wanted = DecodeLoop(target).generate([[3, 4, 5]], DecodeOptions(8))[0].tokens

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train.losses import LOSSES
 from headstart.train.summing import Teacher, logits_by_block, summed, summed_plain
 

@@ -10,8 +10,8 @@ import torch
 from headstart.heads.base import HeadBatch, make_config
 from headstart.heads.hydra import HydraConfig, HydraHead
 from headstart.heads.parts.residual import embed
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.heads.test_contract import batch_of, shake
 from tests.tiny import tiny_model
 

@@ -10,8 +10,8 @@ from headstart.heads.base import HeadBatch, family, make_config
 from headstart.heads.parts.induction import slow_pairs, solve
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.text_attention import causal_attention
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.tiny import tiny_model
 
 SIZE, WIDTH, HEADS, KV_HEADS, TOKENS = 64, 32, 4, 2, 300

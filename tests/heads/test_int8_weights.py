@@ -17,9 +17,9 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.heads import int8_weights
 from headstart.heads.int8_weights import Linear, drop_int8, linear, to_int8, unstack
 from headstart.heads.io import load_heads, save_heads
-from headstart.target import prepacked
-from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS, can_pack
+from headstart.kernels import prepacked
+from headstart.kernels.prepacked import MAX_ROWS, can_pack
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model

@@ -9,8 +9,8 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.parts.residual import head_hidden
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.tiny import tiny_model
 
 

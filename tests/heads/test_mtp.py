@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from headstart.heads.base import family, make_config
 from headstart.heads.mtp import MtpHead
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.heads.test_contract import batch_of, build, shake
 from tests.tiny import tiny_model
 

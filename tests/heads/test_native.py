@@ -16,7 +16,7 @@ from headstart.errors import UserError
 from headstart.heads.base import make_config
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.mtp import MtpHead
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.heads import test_contract as contract
 from tests.shipped import ONE_MODULE, WEIGHTS, ShippedTarget, reload, ship
 from tests.tiny import tiny_model

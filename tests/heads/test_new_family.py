@@ -20,7 +20,7 @@ import torch
 import headstart.heads
 from headstart.heads import base
 from headstart.heads.base import families
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.heads import test_contract, test_trees
 from tests.tiny import tiny_model
 

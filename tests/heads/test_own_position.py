@@ -14,8 +14,8 @@ from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.tiny import tiny_model
 
 SIZE, TOKENS = 64, 3000

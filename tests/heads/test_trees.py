@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from headstart.heads.base import DraftHead, family
 from headstart.heads.parts import cache
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model

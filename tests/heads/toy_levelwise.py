@@ -17,8 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, StepPrediction, origins, register
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed
 
 

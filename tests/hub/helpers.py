@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.hub.format import export_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 TUNING: dict[str, Any] = {
     "paths": ((0,), (1,), (0, 0)),

@@ -25,7 +25,7 @@ from headstart.errors import UserError
 from headstart.hub.engines.importing import import_heads
 from headstart.hub.pull import fetch
 from headstart.hub.push import push, push_conversations
-from headstart.target.loading import load_target
+from headstart.model.loading import load_target
 
 
 def do_push(folder: str, repo_id: str, **options: Any) -> dict[str, Any]:

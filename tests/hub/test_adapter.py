@@ -17,8 +17,8 @@ from headstart.errors import UserError
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.format import FILES, check_folder, heads_target
 from headstart.hub.push import _contents, push
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from tests.hub.helpers import export
 from tests.tiny import save_tiny_adapter
 

@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from headstart.hub.card import _metadata, write_card
 from headstart.hub.format import export_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.hub.helpers import RESULTS, TUNING, export, make_heads
 
 FACTS: dict[str, Any] = {

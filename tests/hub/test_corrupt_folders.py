@@ -19,7 +19,7 @@ from headstart.heads.base import family, make_config
 from headstart.heads.io import WEIGHTS, load_heads
 from headstart.hub.engine_tuning import DraftsRow, EngineTuning, write_engine_tuning
 from headstart.hub.format import check_folder, export_heads, read_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.hub.helpers import TUNING
 
 IDS, FUSION = "draft_to_target_D", "fc.weight"

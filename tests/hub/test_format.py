@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, load_heads, save_heads, version_of
 from headstart.hub.format import check_folder, export_heads, heads_target, read_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tuning.tune import Tuning
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.tiny import packed_model, tiny_model, tiny_tokenizer

@@ -13,7 +13,7 @@ from headstart.data.conversations.records import Conversation, write_conversatio
 from headstart.data.prompts.questions import SUITES, Question
 from headstart.hub.format import export_heads
 from headstart.hub.push import push
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.data.test_suites import FILES as SUITE_FILES
 from tests.hub.client import Client
 from tests.hub.fake_hub import READ_TOKEN, FakeHub, Repo

@@ -16,7 +16,7 @@ from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
 from headstart.eval.evaluate import evaluate
 from headstart.eval.options import EvalOptions
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.data.test_template_kwargs import QUIET, SWITCH
 from tests.hub.helpers import export
 from tests.test_cli import refused, works

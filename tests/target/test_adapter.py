@@ -13,9 +13,9 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from headstart.errors import UserError
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.model.loading import load_target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.tiny import save_tiny_adapter, tiny_model, tiny_tokenizer
 
 TEXT = [5, 9, 2, 7, 7, 30, 12]

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headstart.target.attention import Scores, causal_attention
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.attention import Scores, causal_attention
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
@@ -17,7 +17,7 @@ from tests.tiny import tiny_model
 @pytest.mark.parametrize("new", [5, 11])
 def test_a_sink_is_one_more_key_without_a_value(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four query heads share two key heads; each has a sink of its own, and its score joins the softmax alone."""
-    monkeypatch.setattr("headstart.target.attention.PIECE", 4)
+    monkeypatch.setattr("headstart.replay.attention.PIECE", 4)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, new, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
     sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0])
@@ -41,7 +41,7 @@ def test_sliding_layers_read_no_further_back_than_their_window(
         read.add(key.shape[2])
         return original(query, key, *args, **kwargs)
 
-    monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
+    monkeypatch.setattr("headstart.kernels.cpu_attention.serves", lambda *_: False)
     target = Target(tiny_model(kind))
     texts = [[(7 * index + row) % 90 + 1 for index in range(40)] for row in range(2)]
     trees = [Tree([10, 11, 12, 13], [-1, 0, 0, 2]), Tree([20, 21, 22, 23], [-1, 0, 1, 2])]

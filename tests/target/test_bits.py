@@ -15,12 +15,12 @@ from torch import Tensor
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.kernels import cpu_attention, prepacked
+from headstart.kernels.prepacked import MAX_ROWS
+from headstart.model.model import Target
+from headstart.replay.attention import Scores, TreeMask, _reference, causal_attention
+from headstart.replay.patch import FINAL
 from headstart.support import compiled
-from headstart.target import cpu_attention, prepacked
-from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, packed_model, tiny_model
@@ -136,7 +136,7 @@ def test_one_tree_wider_than_any_that_is_replayed_otherwise_has_them_too() -> No
 
 def test_without_them_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: it is what `exact` does that makes it pass."""
-    monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
+    monkeypatch.setattr("headstart.kernels.cpu_attention.serves", lambda *_: False)
     found = compare(Target(tiny_model("llama").bfloat16(), exact="tokens"), TEXTS)
     assert found.logits > found.rows / 4 and found.kept > 0  # 23 of 48 without AVX-512, more with it
 
@@ -242,7 +242,7 @@ def test_drafted_texts_are_the_plain_loops(kind: str, batch: int) -> None:
 def test_causal_attention_equals_the_masked_one(
     new: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.target.attention.PIECE", 4)
+    monkeypatch.setattr("headstart.replay.attention.PIECE", 4)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, new, 8), torch.randn(2, 2, 21, 8), torch.randn(2, 2, 21, 8)
     distance = torch.arange(21 - new, 21)[:, None] - torch.arange(21)
@@ -261,9 +261,9 @@ def test_a_long_text_read_in_pieces_equals_one_read_at_once(kind: str, monkeypat
     step = TreeBatch.roots([4, 5, 6])
     after = target.forward_tree(cache, step).logits_BTV
     captured = target.hidden_states(texts, AUX_LAYERS)
-    monkeypatch.setattr("headstart.target.model.PIECE", 16)
-    monkeypatch.setattr("headstart.target.attention.PIECE", 16)
-    monkeypatch.setattr("headstart.target.model._CAPTURED", 1)
+    monkeypatch.setattr("headstart.model.model.PIECE", 16)
+    monkeypatch.setattr("headstart.replay.attention.PIECE", 16)
+    monkeypatch.setattr("headstart.model.model._CAPTURED", 1)
     pieces = target.prefill(cache := target.new_cache(3, 64), texts, AUX_LAYERS)
     assert cache.lengths == [59, 25, 1]
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -295,8 +295,8 @@ def test_reading_keeps_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> 
                 largest.append(out.numel())
             return out
 
-    monkeypatch.setattr("headstart.target.model.PIECE", 32)
-    monkeypatch.setattr("headstart.target.attention.PIECE", 32)
+    monkeypatch.setattr("headstart.model.model.PIECE", 32)
+    monkeypatch.setattr("headstart.replay.attention.PIECE", 32)
     texts = [[*range(1, 101)] * 3, [5] * 130]
     with Watch():
         out = target.prefill(cache, texts, AUX_LAYERS)
@@ -304,7 +304,7 @@ def test_reading_keeps_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> 
     # A piece times all slots, twice for groups of heads; the states of all tokens; keys and values of both rows.
     assert max(largest) <= max(2 * 32 * 300, 2 * 300 * 64, 2 * 4 * 300 * 16)
     largest.clear()
-    monkeypatch.setattr("headstart.target.model.TreeCache", None)
+    monkeypatch.setattr("headstart.model.model.TreeCache", None)
     with Watch():
         target.hidden_states(texts, AUX_LAYERS)
     assert max(largest) <= 2 * 300 * 96, "the MLP's width, and no text by text"

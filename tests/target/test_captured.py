@@ -20,11 +20,11 @@ from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.eval.environment import environment
-from headstart.target.captured import Captured, Recorded
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS
-from headstart.target.tape import NotRecordable, record
+from headstart.kernels.prepacked import MAX_ROWS
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
+from headstart.replay.recorded import Captured, Recorded
+from headstart.replay.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
 from tests.heads.test_frozen_lm_head import tiny as scaled

@@ -20,11 +20,12 @@ from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
+from headstart.model import model
+from headstart.model.model import Target
 from headstart.recipes.sections import TuneSection
-from headstart.target import fitting, model
-from headstart.target.chains import ChainCache
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay import patch
+from headstart.replay.chains import ChainCache
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch, TreeShape
 from headstart.tuning.tune import tune
 from tests.shipped import QWEN3_NEXT
@@ -149,7 +150,7 @@ def test_what_they_cannot_do_is_said(target: Target) -> None:
 def test_models_of_other_running_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="layers of type linear_attention keep a running state"):
         Target(hybrid(LINEAR, LINEAR))
-    monkeypatch.setattr(fitting, "is_linear", lambda module: False)  # as if its linear attention were of another kind
+    monkeypatch.setattr(patch, "is_linear", lambda module: False)  # as if its linear attention were of another kind
     with pytest.raises(UserError, match="cannot verify a token tree"):
         Target(hybrid())
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headstart.kernels import cpu_attention, prepacked
+from headstart.kernels.cpu_attention import few_tokens_attention, joined_attention
+from headstart.model.model import Target
+from headstart.replay import attention
 from headstart.support import compiled
 from headstart.support.compiled import compiler
-from headstart.target import attention, cpu_attention, prepacked
-from headstart.target.cpu_attention import few_tokens_attention, joined_attention
-from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
@@ -154,7 +155,7 @@ def test_other_processors(
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt_neox", "mistral"])
 def test_trees_and_rows_say_what_the_model_says(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Single tokens, then a tree, beyond sliding windows; layer by layer."""
-    monkeypatch.setattr("headstart.target.captured.join_steps", lambda graph: [])
+    monkeypatch.setattr("headstart.replay.recorded.join_steps", lambda graph: [])
     target, asked = Target(tiny_model(kind)), 0
     texts = [[(7 * index + row) % 90 + 1 for index in range(9 + 2 * row)] for row in range(rows)]
 
@@ -187,7 +188,7 @@ def test_other_forwards_go_another_way(why: str, monkeypatch: pytest.MonkeyPatch
     target = Target(tiny_model("gemma2" if why == "softcap" else "llama"))
     cache = target.new_cache(2, 96)
     target.prefill(cache, [[1, 2, 3], [2, 2, 3, 4]])
-    monkeypatch.setattr("headstart.target.attention.few_tokens_attention", lambda *_, **__: pytest.fail("torch's"))
+    monkeypatch.setattr("headstart.replay.attention.few_tokens_attention", lambda *_, **__: pytest.fail("torch's"))
     tree = Tree.chain_of([5] * 65) if why == "many tokens" else Tree([5], [-1])
     assert target.forward_tree(cache, TreeBatch.of([tree] * 2)).logits_BTV.isfinite().all()
 

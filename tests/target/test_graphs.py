@@ -13,7 +13,7 @@ from torch import nn
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 from tests.standin import CUDA, Graph, StandIn
 from tests.tiny import tiny_model
@@ -128,7 +128,7 @@ def test_memory_for_graphs_is_bounded(device: StandIn, monkeypatch: pytest.Monke
         target.new_cache(rows, 100 * rows)
     graphs = target._graphs
     assert graphs is not None and len(graphs._spares) == 4, "the oldest go"
-    monkeypatch.setattr("headstart.target.graphs.free_bytes", lambda _: 3 * memory.bytes)
+    monkeypatch.setattr("headstart.replay.graphs.free_bytes", lambda _: 3 * memory.bytes)
     kept = target.spare_bytes
     cache = target.new_cache(1, 20)
     assert cache.memory is not None
@@ -145,7 +145,7 @@ def test_memory_returns_during_a_garbage_collection(device: StandIn, monkeypatch
         caches.clear()
         return 1 << 40
 
-    monkeypatch.setattr("headstart.target.graphs.free_bytes", collecting)
+    monkeypatch.setattr("headstart.replay.graphs.free_bytes", collecting)
     lent = target.new_cache(1, 20)
     assert lent.memory is not None and target.spare_bytes == lent.memory.bytes, "the other one's"
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.target import prepacked, rewrites
-from headstart.target.model import Target
-from headstart.target.prepacked import in_panels, prepack, product
+from headstart.kernels import prepacked
+from headstart.kernels.prepacked import in_panels, prepack, product
+from headstart.model.model import Target
+from headstart.replay import rewrites
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
@@ -132,19 +133,19 @@ def test_texts_of_any_length_go_one_way_so_that_weights_have_one_copy_which_goes
 def test_it_is_judged_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama"))
     target.record()
-    monkeypatch.setattr("headstart.target.checking._CLOSE", 0.0)
-    monkeypatch.setattr("headstart.target.checking._ROUNDED", 0.0)
+    monkeypatch.setattr("headstart.model.checking._CLOSE", 0.0)
+    monkeypatch.setattr("headstart.model.checking._ROUNDED", 0.0)
     assert target.in_int8() is not target
-    monkeypatch.setattr("headstart.target.checking._IN_8_BITS", 0.0)
+    monkeypatch.setattr("headstart.model.checking._IN_8_BITS", 0.0)
     assert target.in_int8() is target, "its replay is refused"
 
 
 def test_a_target_is_itself_where_8_bits_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)
+    monkeypatch.setattr("headstart.replay.patch.fits", lambda _: False)
     target = Target(tiny_model("llama"))
     assert target.in_int8() is target, "weights are not prepacked"
     monkeypatch.undo()
-    monkeypatch.setattr("headstart.target.model.in_panels", lambda *_, **__: False)
+    monkeypatch.setattr("headstart.model.model.in_panels", lambda *_, **__: False)
     target = Target(tiny_model("llama"))
     assert target.in_int8() is target, "a processor without products in 8 bits"
     monkeypatch.undo()

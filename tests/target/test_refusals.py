@@ -15,9 +15,9 @@ import torch
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError, out_of_memory
-from headstart.target.loading import PACKAGED, load_target, pick_dtype
-from headstart.target.memory import cgroup_free_bytes, free_bytes
-from headstart.target.model import Target
+from headstart.kernels.memory import cgroup_free_bytes, free_bytes
+from headstart.model.loading import PACKAGED, load_target, pick_dtype
+from headstart.model.model import Target
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -115,7 +115,7 @@ def test_gguf_files_need_their_package(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_package_without_its_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("headstart.model.loading.importlib.util.find_spec", lambda name: found)
     with pytest.raises(UserError, match="No GGUF file in") as caught:
         load_target("smollm2-135m", device="cpu")
     assert PACKAGED["smollm2-135m"].package in caught.value.remedy
@@ -191,5 +191,5 @@ def test_free_memory_ends_where_a_cgroup_does(
     assert cgroup_free_bytes(tmp_path) == 40
     write("", 300, 400)
     assert cgroup_free_bytes(tmp_path) == 0
-    monkeypatch.setattr("headstart.target.memory.cgroup_free_bytes", lambda: 430)
+    monkeypatch.setattr("headstart.kernels.memory.cgroup_free_bytes", lambda: 430)
     assert free_bytes(torch.device("cpu")) == 430

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.kernels.cpu_attention import few_tokens_attention, joined_attention
+from headstart.kernels.prepacked import can_pack
+from headstart.model.model import Target
+from headstart.replay import products, rewrites, tape
+from headstart.replay.tape import record
 from headstart.support.compiled import compiler
-from headstart.target import products, rewrites, tape
-from headstart.target.cpu_attention import few_tokens_attention, joined_attention
-from headstart.target.model import Target
-from headstart.target.prepacked import can_pack
-from headstart.target.tape import record
 from headstart.tree.tree import TreeBatch
 from tests.standin import CUDA, StandIn
 from tests.target.test_captured import TEXTS, captured_by, check_replay, rounds, through_modules
@@ -26,9 +26,9 @@ needs_compiler = pytest.mark.skipif(not compiler(), reason="this machine has no 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
 def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.target.rewrites.merge_products", lambda graph, int8: [])
-    monkeypatch.setattr("headstart.target.rewrites.shorten_norms", lambda graph, device: None)
-    monkeypatch.setattr("headstart.target.fitting.fits", lambda modules: False)
+    monkeypatch.setattr("headstart.replay.rewrites.merge_products", lambda graph, int8: [])
+    monkeypatch.setattr("headstart.replay.rewrites.shorten_norms", lambda graph, device: None)
+    monkeypatch.setattr("headstart.replay.patch.fits", lambda modules: False)
     monkeypatch.setattr(Target, "_replays_texts", lambda *_: False)  # with torch's attention in either case
     target = Target(tiny_model(kind))
     replayed = rounds(target, 4, 8)

@@ -9,17 +9,18 @@ import psutil
 import pytest
 import torch
 
-from headstart.target import cpu_attention, few_rows, prepacked
+from headstart.kernels import cpu_attention, draft_kernels, prepacked
 from tests.forks import Forks
 
 pytestmark = pytest.mark.skipif(
-    few_rows.compiled(torch.float32) is None, reason="nothing is compiled on this machine: no C compiler, or no AVX2"
+    draft_kernels.compiled(torch.float32) is None,
+    reason="needs a C compiler and AVX2",
 )
 THREADS = 60
 
 
 def choose() -> None:
-    few_rows.argmax(torch.zeros(30_000, 2))
+    draft_kernels.argmax(torch.zeros(30_000, 2))
 
 
 def multiply() -> None:
@@ -51,13 +52,13 @@ def test_scratch_buffers_go_with_their_thread(kernel: Callable[[], None], thread
 
 WITHOUT_MEMORY = """
 import resource, torch
-from headstart.target import cpu_attention, few_rows, prepacked
+from headstart.kernels import cpu_attention, draft_kernels, prepacked
 
 torch.set_num_threads(2)
 logits, rows, packed = torch.zeros(1 << 22, 2), torch.zeros(1 << 18, 128), prepacked.prepack(torch.zeros(32, 128))
 queries, keys = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1 << 23, 16)
 kernels = {
-    "choose": lambda count: few_rows.argmax(logits[:count]),
+    "choose": lambda count: draft_kernels.argmax(logits[:count]),
     "multiply": lambda count: prepacked.product(rows[:count], packed, None),
     "attend": lambda count: cpu_attention.few_tokens_attention(
         queries, keys[:, :, :count], keys[:, :, :count], torch.tensor([min(count, 1 << 23)]), 1.0

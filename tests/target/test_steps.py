@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headstart.kernels import prepacked
+from headstart.model.model import Target
+from headstart.replay.steps import Steps
 from headstart.support.compiled import compiler
-from headstart.target import prepacked
-from headstart.target.model import Target
-from headstart.target.steps import Steps
 from headstart.tree.tree import Tree, TreeBatch
 from tests.target.test_captured import TEXTS, captured_by, rounds, through_modules
 from tests.tiny import tiny_model
@@ -60,7 +60,7 @@ def test_steps_have_the_bits_of_one_after_the_other(kind: str, calls: list[int],
     for rows, width in ((1, 1), (1, 7), (3, 5)):
         with taken_steps() as taken:
             found = rounds(in_steps, rows, width)
-        with mock.patch("headstart.target.captured.join_steps", return_value=[]):
+        with mock.patch("headstart.replay.recorded.join_steps", return_value=[]):
             expected = rounds(alone, rows, width)
         assert len(taken) == 4 * len(calls), "the reading of the text, too"
         assert all(map(torch.equal, found, expected))
@@ -210,5 +210,5 @@ def test_caches_whose_rows_end_or_grow() -> None:
         return seen
 
     found = read(Target(tiny_model("mistral")))
-    with mock.patch("headstart.target.captured.join_steps", return_value=[]):
+    with mock.patch("headstart.replay.recorded.join_steps", return_value=[]):
         assert all(map(torch.equal, found, read(Target(tiny_model("mistral")))))

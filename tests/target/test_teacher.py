@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
-from headstart.target.frozen import FrozenModel
-from headstart.target.model import Target
-from headstart.target.teacher import (
+from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
+from headstart.model.teacher import (
     TeacherModel,
     load_teacher,
     save_teacher,
@@ -147,7 +147,7 @@ def test_a_damaged_teacher_is_refused_and_mended(damage: str, tmp_path: Path) ->
 def test_a_class_that_this_transformers_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_teacher(tmp_path, Target(tiny_model("llama")))
     assert folder is not None
-    monkeypatch.setattr("headstart.target.teacher.transformers", SimpleNamespace(__version__="4.0"))
+    monkeypatch.setattr("headstart.model.teacher.transformers", SimpleNamespace(__version__="4.0"))
     with pytest.raises(UserError, match=r"transformers \(4\.0\) has no LlamaForCausalLM") as refused:
         load_teacher(folder, CPU)
     assert "pip install transformers==" in refused.value.remedy

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import UserError
-from headstart.target.loading import load_target
-from headstart.target.outline import unloaded
+from headstart.model.loading import load_target
+from headstart.model.outline import unloaded
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

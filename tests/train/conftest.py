@@ -16,11 +16,11 @@ from rich.console import Console
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
+from headstart.model.model import Target
 from headstart.pipeline.run import execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train.trainer import TrainResult, train
 from tests.test_pipeline import quiet, tiny_recipe
 

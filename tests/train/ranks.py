@@ -20,10 +20,10 @@ from headstart.data.states.store import States, StateStore
 from headstart.errors import UserError
 from headstart.heads.base import families
 from headstart.heads.io import save_heads
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe, parse_recipe
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train import batches, checkpoint, processes, trainer, training_artifact
 from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes

@@ -10,7 +10,7 @@ import torch
 
 from headstart.data.states.store import Sample
 from headstart.heads.base import HeadBatch, origins
-from headstart.target.fitting import FINAL
+from headstart.replay.patch import FINAL
 from headstart.train.batches import (
     anchored,
     epoch_batches,

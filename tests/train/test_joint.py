@@ -15,10 +15,10 @@ from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
 from headstart.heads.io import load_heads
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe, parse_recipe
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import read_batch
 from headstart.train.checks import check_training

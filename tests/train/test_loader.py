@@ -16,9 +16,9 @@ from torch import Tensor
 from headstart.data.states.shards import Work, build_store
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import Order, ReadBatch, read_ahead, read_batch
 from headstart.train.checkpoint import TrainerState

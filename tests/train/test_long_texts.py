@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.parts import text_attention
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train import summing
 from headstart.train.losses import soft_ce
 from headstart.train.summing import Teacher, weighted

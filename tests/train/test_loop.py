@@ -25,10 +25,10 @@ from headstart.errors import UserError
 from headstart.heads.base import families
 from headstart.heads.io import load_heads
 from headstart.heads.parts.residual import head_hidden
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import predictions, read_batch
 from headstart.train.losses import LOSSES

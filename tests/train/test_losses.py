@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.model.lm_head import Finish
+from headstart.model.model import Target
 from headstart.recipes.sections import LossName
-from headstart.target.fitting import FINAL
-from headstart.target.lm_head import Finish
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train import losses, summing
 from headstart.train.losses import LOSSES, smooth_l1
 from headstart.train.summing import (

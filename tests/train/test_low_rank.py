@@ -13,9 +13,9 @@ from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, families
 from headstart.heads.io import load_heads, save_heads
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import read_batch
 from headstart.train.checks import check_training

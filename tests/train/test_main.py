@@ -13,10 +13,10 @@ import yaml
 
 from headstart.data.states.store import StateStore
 from headstart.heads.io import load_heads
+from headstart.model.loading import load_target
 from headstart.recipes.recipe import load_recipe
 from headstart.support.artifacts import referred
 from headstart.support.lock import locked
-from headstart.target.loading import load_target
 from headstart.train.trainer import train
 from tests.forks import Forks
 from tests.train.conftest import clean_environment

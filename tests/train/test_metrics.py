@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.support.terminal import progress_bar
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 from headstart.train import summing
 from headstart.train.training_log import Display, Log
 from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share, pick_vocabulary

@@ -13,9 +13,9 @@ import pytest
 from accelerate import Accelerator
 
 from headstart.data.states.store import StateStore
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe
 from headstart.support.files import read_jsonl
-from headstart.target.model import Target
 from headstart.train import trainer
 from headstart.train.trainer import train
 from tests.standin import CUDA, Counts, StandIn

@@ -16,10 +16,10 @@ from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import make_config
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.replay.patch import FINAL
 from headstart.support.artifacts import references
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 from headstart.train import trainer
 from headstart.train.checks import check_training
 from headstart.train.trainer import train

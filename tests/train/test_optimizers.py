@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from headstart.heads.base import families, family, make_config
+from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
-from headstart.target.model import Target
 from headstart.train.optimizers import Muon, make_optimizers, orthogonal
 
 AUX_LAYERS: dict[str, Any] = {"eagle3": {"aux_layers": [1, 2, 3]}}

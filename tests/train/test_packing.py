@@ -13,9 +13,9 @@ import torch
 from headstart.data.states.store import Sample
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, origins
+from headstart.model.model import Target
 from headstart.recipes.recipe import parse_recipe
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train.batches import packed_batches, predictions, read_batch
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe
-from headstart.target.model import Target
 from headstart.train import processes
 
 

@@ -19,12 +19,12 @@ from headstart.data.conversations.records import read_conversations
 from headstart.data.states.store import StateStore
 from headstart.heads.base import HeadBatch, make_config
 from headstart.heads.io import load_heads
+from headstart.model.loading import load_target
 from headstart.pipeline.run import execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import load_recipe
 from headstart.support.artifacts import references
 from headstart.support.lock import locked
-from headstart.target.loading import load_target
 from headstart.train import batches, trainer
 from headstart.train.batches import epoch_batches, epoch_steps, predictions, read_batch
 from headstart.train.joint import Joint

@@ -17,10 +17,10 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
+from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.recipes.sections import TrainSection
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads, take_over
 from headstart.train.trainer import train

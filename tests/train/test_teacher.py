@@ -17,6 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import headstart
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
+from headstart.model.loading import load_target
+from headstart.model.model import Target
+from headstart.model.teacher import TeacherModel, load_teacher, save_teacher
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.report_stages import keep_untuned
 from headstart.pipeline.run import Run, execute
@@ -24,9 +27,6 @@ from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import train_together
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.support.files import read_json
-from headstart.target.loading import load_target
-from headstart.target.model import Target
-from headstart.target.teacher import TeacherModel, load_teacher, save_teacher
 from headstart.train.trainer import train
 from tests.test_cli import refused, works
 from tests.test_pipeline import quiet, tiny_recipe

@@ -16,8 +16,8 @@ from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.decode.options import DecodeOptions
 from headstart.heads import int8_weights
 from headstart.heads.int8_weights import to_int8
+from headstart.model.model import Target
 from headstart.recipes.sections import TuneSection
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning import here
 from headstart.tuning.acceptance import Text

@@ -21,10 +21,10 @@ from headstart.errors import UserError
 from headstart.heads import int8_weights
 from headstart.heads.base import family, make_config
 from headstart.heads.medusa import head_hidden
+from headstart.model.model import Target
 from headstart.pipeline.actions import describe_kinds
 from headstart.recipes.sections import TuneSection
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import TreeShape
 from headstart.tuning.acceptance import Drafts, measure_drafts, sampled_answers

@@ -19,7 +19,7 @@ from headstart.data.conversations.records import Conversation
 from headstart.errors import UserError
 from headstart.eval.figures import LEAST_UNITS, Interval, Totals, rate_interval, relative_interval
 from headstart.heads.base import DraftHead
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import RankPath
 from headstart.tuning.acceptance import measure_drafts
 from headstart.tuning.tune import replay_rounds

@@ -36,6 +36,7 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads, version_of
 from headstart.hub.format import ANSWERS, export_heads, read_heads
+from headstart.model.model import Target
 from headstart.pipeline.data_stages import aux_layers, conversations
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
@@ -44,7 +45,6 @@ from headstart.support.artifacts import link_or_copy, referred
 from headstart.support.files import no_folder, read_json, write_json, write_text
 from headstart.support.lock import locked
 from headstart.support.terminal import progress_bar, tell
-from headstart.target.model import Target
 from headstart.train.trainer import train
 from headstart.train.training_artifact import RESULT, finished
 from headstart.tree.tree import TreeShape

@@ -16,7 +16,7 @@ from headstart.support.terminal import program, say, tell
 
 if TYPE_CHECKING:
     from headstart.hub.engine_tuning import EngineTuning
-    from headstart.target.frozen import FrozenModel
+    from headstart.model.frozen import FrozenModel
 
 VLLM_ON_A_CPU = (
     "On a CPU vLLM also needs --dtype bfloat16 --no-enable-prefix-caching. Where its vllm command finds no package of "
@@ -148,7 +148,7 @@ def import_checkpoint(
     console = Console()
     with console.status("importing"):
         from headstart.hub.engines.importing import import_heads
-        from headstart.target.loading import load_target
+        from headstart.model.loading import load_target
 
         trained_on = load_target(target, loading.dtype, loading.device, trust_remote_code=loading.trust_remote_code)
         heads = import_heads(source, trained_on, out, loading.revision)
@@ -177,7 +177,7 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
     """Print all findings, and exit with 1 if there are any."""
     from headstart.hub.engines.export import check_export, export_remarks, readers_of
     from headstart.hub.engines.into_checkpoint import ENGINES, check_checkpoint
-    from headstart.target.shipped import ships_modules
+    from headstart.model.shipped import ships_modules
 
     console = Console()
     if is_target := ships_modules(folder):

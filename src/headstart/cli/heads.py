@@ -328,7 +328,7 @@ def _is_target(heads: str, drafter: str, loading: Loading) -> bool:
     from headstart.hub.engines.export import is_published
     from headstart.hub.format import is_ours
     from headstart.hub.pull import has_heads, locate
-    from headstart.target.loading import PACKAGED
+    from headstart.model.loading import PACKAGED
 
     if {"heads", "memory"} & set(parts_of(drafter)) or has_heads(heads):
         return False

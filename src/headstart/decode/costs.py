@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
-from headstart.target import few_rows
-from headstart.target.model import Target
-from headstart.target.prepacked import by_tiles
+from headstart.kernels import draft_kernels
+from headstart.kernels.prepacked import by_tiles
+from headstart.model.model import Target
 
 _LEVEL_NODES = 4
 """Typical nodes of a row per draft level; only ratios between batches follow from it."""
@@ -103,8 +103,8 @@ class Conditions:
     """Conditions that costs depend on besides the target and the heads.
 
     The machine is the name of the GPU or the processor; threads are 0 on a GPU. Verifying a tree is faster with
-    prepacked weights or a replayed forward; products and drafts of a few rows are faster when compiled (`few_rows`),
-    most of all with half-precision weights or products by tiles.
+    prepacked weights or a replayed forward; products and drafts of a few rows are faster with `draft_kernels`, most of
+    all with half-precision weights or products by tiles.
     """
 
     machine: str
@@ -131,7 +131,7 @@ class Conditions:
             prepacked=target.prepacked,
             quantization=target.quantization,
             replayed=target.replays,
-            compiled=device.type == "cpu" and few_rows.compiled(target.dtype) is not None,
+            compiled=device.type == "cpu" and draft_kernels.compiled(target.dtype) is not None,
             halves=target.in_halves,
             tiles=target.prepacked and device.type == "cpu" and by_tiles(target.dtype),
         )

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headstart.target.cache import TreeCache
-from headstart.target.memory import free_bytes
-from headstart.target.model import Target, TargetOutput
+from headstart.kernels.memory import free_bytes
+from headstart.model.model import Target, TargetOutput
+from headstart.replay.cache import TreeCache
 from headstart.tree.tree import Committed
 
 _SHARE = 0.2

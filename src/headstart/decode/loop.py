@@ -28,11 +28,11 @@ from headstart.decode.options import DecodeOptions, Processor, check_kinds, rand
 from headstart.decode.sampling import check_processors, check_sampling, warp
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
+from headstart.kernels import draft_kernels
+from headstart.model.model import Target, TargetOutput
+from headstart.replay.graphs import captured
 from headstart.support.cores import FreeCores
 from headstart.support.detokenizer import StopStrings
-from headstart.target import few_rows
-from headstart.target.graphs import captured
-from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
 _NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
@@ -188,7 +188,7 @@ class DecodeLoop:
         self._experience: dict[int, Experience] = {}  # by the size of the batch
         self.free_cores = FreeCores() if target.device.type == "cpu" else None
         if target.device.type == "cpu":
-            few_rows.compiled(target.dtype)  # now, so that no first answer is delayed
+            draft_kernels.compiled(target.dtype)  # now, so that no first answer is delayed
 
     @torch.inference_mode()
     def generate(
@@ -397,11 +397,11 @@ class Verifier:
 
     def first(self, logits_BV: Tensor) -> list[int]:
         """Each row's first token, from the logits after its prompt."""
-        return few_rows.argmax(logits_BV).tolist()
+        return draft_kernels.argmax(logits_BV).tolist()
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         """Decide one round for every row: the committed nodes, and the target's own tokens as the next roots."""
-        choice_BN = few_rows.argmax(out.logits_BTV)
+        choice_BN = draft_kernels.argmax(out.logits_BTV)
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
             return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headstart.errors import UserError, out_of_memory
+from headstart.kernels.memory import free_bytes
+from headstart.model.model import Target
 from headstart.support.files import format_bytes
-from headstart.target.memory import free_bytes
-from headstart.target.model import Target
 
 _SHARE = 0.9
 """Share of free memory that may be taken; the activations of MLPs need the rest."""

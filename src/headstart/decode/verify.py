@@ -28,9 +28,9 @@ from torch import Tensor
 
 from headstart.decode.options import Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, warp
+from headstart.model.model import TargetOutput
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.support.uploads import upload
-from headstart.target.model import TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, decided
 
 DRAWS = {"top_k": False, "greedy_draft": True}

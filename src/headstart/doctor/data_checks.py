@@ -20,7 +20,7 @@ from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject
 from headstart.errors import UserError
 from headstart.eval.replay import spread
-from headstart.target.fitting import FINAL
+from headstart.replay.patch import FINAL
 
 _AGREE, _AGREE_IN_8_BITS = 0.95, 0.85
 """Required argmax agreement. Near-ties flip in other batches: 1-2 % in bfloat16, 5 % with int8 products."""

@@ -23,7 +23,7 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import random_weights
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, TreeShape
 from headstart.tuning.acceptance import Drafts, Supervised, Text, measure_drafts
 from headstart.tuning.tune import by_kind, replay

@@ -21,11 +21,11 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, RUN_RECIPE, is_exported, load_heads
 from headstart.hub.format import heads_target, read_heads
 from headstart.hub.pull import locate
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.support.files import no_folder, read_json
-from headstart.target.loading import load_target
-from headstart.target.model import Target
 from headstart.tuning.acceptance import Text
 
 SPLITS = ("train", "validation")

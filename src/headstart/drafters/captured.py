@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from headstart.heads.parts.graphed import GraphedHead, Level
+from headstart.kernels import draft_kernels
+from headstart.kernels.memory import Memory
+from headstart.replay.graphs import WIDTHS, Captures, power
 from headstart.support.uploads import upload_into
-from headstart.target import few_rows
-from headstart.target.graphs import WIDTHS, Captures, power
-from headstart.target.memory import Memory
 
 Forward = Callable[[Tensor], tuple[Tensor, ...]]
 """Maps the numbers of a level to outputs."""
@@ -111,8 +111,8 @@ def _read(heads: GraphedHead, memory: Any, level: Level, numbers_BX: Tensor) -> 
 def best_drafts(logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:
     """The host's view of a level, int32 [3, B, W, R], best draft first: log-probabilities (float bits), indices in the
     draft vocabulary, tokens of the target. One tensor, since each read waits for the device."""
-    if functions := few_rows.serves(logits_BWD):
-        return few_rows.best(functions, logits_BWD, ranks, draft_to_target_D)
+    if functions := draft_kernels.serves(logits_BWD):
+        return draft_kernels.best(functions, logits_BWD, ranks, draft_to_target_D)
     logits_BWD = logits_BWD.float()
     top = logits_BWD.topk(ranks, dim=-1)
     log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)

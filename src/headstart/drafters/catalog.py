@@ -13,9 +13,9 @@ from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.memory import MemoryDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
+from headstart.model.loading import DTYPES, load_target
+from headstart.model.model import Target
 from headstart.support.answer_file import AnswerFile
-from headstart.target.loading import DTYPES, load_target
-from headstart.target.model import Target
 from headstart.tree.calibration import DEEPEST
 
 DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp", "draft-model")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from headstart.decode.kept_text import common_beginning
 from headstart.errors import UserError
+from headstart.model.model import Target
+from headstart.replay.cache import TreeCache
 from headstart.support.rng import draw
-from headstart.target.cache import TreeCache
-from headstart.target.model import Target
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch
 
 _SPARE = 512  # tokens of text that the draft's cache takes before it grows

@@ -32,11 +32,11 @@ from headstart.drafters.drawing import UNKNOWN, Draws, Growing, Leaf, Undrawn
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.heads.mtp import shipped_heads
 from headstart.heads.parts.graphed import GraphedHead
+from headstart.kernels import draft_kernels
+from headstart.kernels.prepacked import refresh
+from headstart.model.model import Target
+from headstart.replay.graphs import WIDTHS
 from headstart.support.uploads import upload, upload_into
-from headstart.target import few_rows
-from headstart.target.graphs import WIDTHS
-from headstart.target.model import Target
-from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
@@ -78,7 +78,7 @@ class HeadDrafter:
         device = heads.draft_to_target_D.device.type
         self._graphs = DraftGraphs(heads) if device == "cuda" and isinstance(heads, GraphedHead) else None
         # Compile now, so that no first answer is delayed.
-        self._compiled = device == "cpu" and any(few_rows.compiled(weight.dtype) for weight in heads.parameters())
+        self._compiled = device == "cpu" and any(draft_kernels.compiled(weight.dtype) for weight in heads.parameters())
         self.aux_layers = heads.aux_layers
         self.bytes_per_token = heads.bytes_per_token
         self.max_nodes = max_nodes if self.shape is None else self.shape.size

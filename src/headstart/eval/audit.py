@@ -42,8 +42,8 @@ from headstart.eval.methods import Source, named
 from headstart.eval.options import AuditOptions
 from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import DraftHead
+from headstart.model.model import Target
 from headstart.support.terminal import Bar, progress_bar
-from headstart.target.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 SCHEMA_VERSION = 1

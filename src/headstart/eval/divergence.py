@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headstart.decode.loop import keeping_on
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import process
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 EXACT_MARGIN = 1e-3
 """Margin in float32, where different shapes agree to about 1e-5."""

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from headstart.decode.options import SamplingOptions
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 MIN_EXPECTED = 5.0
 """Cells with a lower expected count are pooled, as the chi-square approximation requires."""

@@ -12,7 +12,7 @@ import transformers
 
 import headstart
 from headstart.decode.costs import core_count, cpu_model
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 
 def environment(target: Target, drafters: Sequence[Any] = ()) -> dict[str, Any]:

@@ -47,8 +47,8 @@ from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transfor
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import pieces_of, races
 from headstart.eval.tuned import tuned
+from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
-from headstart.target.model import Target
 
 SCHEMA_VERSION = 2
 """Of results.json; raised when a key changes its meaning or is removed."""

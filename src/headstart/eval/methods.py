@@ -23,8 +23,8 @@ from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.heads.base import DraftHead
-from headstart.target.loading import silent
-from headstart.target.model import Target
+from headstart.model.loading import silent
+from headstart.model.model import Target
 
 TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
 """Names of the heads with each kind of tree; "heads" uses the kind that tuning found best."""

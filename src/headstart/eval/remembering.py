@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.target.model import Target, TargetOutput
+from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Tree, TreeBatch
 
 MAX_TEXTS = 4000

@@ -50,7 +50,7 @@ from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.graphed import Level, Numbers
 from headstart.heads.parts.residual import embed
-from headstart.target.graphs import power
+from headstart.replay.graphs import power
 
 _BLOCK = 8192
 """Embedding rows per chunk."""

@@ -23,7 +23,7 @@ from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, de
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 
 class EagleConfig(FinalStateConfig):

@@ -47,11 +47,11 @@ from headstart.heads.parts.layer import (
 from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
 from headstart.heads.parts.residual import LinearStart, map_by_direction
 from headstart.heads.parts.text_attention import causal_attention
+from headstart.kernels import draft_kernels
+from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
 from headstart.recipes.sections import FromTarget
-from headstart.target import few_rows
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
-from headstart.target.model import Target
+from headstart.replay.patch import FINAL
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
 """Tokens per input dimension to solve token codes from: `_ROWS`, but at most `_FEW_ROWS` beyond `_MANY` in total."""
@@ -187,11 +187,13 @@ class Eagle3Head(RecurrentHead):
         size = embedded.shape[-1]
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
-    def entering(self, like: Tensor) -> few_rows.Entering | None:
+    def entering(self, like: Tensor) -> draft_kernels.Entering | None:
         table_VE, config = self.embedding_table(like), self.config
         norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
         fusion = None if config.aux_norms else in_panels(self.fc.weight, like)
-        return None if table_VE is None else few_rows.Entering(table_VE, norms_E, config.norm_before_residual, fusion)
+        if table_VE is None:
+            return None
+        return draft_kernels.Entering(table_VE, norms_E, config.norm_before_residual, fusion)
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
         """Number of untouched heads that still attend to themselves on random tokens; cached until weights change."""

@@ -43,10 +43,10 @@ from headstart.heads.parts.residual import (
     embed,
     head_hidden,
 )
+from headstart.model.frozen import FrozenModel
+from headstart.replay.graphs import WIDTHS, power
+from headstart.replay.patch import FINAL
 from headstart.support.uploads import upload
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
-from headstart.target.graphs import WIDTHS, power
 
 
 class HydraConfig(ResidualConfig):

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from headstart.target import few_rows
-from headstart.target.prepacked import multiplied
+from headstart.kernels import draft_kernels
+from headstart.kernels.prepacked import multiplied
 
 _MIN = 1 << 16
 """Smallest matrix (in elements) that is worth quantizing."""
@@ -32,7 +32,7 @@ _NAME = "int8"
 
 
 @dataclass(frozen=True)
-class Int8Weight(few_rows.Int8Matrix):
+class Int8Weight(draft_kernels.Int8Matrix):
     """An int8 matrix, with torch's in-place version counter of the source matrix when it was quantized."""
 
     version: int
@@ -54,8 +54,8 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
     if int8 is None:
         prepacked = multiplied(x, weight_NI, bias_N, waits=True) if weight_NI.numel() >= _MIN else None
         return F.linear(x, weight_NI, bias_N) if prepacked is None else prepacked
-    if int8.in_panels and (functions := few_rows.serves(x)):
-        product = few_rows.product(functions, x, int8)
+    if int8.in_panels and (functions := draft_kernels.serves(x)):
+        product = draft_kernels.product(functions, x, int8)
     else:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         product = torch.ops.aten._weight_int8pack_mm(rows, int8.rows(), int8.scale_N)
@@ -68,7 +68,7 @@ def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return None
-    return int8 if few_rows.few(x) and x.dtype == int8.scale_N.dtype else None
+    return int8 if draft_kernels.few(x) and x.dtype == int8.scale_N.dtype else None
 
 
 def in_panels(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
@@ -145,8 +145,8 @@ def _pack(weight_NI: Tensor) -> Int8Weight:
         rows = slice(start, start + len(part_RI))
         scale_N[rows] = (part_RI.abs().amax(1) / 127).clamp(min=1e-12)
         int8_NI[rows] = (part_RI / scale_N[rows, None].float()).round().clamp(-127, 127).to(torch.int8)
-    functions = few_rows.compiled(weight_NI.dtype)
-    kept = int8_NI if functions is None else few_rows.in_panels(functions, int8_NI)
+    functions = draft_kernels.compiled(weight_NI.dtype)
+    kept = int8_NI if functions is None else draft_kernels.in_panels(functions, int8_NI)
     return Int8Weight(kept, scale_N, outputs, _version(weight_NI))
 
 

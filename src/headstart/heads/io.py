@@ -17,11 +17,11 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadConfig, family
+from headstart.model.frozen import FrozenModel
+from headstart.model.identity import dtype_name
+from headstart.model.loading import DTYPES
 from headstart.recipes.recipe import parse_heads
 from headstart.support.files import read_json, write_atomic, write_json, write_tensors
-from headstart.target.frozen import FrozenModel
-from headstart.target.identity import dtype_name
-from headstart.target.loading import DTYPES
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"

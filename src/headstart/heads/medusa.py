@@ -46,9 +46,9 @@ from headstart.heads.parts.residual import (
     embed,
     head_hidden,
 )
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
-from headstart.target.model import Target
+from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 
 
 class MedusaConfig(ResidualConfig):

@@ -40,9 +40,9 @@ from headstart.heads.parts.native_module import (
 )
 from headstart.heads.parts.recurrent import UnrolledText
 from headstart.heads.parts.text_attention import attend, causal_attention
+from headstart.model.frozen import FrozenModel
+from headstart.model.shipped import shipped_files
 from headstart.recipes.sections import FromTarget
-from headstart.target.frozen import FrozenModel
-from headstart.target.shipped import shipped_files
 
 
 class MtpConfig(FinalStateConfig):

@@ -34,7 +34,7 @@ from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS
 from headstart.hf_generate.request import Ending, LogitsChain, Prompts, check_mode
 from headstart.hub.pull import locate
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 
 def custom_generate(heads: str | Path, *, revision: str | None = None, tokenizer: Any = None) -> CustomGenerate:

@@ -16,10 +16,10 @@ from headstart.eval.labels import BASELINES, HEADS_NGRAM, LABELS, PLAIN, tempera
 from headstart.heads.exchange.published import Published
 from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
 from headstart.hub.target_facts import TargetFacts, kind_of
+from headstart.model.loading import PACKAGED
 from headstart.support.files import format_bytes, read_json, write_text
 from headstart.support.provenance import origin
 from headstart.support.terminal import format_moment
-from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
 
 LICENSES = {"smollm2-135m": "apache-2.0"}

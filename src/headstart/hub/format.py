@@ -33,15 +33,15 @@ from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of,
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.hub.engine_tuning import read_engine_tunings
+from headstart.model.adapter import FILES as ADAPTER_FILES
+from headstart.model.adapter import KEPT as ADAPTER_KEPT
+from headstart.model.adapter import find_adapter
+from headstart.model.frozen import FrozenModel
+from headstart.model.identity import BUNDLED, Sketch
+from headstart.model.loading import PACKAGED
+from headstart.model.model import Target
 from headstart.support.answer_file import read_answers, write_answers
 from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
-from headstart.target.adapter import FILES as ADAPTER_FILES
-from headstart.target.adapter import KEPT as ADAPTER_KEPT
-from headstart.target.adapter import find_adapter
-from headstart.target.frozen import FrozenModel
-from headstart.target.identity import BUNDLED, Sketch
-from headstart.target.loading import PACKAGED
-from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import Tuning
 

@@ -10,10 +10,10 @@ from huggingface_hub import snapshot_download
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.hub.format import ANSWERS, CARD, CUSTOM_GENERATE, no_heads
+from headstart.model.identity import BUNDLED
+from headstart.model.loading import PACKAGED
 from headstart.support.files import no_folder
 from headstart.support.hub_errors import explained
-from headstart.target.identity import BUNDLED
-from headstart.target.loading import PACKAGED
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """user/name on the Hub."""

@@ -17,9 +17,9 @@ from headstart.hub.card import ENGINE_FILES, OF_THE_TARGET, is_engine_folder
 from headstart.hub.engines.export import check_export
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
+from headstart.model.loading import PACKAGED
 from headstart.recipes.recipe import load_recipe
 from headstart.support.hub_errors import LOGIN, explained
-from headstart.target.loading import PACKAGED
 
 MESSAGE = "Upload draft heads with headstart"
 DATA_MESSAGE = "Upload conversations with headstart"

@@ -24,11 +24,11 @@ from headstart.heads.io import WEIGHTS
 from headstart.hub.card import add_engine_figures
 from headstart.hub.engine_tuning import FILE, EngineTuning, read_engine_tunings, setting_of
 from headstart.hub.format import check_folder, export_heads, read_config, refuse_other_files
+from headstart.model.loading import load_target
 from headstart.pipeline.run import CONVERSATIONS, HEADS, REPORT, TARGET, content
 from headstart.support.answer_file import read_answers
 from headstart.support.files import read_json, write_atomic
 from headstart.support.provenance import typed
-from headstart.target.loading import load_target
 from headstart.tuning.tune import Tuning, tune
 
 

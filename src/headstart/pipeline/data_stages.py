@@ -19,6 +19,8 @@ from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.hub.engines.export import check_heads
 from headstart.hub.engines.facts import facts_of_target
+from headstart.model.frozen import FrozenModel
+from headstart.model.teacher import save_teacher, teacher_folder, teacher_problem
 from headstart.pipeline.lengths import counted_lengths, prompts_of
 from headstart.pipeline.run import (
     CONVERSATIONS,
@@ -32,13 +34,11 @@ from headstart.pipeline.run import (
     content,
     flat,
 )
+from headstart.replay.patch import FINAL
 from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, refer, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
-from headstart.target.teacher import save_teacher, teacher_folder, teacher_problem
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Tokenizer files that the target stage keeps."""

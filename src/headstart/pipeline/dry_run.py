@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from headstart.heads.base import DraftHead, HeadBatch
+from headstart.model.model import Target
 from headstart.pipeline.lengths import Lengths
 from headstart.recipes.sections import TrainSection
-from headstart.target.model import Target
 from headstart.train.batches import subsampled
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers

@@ -10,6 +10,9 @@ from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import States
 from headstart.heads.base import DraftHead, make_config
 from headstart.heads.io import load_heads
+from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
+from headstart.model.teacher import TeacherModel, teach
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import aux_layers, check_formats, conversation_files, conversations, kept_stores
 from headstart.pipeline.run import (
@@ -30,9 +33,6 @@ from headstart.recipes.sections import FREE_TO_CHANGE
 from headstart.support.artifacts import artifact, held, refer
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
-from headstart.target.frozen import FrozenModel
-from headstart.target.model import Target
-from headstart.target.teacher import TeacherModel, teach
 from headstart.train.processes import count_processes, is_main, on_main, tell_all, together
 from headstart.train.trainer import train
 from headstart.train.training_artifact import AMOUNT, RESULT, finished, go_on_from_shorter, training, weights_hash

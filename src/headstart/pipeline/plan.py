@@ -20,19 +20,19 @@ from headstart.data.prompts.chat import check_prompts
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
+from headstart.kernels.memory import free_bytes
+from headstart.model.model import Target
+from headstart.model.outline import Outline, outline, weights_are_here
 from headstart.pipeline.data_stages import check_formats, conversations
 from headstart.pipeline.dry_run import SECONDS, Speeds, dry_run
 from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
 from headstart.pipeline.run import Run, left_to_do
 from headstart.pipeline.stage_costs import COSTS, Workload
 from headstart.pipeline.stages import STAGES
+from headstart.replay.patch import FINAL
 from headstart.support.artifacts import referred
 from headstart.support.files import format_bytes, free_disk, size
 from headstart.support.terminal import format_seconds, tell
-from headstart.target.fitting import FINAL
-from headstart.target.memory import free_bytes
-from headstart.target.model import Target
-from headstart.target.outline import Outline, outline, weights_are_here
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from headstart.heads.io import CONFIG
 from headstart.hub.card import write_card
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads, refuse_other_files
+from headstart.model.teacher import TeacherModel
 from headstart.pipeline.actions import add_engines_to_report, keeping_engine_tunings, report
 from headstart.pipeline.data_stages import conversation_files, conversations
 from headstart.pipeline.head_stages import trained_heads
@@ -46,7 +47,6 @@ from headstart.support.artifacts import Artifact, artifact, give, held, refer
 from headstart.support.files import read_json, refuse_others, write_atomic, write_json
 from headstart.support.lock import locked
 from headstart.support.terminal import tell
-from headstart.target.teacher import TeacherModel
 from headstart.train.tracking import link_report
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}

@@ -31,9 +31,9 @@ from headstart.support.provenance import note_provenance
 from headstart.support.terminal import format_seconds
 
 if TYPE_CHECKING:
-    from headstart.target.frozen import FrozenModel
-    from headstart.target.model import Target
-    from headstart.target.teacher import TeacherModel
+    from headstart.model.frozen import FrozenModel
+    from headstart.model.model import Target
+    from headstart.model.teacher import TeacherModel
 
 
 NAMES = ("target", "conversations", "states", "train", "tune", "export", "eval")
@@ -77,7 +77,7 @@ class Run:
     def described(self) -> Target:
         """The target's tokenizer, sizes and identity; read from its files, without weights, while servers write."""
         from headstart.data.prompts.chat import with_template_kwargs
-        from headstart.target.outline import unloaded
+        from headstart.model.outline import unloaded
 
         section = self.recipe.target
         if "target" in vars(self) or not self.recipe.data.server or section.adapter or section.quantization != "none":
@@ -113,7 +113,7 @@ class Run:
     def load(self, adapter: str | None, sharded: bool = False) -> Target:
         """Load the recipe's target with this adapter; `sharded` splits it over the ranks. Raises `NoTarget`."""
         from headstart.data.prompts.chat import with_template_kwargs
-        from headstart.target.loading import load_sharded_target, load_target
+        from headstart.model.loading import load_sharded_target, load_target
 
         section = self.recipe.target
         device, trusted = self.device or section.device, section.trust_remote_code
@@ -135,8 +135,8 @@ class Run:
 
     def teacher(self) -> TeacherModel | None:
         """Load the teacher kept with the states; None if it is missing or incomplete."""
-        from headstart.target.loading import pick_device
-        from headstart.target.teacher import load_teacher, teacher_folder
+        from headstart.model.loading import pick_device
+        from headstart.model.teacher import load_teacher, teacher_folder
 
         record, states = self.whole_record("target"), referred(self.folder, "states")
         if record is None or states is None:

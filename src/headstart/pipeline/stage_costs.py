@@ -12,12 +12,12 @@ from headstart.data.states.shards import shard_size
 from headstart.data.states.store import estimate_bytes
 from headstart.data.writing.in_process import CACHE_PEAK
 from headstart.heads.base import DraftHead
+from headstart.model.model import Target
+from headstart.model.outline import Outline
 from headstart.pipeline.dry_run import Speeds
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
-from headstart.target.model import Target
-from headstart.target.outline import Outline
 from headstart.train.optimizers import Muon, make_optimizers
 from headstart.train.wrapped import learning_numbers
 

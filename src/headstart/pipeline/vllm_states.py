@@ -10,11 +10,11 @@ from headstart.data.states.shards import StateKind
 from headstart.data.states.vllm_files import Import, take_from_servers
 from headstart.data.states.vllm_files import serve_command as of_target
 from headstart.errors import UserError
+from headstart.model.loading import loadable_folder
 from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
 from headstart.pipeline.run import Run
 from headstart.support.artifacts import held, refer
 from headstart.support.terminal import progress_bar
-from headstart.target.loading import loadable_folder
 
 FILES = "vllm-states"
 """Suggested folder of vLLM's files, in the folder of the run."""

@@ -40,7 +40,7 @@ class AnswerFile:
 
     Args:
         path: created if missing.
-        target: fingerprint of the target (`headstart.target.identity`); `new` skips other targets' answers.
+        target: fingerprint of the target (`headstart.model.identity`); `new` skips other targets' answers.
         most_bytes: see `MOST_BYTES`.
 
     Raises:

@@ -6,9 +6,9 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads.base import family
+from headstart.model.frozen import FrozenModel
+from headstart.model.teacher import TeacherModel
 from headstart.recipes.recipe import Recipe
-from headstart.target.frozen import FrozenModel
-from headstart.target.teacher import TeacherModel
 from headstart.train.starting_heads import earlier_heads
 from headstart.train.tracking import check_tracker
 

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headstart.heads.base import HeadBatch
+from headstart.model.adapter import NOTE
+from headstart.model.identity import BUNDLED
+from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
+from headstart.replay.patch import FINAL
 from headstart.support.files import write_atomic, write_json
-from headstart.target.adapter import NOTE
-from headstart.target.fitting import FINAL
-from headstart.target.identity import BUNDLED
-from headstart.target.model import Target
 
 _ROWS = 512
 """Positions per chunk of full-vocabulary logits."""

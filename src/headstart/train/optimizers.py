@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead
+from headstart.model.loading import pick_dtype
 from headstart.recipes.sections import TrainSection
-from headstart.target.loading import pick_dtype
 from headstart.train.checkpoint import TrainerState
 from headstart.train.wrapped import LowRank
 

@@ -16,9 +16,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, get_int_from_env, parse_flag_from_env
 
 from headstart.errors import UserError
+from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
 from headstart.support.terminal import complain, explained
-from headstart.target.frozen import FrozenModel
 
 _SPEAKERS = "headstart/speakers"
 """Key in the distributed store: number of ranks with an error to report."""

@@ -11,9 +11,9 @@ from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config, supervised_origins
 from headstart.heads.io import load_heads
+from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
+from headstart.replay.patch import FINAL
 from headstart.train.batches import read_batch
 from headstart.train.validation import pick_vocabulary
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import PositionWeight
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
+from headstart.replay.patch import FINAL
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
 _BLOCK = {"cpu": 1 << 24}

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from headstart.kernels.memory import free_bytes
 from headstart.support.compiled import torch_library
-from headstart.target.memory import free_bytes
 from headstart.train.machine import keep_freed_memory
 from headstart.train.processes import count_processes
 

@@ -28,14 +28,14 @@ from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import save_heads
+from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
+from headstart.model.teacher import TeacherModel
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import FREE_TO_CHANGE
+from headstart.replay.patch import FINAL
 from headstart.support.files import need_disk, read_jsonl, size, write_json, write_jsonl
 from headstart.support.terminal import format_seconds, progress_bar
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
-from headstart.target.model import Target
-from headstart.target.teacher import TeacherModel
 from headstart.train import checkpoint
 from headstart.train.batches import (
     Batch,

@@ -16,9 +16,9 @@ from torch import Tensor
 from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction, supervised_origins
-from headstart.target.few_rows import argmax
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
+from headstart.kernels.draft_kernels import argmax
+from headstart.model.frozen import FrozenModel
+from headstart.replay.patch import FINAL
 from headstart.train.summing import logits_by_block, positions_before_answers
 
 TOPS = (1, 4, 8)

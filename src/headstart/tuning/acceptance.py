@@ -24,9 +24,9 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.support.terminal import tracked
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
 
 _TEXTS, _LONGEST = 24, 64
 """Most prompts to answer again at temperature 1, and most tokens of an answer."""

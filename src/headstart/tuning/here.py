@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 
 from headstart.decode.costs import Conditions, Measured
 from headstart.heads.base import DraftHead
+from headstart.model.model import Target
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import format_seconds
-from headstart.target.model import Target
 from headstart.tuning.stopwatch import measure_costs
 from headstart.tuning.tune import TUNE, Tuning
 

@@ -22,7 +22,7 @@ from headstart.decode.loop import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, RankPath, Request, Tree, TreeBatch, TreeShape
 
 _CLEARLY = 0.95

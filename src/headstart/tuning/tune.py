@@ -29,8 +29,8 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
+from headstart.model.model import Target
 from headstart.recipes.sections import TuneSection
-from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import RankPath, TreeShape
 from headstart.tuning.acceptance import Drafts, Supervised, measure_drafts, sampled_answers

@@ -14,8 +14,8 @@ from headstart.data.prompts.loading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import CANDIDATES, Continuation, RowStates, TurnCaches, Writer
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from headstart.target.model import Target
 
 
 class KeepsStates(Protocol):

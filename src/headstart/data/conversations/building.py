@@ -33,9 +33,9 @@ from headstart.data.conversations.parts import (
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.loading import LeftOut
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 from headstart.support.terminal import progress_bar, tell
-from headstart.target.model import Target
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from headstart.data.prompts.chat import has_template
 from headstart.data.prompts.sources import Origin, find_origin
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from headstart.target.model import Target
 
 AMOUNTS = {
     *("conversations", "heldout", "validation", "minutes", "batch_size"),

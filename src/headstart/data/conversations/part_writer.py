@@ -17,8 +17,8 @@ from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Writer
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from headstart.target.model import Target
 
 SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversations"}
 """Splits in writing order, each with the setting for its number of conversations."""

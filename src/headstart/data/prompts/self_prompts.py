@@ -13,8 +13,8 @@ from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.seed_prompts import SHARES, TOPICS, seed_prompt_list
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation, Writer
+from headstart.model.model import Target
 from headstart.support.detokenizer import decode_text
-from headstart.target.model import Target
 
 _SENTINEL = "\u2603headstart\u2603"
 _MAX_PROMPT_TOKENS = 128

@@ -30,8 +30,8 @@ from headstart.data.prompts.chat import (
 from headstart.data.prompts.loading import MISSHAPEN, LeftOut
 from headstart.data.served.log import Served, template_version
 from headstart.errors import UserError
+from headstart.model.frozen import FrozenModel
 from headstart.support.files import no_folder
-from headstart.target.frozen import FrozenModel
 
 _PROCESSED = (
     *("logit_bias", "logits_processors", "logit_processors", "custom_logit_processor", "bad_words"),

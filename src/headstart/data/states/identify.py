@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 
 _EXACT, _COARSE = 1e-3, 0.1
 """Largest relative distance of equal states. Another summation order moves float32 states by 1e-6, TF32 by 1e-3.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.store import Sample, States, which_finite
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 
 class OnlineStates(States):

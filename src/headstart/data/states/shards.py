@@ -23,8 +23,8 @@ from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
 from headstart.data.states.store import FORMAT, MANIFEST, StateStore, all_finite, estimate_bytes
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json, write_tensors
-from headstart.target.model import Target
 
 STATES = "states"
 """Kind of shard jobs."""

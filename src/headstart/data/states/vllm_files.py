@@ -29,12 +29,12 @@ from headstart.data.states.identify import every_layer, identify
 from headstart.data.states.shard_format import AUTO
 from headstart.data.states.shards import Capture, ShardIndex, StateKind, shard_size
 from headstart.errors import UserError
+from headstart.model.identity import dtype_name
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.servers.client import Endpoint, Later, Pool, Refused, or_refusal
 from headstart.servers.completions import Ask, served_by
 from headstart.support.files import need_disk
-from headstart.target.fitting import FINAL
-from headstart.target.identity import dtype_name
-from headstart.target.model import Target
 
 _COMPARED = 128
 """Leading tokens to compare; their states in a causal model do not depend on the rest."""

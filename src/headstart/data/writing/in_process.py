@@ -22,10 +22,10 @@ from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.errors import UserError, out_of_memory
+from headstart.kernels.draft_kernels import argmax
+from headstart.kernels.memory import free_bytes
+from headstart.model.model import Target, alike
 from headstart.support.rng import draw_at
-from headstart.target.few_rows import argmax
-from headstart.target.memory import free_bytes
-from headstart.target.model import Target, alike
 from headstart.tree.tree import TreeBatch
 
 _KEPT = 0.875

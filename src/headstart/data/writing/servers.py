@@ -16,9 +16,9 @@ from typing import Any
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
+from headstart.model.model import Target
 from headstart.servers.client import REQUESTS, Endpoint, Later, Pool, Refused, or_refusal
 from headstart.servers.completions import Ask, NoTokenIds, Served, served_by
-from headstart.target.model import Target
 
 _PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
 """Text to compare tokenizers on."""

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headstart.target.cache import TreeCache
-from headstart.target.memory import free_bytes
-from headstart.target.model import Target
+from headstart.kernels.memory import free_bytes
+from headstart.model.model import Target
+from headstart.replay.cache import TreeCache
 
 _TURN_SHARE = 0.01
 """Largest fraction of free memory for one conversation's KV cache between turns."""

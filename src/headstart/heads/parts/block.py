@@ -36,12 +36,12 @@ from headstart.heads.parts.cache import LayerCache, cached_attention
 from headstart.heads.parts.graphed import GraphedHead, Numbers
 from headstart.heads.parts.layer import Rotary, angles, normed, refused_layers, start_from_last_layers
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
+from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
+from headstart.replay.attention import PIECE
+from headstart.replay.cache import KeyMemory
+from headstart.replay.graphs import slots_in_sight
 from headstart.support.uploads import upload
-from headstart.target.attention import PIECE
-from headstart.target.cache import KeyMemory
-from headstart.target.frozen import FrozenModel
-from headstart.target.graphs import slots_in_sight
-from headstart.target.model import Target
 from headstart.tree.tree import Committed
 
 _ORIGINS = 1024

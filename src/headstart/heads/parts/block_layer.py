@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, linear_of, norm_scale, normed, refused_layers, rotate
+from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import FromTarget
-from headstart.target.frozen import FrozenModel
 
 _NEWEST, _ROOT = 2 / 3, 1 / 3
 """Rank, as a fraction of the hidden size, of the heads that attend to the newest state and to the root."""

@@ -29,7 +29,7 @@ from headstart.heads.parts.block_layer import BlockLayer, looking
 from headstart.heads.parts.layer import by_token, normed
 from headstart.heads.parts.own_position import play
 from headstart.heads.parts.text_attention import positions_of
-from headstart.target.fitting import FINAL
+from headstart.replay.patch import FINAL
 
 _MARGIN = 6.0
 """Margin of the wanted position's score over any other."""

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from headstart.heads.parts.graphed import Numbers
 from headstart.heads.parts.layer import LayerConfig
+from headstart.kernels.draft_kernels import FIELDS
+from headstart.replay.attention import causal_attention
+from headstart.replay.cache import KeyMemory, LayerKeys
 from headstart.support.uploads import upload
-from headstart.target.attention import causal_attention
-from headstart.target.cache import KeyMemory, LayerKeys
-from headstart.target.few_rows import FIELDS
 
 _SPARE = 256
 """Initial cache slots beyond the prompt."""

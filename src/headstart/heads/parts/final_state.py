@@ -21,8 +21,8 @@ from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.layer import DraftLayer
 from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
 from headstart.heads.parts.residual import LinearStart
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
+from headstart.model.frozen import FrozenModel
+from headstart.replay.patch import FINAL
 
 
 class FinalStateConfig(RecurrentConfig):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.target.memory import Memory
+from headstart.kernels.memory import Memory
 
 Numbers = NDArray[np.int64]
 

@@ -27,10 +27,10 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.exchange.published import LayerSizes
 from headstart.heads.int8_weights import Int8Weight, Linear, in_panels
+from headstart.kernels import draft_kernels
+from headstart.model.frozen import FrozenModel
+from headstart.model.lm_head import is_packed
 from headstart.recipes.sections import FromTarget
-from headstart.target import few_rows
-from headstart.target.frozen import FrozenModel
-from headstart.target.lm_head import is_packed
 
 _ROTARY: dict[str, set[str]] = {
     "default": {"rope_theta"},
@@ -288,7 +288,7 @@ class DraftLayer(nn.Module):
         stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
         return stream_BTE
 
-    def in_8_bits(self, like: Tensor, own_heads: int = 0) -> few_rows.Layer | None:
+    def in_8_bits(self, like: Tensor, own_heads: int = 0) -> draft_kernels.Layer | None:
         """This layer for the C kernels, with `own_heads` own-position key heads; None if its weights are not int8 or
         its activation is unsupported."""
         maps = [in_panels(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]
@@ -296,11 +296,11 @@ class DraftLayer(nn.Module):
             return None
         norms = (self.input_norm, self.q_norm, self.k_norm, self.mlp_norm)
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
-        return few_rows.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
+        return draft_kernels.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
-    def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: few_rows.Sight) -> Tensor:
+    def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: draft_kernels.Sight) -> Tensor:
         """The stream after this layer in C, for a few rows on a CPU; only the `last_B` entries if given."""
-        found_BTH = few_rows.attend(functions, self.unturned(read_BTI), sight)
+        found_BTH = draft_kernels.attend(functions, self.unturned(read_BTI), sight)
         if sight.last_B is not None:
             stream_BTE = stream_BTE[range(len(stream_BTE)), sight.last_B.tolist()][:, None]
         return self.write_found(stream_BTE, found_BTH)
@@ -415,16 +415,16 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """Apply an RMS norm in the dtype of its input, as the fused operation requires."""
     assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
     weight = norm.weight.to(x.dtype)
-    if norm.eps is not None and (functions := few_rows.serves(x)):
-        return few_rows.norms(functions, [x], [weight], norm.eps)
+    if norm.eps is not None and (functions := draft_kernels.serves(x)):
+        return draft_kernels.norms(functions, [x], [weight], norm.eps)
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
 def normed_beside(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
     """Norm and concatenate parts of one size; the norms share one epsilon."""
     eps = norms[0].eps
-    if eps is not None and (functions := few_rows.serves(parts[0])):
-        return few_rows.norms(functions, parts, [norm.weight.to(parts[0].dtype) for norm in norms], eps)
+    if eps is not None and (functions := draft_kernels.serves(parts[0])):
+        return draft_kernels.norms(functions, parts, [norm.weight.to(parts[0].dtype) for norm in norms], eps)
     return torch.cat([normed(norm, part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 
 

@@ -24,9 +24,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headstart.errors import UserError
 from headstart.heads.parts.layer import LayerConfig, Rotary
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
-from headstart.target.shipped import ARRANGEMENTS, Arrangement, load_layer, shipped_files
+from headstart.model.frozen import FrozenModel
+from headstart.model.shipped import ARRANGEMENTS, Arrangement, load_layer, shipped_files
+from headstart.replay.patch import FINAL
 
 _ATTENTION = "headstart-heads"
 _LAYER = "layers.0."

@@ -44,12 +44,12 @@ from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, t
 from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, normed, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of, rounded_up
+from headstart.kernels import draft_kernels
+from headstart.model.frozen import FrozenModel
+from headstart.replay.attention import PIECE
+from headstart.replay.cache import KeyMemory
+from headstart.replay.graphs import WIDTHS, power, slots_in_sight
 from headstart.support.uploads import upload
-from headstart.target import few_rows
-from headstart.target.attention import PIECE
-from headstart.target.cache import KeyMemory
-from headstart.target.frozen import FrozenModel
-from headstart.target.graphs import WIDTHS, power, slots_in_sight
 from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
@@ -93,7 +93,7 @@ class RecurrentSession:
     memory: RecurrentMemory | None = None
     paths: list[list[list[int]]] = field(default_factory=list)
     nodes: int = 0
-    in_8_bits: few_rows.Recurrent | None = None
+    in_8_bits: draft_kernels.Recurrent | None = None
 
     def begin_round(self) -> None:
         """Start a round; its first level is the pending entries, ending with the root's."""
@@ -211,7 +211,7 @@ class RecurrentHead(GraphedHead):
         hidden = stream if self.output_norm is None else normed(self.output_norm, stream)
         return hidden, hidden if self.feeds_normed else stream
 
-    def entering(self, like: Tensor) -> few_rows.Entering | None:
+    def entering(self, like: Tensor) -> draft_kernels.Entering | None:
         """`layer_input` for the C kernels, with weights in the dtype of `like`; None to leave it to torch."""
         return None
 
@@ -301,7 +301,7 @@ class RecurrentHead(GraphedHead):
             self._run(session, feedback_BWE, tokens_BW, entries, [max(count, 1) - 1 for count in read])
             session.go_past(read)
 
-    def in_8_bits(self, like: Tensor) -> few_rows.Recurrent | None:
+    def in_8_bits(self, like: Tensor) -> draft_kernels.Recurrent | None:
         """The heads for the C kernels, in the dtype of `like`; None without int8 weights or with unsupported layers."""
         layers = [
             layer.in_8_bits(like, self.own_heads(layer, like)) if isinstance(layer, DraftLayer) else None
@@ -310,8 +310,8 @@ class RecurrentHead(GraphedHead):
         if not all(layers) or (lm_head := in_panels(self.lm_head_DE, like)) is None:
             return None
         norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
-        known, eps = cast(list[few_rows.Layer], layers), self.config.rms_norm_eps
-        return few_rows.Recurrent(known, lm_head, norm_E, self.feeds_normed, eps, self.entering(like))
+        known, eps = cast(list[draft_kernels.Layer], layers), self.config.rms_norm_eps
+        return draft_kernels.Recurrent(known, lm_head, norm_E, self.feeds_normed, eps, self.entering(like))
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         last = None
@@ -324,7 +324,7 @@ class RecurrentHead(GraphedHead):
         else:
             entries, above_BWX = session.next_entries(parents_BW.numpy()), session.feedback_BWE
         session.cache.reserve(entries.stop)
-        functions = few_rows.serves(above_BWX) if tokens_BW.numel() <= few_rows.ROWS else None
+        functions = draft_kernels.serves(above_BWX) if tokens_BW.numel() <= draft_kernels.ROWS else None
         if functions and session.in_8_bits is not None:
             of_nodes = tokens_BW, None if depth == 0 else parents_BW
             logits_BWD, session.feedback_BWE = self._level_in_c(functions, session, above_BWX, of_nodes, entries, last)
@@ -337,10 +337,10 @@ class RecurrentHead(GraphedHead):
     def draft_tree(self, session: RecurrentSession, root: int, request: Request, ranks: int) -> Tree | None:
         (pending, *others), levels = session.counts, min(self.draft_steps, request.max_nodes - 1)
         above_1PX, heads = session.seen_BPX.narrow(1, 0, pending), session.in_8_bits
-        functions = few_rows.serves(above_1PX) if pending <= few_rows.ROWS else None
+        functions = draft_kernels.serves(above_1PX) if pending <= draft_kernels.ROWS else None
         if others or functions is None or heads is None or not heads.grows:
             return None
-        if not 1 <= levels <= DEEPEST or request.max_nodes > few_rows.MOST_NODES:
+        if not 1 <= levels <= DEEPEST or request.max_nodes > draft_kernels.MOST_NODES:
             return None
         if self.lm_bias_D is not None or self.finish is not None:
             return None
@@ -350,7 +350,7 @@ class RecurrentHead(GraphedHead):
         entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
         session.cache.reserve(entries.stop)
         sights = self._sights(session.cache, entries, [pending - 1], above_1PX)
-        how = few_rows.Growth(request, self.draft_to_target_D, levels, ranks, base)
+        how = draft_kernels.Growth(request, self.draft_to_target_D, levels, ranks, base)
         return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, sights, how)
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
@@ -404,13 +404,13 @@ class RecurrentHead(GraphedHead):
 
     def _sights(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
-    ) -> list[few_rows.Sight]:
+    ) -> list[draft_kernels.Sight]:
         """What each layer's new entries see; the last layer only queries each row's `last` entry, if given."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
         asked_B = None if last is None else array("q", last)
         numbers, heads, final = (entries.numbers, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
         return [
-            few_rows.Sight(numbers, asked_B if number == final else None, kv, table, heads)
+            draft_kernels.Sight(numbers, asked_B if number == final else None, kv, table, heads)
             for number, kv in enumerate(cache.kv)
         ]
 
@@ -424,7 +424,7 @@ class RecurrentHead(GraphedHead):
     ) -> Tensor:
         """The last layer's stream [B, W, E] over new entries, or of each row's `last` entry of the text."""
         cache, slots, like = session.cache, entries.stop, feedback_BWE
-        if isinstance(self.layers[0], DraftLayer) and (functions := few_rows.serves(like)):
+        if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.serves(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
             for layer, sight in zip(self.stack, self._sights(cache, entries, last, like), strict=True):
                 read_BWI = stream_BWE = layer.over_few(functions, read_BWI, stream_BWE, sight)

@@ -16,9 +16,9 @@ from torch import Tensor
 from headstart.heads.base import HeadBatch, HeadConfig
 from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.parts.graphed import GraphedHead
+from headstart.kernels.memory import Memory
+from headstart.replay.patch import FINAL
 from headstart.support.uploads import upload
-from headstart.target.fitting import FINAL
-from headstart.target.memory import Memory
 from headstart.tree.tree import Committed
 
 _RIDGE = 1e-3

@@ -23,11 +23,11 @@ from headstart.hub.engines.known_engines import KNOWN_ENGINES, serve_commands
 from headstart.hub.format import check_folder
 from headstart.hub.pull import has_heads
 from headstart.hub.target_facts import TargetFacts
+from headstart.model.frozen import FrozenModel
+from headstart.model.loading import load_target, read_embeddings
+from headstart.model.model import Target
 from headstart.support.files import no_folder, refuse_others, write_atomic
 from headstart.support.terminal import program
-from headstart.target.frozen import FrozenModel
-from headstart.target.loading import load_target, read_embeddings
-from headstart.target.model import Target
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Vllm(), Sglang(), Speculators(), Gguf())}
 _SAME = 0.02

@@ -8,8 +8,8 @@ from typing import Any
 from headstart.errors import UserError
 from headstart.hub.format import heads_target, named
 from headstart.hub.target_facts import TargetFacts
-from headstart.target.frozen import FrozenModel
-from headstart.target.loading import gguf_file, load_config, load_target, loadable_folder
+from headstart.model.frozen import FrozenModel
+from headstart.model.loading import gguf_file, load_config, load_target, loadable_folder
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -36,7 +36,7 @@ from headstart.hub.engines.gguf_file import (
 from headstart.hub.engines.known_engines import LLAMA_CPP
 from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
-from headstart.target.loading import gguf_library, read_gguf
+from headstart.model.loading import gguf_library, read_gguf
 
 HOOKS = frozenset(
     {

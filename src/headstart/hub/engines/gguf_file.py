@@ -33,7 +33,7 @@ from headstart.heads.exchange.published import (
 from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written
 from headstart.hub.engines.known_engines import LLAMA_CPP
 from headstart.hub.engines.traits import tensor_faults
-from headstart.target.loading import gguf_library, read_gguf
+from headstart.model.loading import gguf_library, read_gguf
 
 EAGLE3, BLOCK = "eagle3", "dflash"
 ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}

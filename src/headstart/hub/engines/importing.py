@@ -21,9 +21,9 @@ from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.format import export_heads, refuse_other_files
 from headstart.hub.pull import HUB_ID
 from headstart.hub.target_facts import kind_of
+from headstart.model.model import Target
 from headstart.support.files import no_folder
 from headstart.support.hub_errors import explained
-from headstart.target.model import Target
 
 GUESSED = "guessed"
 """Marks an acceptance that was not measured."""

@@ -23,12 +23,12 @@ from headstart.hub.engines.checkpoint import opened
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.format import check_folder
 from headstart.hub.target_facts import TargetFacts
+from headstart.model.loading import tensor_files
+from headstart.model.outline import outline
+from headstart.model.shipped import check_shipped
 from headstart.support.artifacts import link_or_copy
 from headstart.support.files import need_disk, refuse_others, write_atomic, write_tensors
 from headstart.support.hub_errors import explained
-from headstart.target.loading import tensor_files
-from headstart.target.outline import outline
-from headstart.target.shipped import check_shipped
 
 _DRAFTS = 3
 """Maximum drafts to serve with: later ones are seldom accepted."""

@@ -16,24 +16,23 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, chain
 from math import prod
-from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ref
 
 import torch
 from torch import Tensor, fx
 
+from headstart.kernels import cpu_attention, prepacked
+from headstart.kernels.memory import check_status
+from headstart.kernels.prepacked import Packed
+from headstart.replay.attention import Running, running, sight
+from headstart.replay.cache import Place
+from headstart.replay.products import Merged
+from headstart.replay.rewrites import JoinedSite
+from headstart.replay.tape import COUNT, call, clean
 from headstart.support.compiled import library
-from headstart.target import cpu_attention, prepacked
-from headstart.target.attention import Running, running, sight
-from headstart.target.cache import Place
-from headstart.target.memory import check_status
-from headstart.target.prepacked import Packed
-from headstart.target.products import Merged
-from headstart.target.rewrites import JoinedSite
-from headstart.target.tape import COUNT, call, clean
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = prepacked.SOURCE.with_name("steps.c")
 _VIEWS = (Tensor.reshape, torch.reshape, Tensor.view, Tensor.contiguous)
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 _VERSION = operator.attrgetter("_version")

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from headstart.errors import out_of_memory
-from headstart.target.cache import KeyMemory, LayerKeys, TreeCache
-from headstart.target.memory import Memory, free_bytes
+from headstart.kernels.memory import Memory, free_bytes
+from headstart.replay.cache import KeyMemory, LayerKeys, TreeCache
 from headstart.tree.tree import TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

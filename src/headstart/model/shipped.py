@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from headstart.errors import UserError
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
-from headstart.target.loading import loadable_folder, silent, tensor_files
+from headstart.model.frozen import FrozenModel
+from headstart.model.loading import loadable_folder, silent, tensor_files
+from headstart.replay.patch import FINAL
 
 _VOCABULARY = 8
 """Vocabulary of the one-layer model; its embeddings and LM head are unused."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from headstart.target.cpu_attention import few_tokens_attention, joined_attention
+from headstart.kernels.cpu_attention import few_tokens_attention, joined_attention
 
 NAME = "headstart"
 _SPAN = 16

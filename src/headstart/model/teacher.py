@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headstart.errors import UserError
+from headstart.model.frozen import FrozenModel
+from headstart.model.identity import Identity, whole
+from headstart.model.model import Target
+from headstart.model.outline import Outline
 from headstart.support.files import file_hash, need_disk, read_json, write_atomic, write_json, write_tensors
-from headstart.target.frozen import FrozenModel
-from headstart.target.identity import Identity, whole
-from headstart.target.model import Target
-from headstart.target.outline import Outline
 
 NOTE = "teacher.json"
 _BASE = "base.safetensors"

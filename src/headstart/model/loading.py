@@ -22,14 +22,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headstart.errors import UserError, nearest, out_of_memory
+from headstart.model.adapter import apply_adapter, read_adapter
+from headstart.model.frozen import FrozenModel
+from headstart.model.identity import Origin
+from headstart.model.model import Exact, Target
+from headstart.model.quantized import check_quantization, quantize
 from headstart.support.files import need_disk, write_atomic
 from headstart.support.hub_errors import absent
 from headstart.support.lock import one_at_a_time
-from headstart.target.adapter import apply_adapter, read_adapter
-from headstart.target.frozen import FrozenModel
-from headstart.target.identity import Origin
-from headstart.target.model import Exact, Target
-from headstart.target.quantized import check_quantization, quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """float16 is for decoding: more precise than bfloat16, but limited to 65504 (see `_check_range`)."""

@@ -19,20 +19,20 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from headstart.kernels import prepacked
+from headstart.kernels.prepacked import can_gate, can_pack
+from headstart.replay.attention import Scores, attend, attend_joined, running
+from headstart.replay.products import Merged
+from headstart.replay.tape import call, clean, put_for
 from headstart.support.compiled import vector_library
-from headstart.target.attention import Scores, attend, attend_joined, running
-from headstart.target.prepacked import can_gate, can_pack
-from headstart.target.products import Merged
-from headstart.target.tape import call, clean, put_for
 
-SOURCE = Path(__file__).with_name("between.c")
+SOURCE = prepacked.SOURCE.with_name("elementwise.c")
 
 
 def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[Merged]:

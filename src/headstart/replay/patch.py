@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.target.attention import NAME, running
-from headstart.target.chains import is_linear, read_in_turn
-from headstart.target.prepacked import drop, fits, refresh
-from headstart.target.products import Matrix, can_prepack, is_matrix
+from headstart.kernels.prepacked import drop, fits, refresh
+from headstart.replay.attention import NAME, running
+from headstart.replay.chains import is_linear, read_in_turn
+from headstart.replay.products import Matrix, can_prepack, is_matrix
 
 FINAL = -1
 """Layer number of the state after the final norm, the LM head's input."""

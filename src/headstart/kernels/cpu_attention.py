@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.kernels.memory import check_status
 from headstart.support.compiled import library, may_use_tiles
-from headstart.target.memory import check_status
 
 SOURCE = Path(__file__).with_suffix(".c")
 _TOKENS = 256

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headstart.target.attention import running
-from headstart.target.prepacked import Packed, PackedCopy, can_pack, in_panels, multiplied
+from headstart.kernels.prepacked import Packed, PackedCopy, can_pack, in_panels, multiplied
+from headstart.replay.attention import running
 
 _MERGED = 1 << 28
 """Maximum bytes of weights to merge into one product; the saved call overhead is negligible beyond."""

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.support.detokenizer import AnswerMarkup, answer_text
-from headstart.target.chains import LINEAR
-from headstart.target.identity import (
+from headstart.model.identity import (
     Adapter,
     Identity,
     Origin,
@@ -31,7 +29,9 @@ from headstart.target.identity import (
     sketch,
     vocabulary_hash,
 )
-from headstart.target.lm_head import Finish, plain_weight, unpacked
+from headstart.model.lm_head import Finish, plain_weight, unpacked
+from headstart.replay.chains import LINEAR
+from headstart.support.detokenizer import AnswerMarkup, answer_text
 
 _TREE_LAYERS = {"full_attention", "sliding_attention", LINEAR}
 _RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|<\|?mask|dummy|<pad\d", re.IGNORECASE)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import TypedDict
 
-from headstart.target.lm_head import is_packed, plain_weight
+from headstart.model.lm_head import is_packed, plain_weight
 
 BUNDLED = "adapter"
 """Folder of an adapter bundled with its heads."""

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from headstart.kernels.memory import check_status, free_bytes
 from headstart.support.compiled import may_use_tiles, vector_library
-from headstart.target.memory import check_status, free_bytes
 
 SOURCE = Path(__file__).with_suffix(".c")
 MAX_ROWS = 256

@@ -15,9 +15,9 @@ import torch
 from huggingface_hub import snapshot_download
 
 from headstart.errors import UserError
+from headstart.model.identity import Adapter
 from headstart.support.files import read_json
 from headstart.support.hub_errors import explained
-from headstart.target.identity import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NOTE = "headstart.json"

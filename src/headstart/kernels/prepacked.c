@@ -2,7 +2,7 @@
 
 #include "panels.h"
 #if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2 && !defined(EIGHT_BITS)
-#include "in_tiles.h"
+#include "weights_tiles.h"
 #else
 #define IN_TILES 0
 #define TOGETHER MOST /* rows multiplied together */
@@ -14,9 +14,9 @@ static inline void begin(int64_t rows) {}
 static inline void end(void) {}
 
 #ifdef EIGHT_BITS
-#include "in_8_bits.h"
+#include "weights_int8.h"
 #else
-#include "in_full.h"
+#include "weights_dense.h"
 #endif
 #endif
 

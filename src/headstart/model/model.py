@@ -20,19 +20,19 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
+from headstart.kernels import cpu_attention
+from headstart.kernels.prepacked import MAX_ROWS, drop, in_halves, in_panels
+from headstart.model.checking import FAILS, check_tree, refuse_rounding
+from headstart.model.frozen import FrozenModel, cannot_tree, refuse_layers
+from headstart.model.identity import Origin
+from headstart.replay.attention import PIECE, Running, leave_out_cudnn, run, spans, tree_mask
+from headstart.replay.cache import LayerKeys, TreeCache
+from headstart.replay.chains import ChainCache, has_running_states, read_chains
+from headstart.replay.graphs import Graphs, Inputs, Outputs
+from headstart.replay.patch import FINAL, Fitting
+from headstart.replay.recorded import Captured, Recorded
+from headstart.replay.tape import NotRecordable
 from headstart.support.uploads import upload
-from headstart.target import cpu_attention
-from headstart.target.attention import PIECE, Running, leave_out_cudnn, run, spans, tree_mask
-from headstart.target.cache import LayerKeys, TreeCache
-from headstart.target.captured import Captured, Recorded
-from headstart.target.chains import ChainCache, has_running_states, read_chains
-from headstart.target.checking import FAILS, check_tree, refuse_rounding
-from headstart.target.fitting import FINAL, Fitting
-from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
-from headstart.target.graphs import Graphs, Inputs, Outputs
-from headstart.target.identity import Origin
-from headstart.target.prepacked import MAX_ROWS, drop, in_halves, in_panels
-from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
 
 Exact = Literal["auto", "bits", "tokens"]

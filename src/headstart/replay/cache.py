@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from headstart.kernels.memory import Memory
 from headstart.support.uploads import upload
-from headstart.target.memory import Memory
 
 _ONE_BY_ONE = 4
 """Move up to this many tokens one by one; building an index takes longer."""

@@ -3,7 +3,7 @@ in 8 bits, whole levels and trees. Also an argmax over any number of rows.
 
 A draft level has a few rows and eighty operators, so torch spends most of it on dispatch; its 8-bit product is three
 times slower. The kernels run in inference mode only. Torch is the reference elsewhere, equal up to rounding, and the
-fallback without a compiler or AVX2. See `few_rows.c`.
+fallback without a compiler or AVX2. See `draft_kernels.c`.
 
 Shape suffixes: B rows of a batch, W new entries of each, F numbers of an entry, I inputs, N outputs, E hidden size, H
 all heads, P positions, R ranks, D draft vocabulary, V rows of a table, d head size.
@@ -23,8 +23,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from headstart.kernels.memory import check_status
 from headstart.support.compiled import vector_library
-from headstart.target.memory import check_status
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Request, Tree
 

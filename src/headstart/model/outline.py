@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from headstart.errors import UserError
-from headstart.target.frozen import FrozenModel, refuse_layers, spare_token
-from headstart.target.identity import Identity, dtype_name, fingerprint, places
-from headstart.target.loading import (
+from headstart.model.frozen import FrozenModel, refuse_layers, spare_token
+from headstart.model.identity import Identity, dtype_name, fingerprint, places
+from headstart.model.loading import (
     DTYPES,
     known_folder,
     loadable_folder,

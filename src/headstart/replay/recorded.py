@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from headstart.target.attention import Running, Scores, causal_attention, run, running
-from headstart.target.fitting import FINAL
-from headstart.target.prepacked import MAX_ROWS, drop
-from headstart.target.products import Matrix, is_matrix
-from headstart.target.rewrites import Site, rewrite
-from headstart.target.steps import Steps, Weights, join_steps
-from headstart.target.tape import NotRecordable, clean, record
+from headstart.kernels.prepacked import MAX_ROWS, drop
+from headstart.replay.attention import Running, Scores, causal_attention, run, running
+from headstart.replay.patch import FINAL
+from headstart.replay.products import Matrix, is_matrix
+from headstart.replay.rewrites import Site, rewrite
+from headstart.replay.steps import Steps, Weights, join_steps
+from headstart.replay.tape import NotRecordable, clean, record
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Types of plain weights, neither packed nor sharded."""
@@ -99,7 +99,7 @@ class Captured:
         NotRecordable: with the reason.
 
     Attributes:
-        graphs: CUDA graphs of the replay, on a GPU (see `headstart.target.graphs`).
+        graphs: CUDA graphs of the replay, on a GPU (see `headstart.replay.graphs`).
         rounds: why a replay on a CPU is not batch-invariant; None if it is.
     """
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
+from headstart.kernels import cpu_attention
+from headstart.kernels.prepacked import in_panels
+from headstart.model.frozen import FrozenModel, cannot_tree
+from headstart.replay.patch import Fitting
+from headstart.replay.recorded import Recorded
 from headstart.support.compiled import why_no_vectors
-from headstart.target import cpu_attention
-from headstart.target.captured import Recorded
-from headstart.target.fitting import Fitting
-from headstart.target.frozen import FrozenModel, cannot_tree
-from headstart.target.prepacked import in_panels
 from headstart.tree.tree import Tree
 
 _CHECKED, _SMALL_WINDOW = 20, 512

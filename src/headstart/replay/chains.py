@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from headstart.replay.attention import PIECE, Running, run, running
 from headstart.support.uploads import upload
-from headstart.target.attention import PIECE, Running, run, running
 
 LINEAR = "linear_attention"
 """The layer type in configs."""
