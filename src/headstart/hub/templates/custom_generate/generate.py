@@ -1,4 +1,4 @@
-"""Decode with the draft heads of this repository in transformers, losslessly; README.md tells how to install headstart.
+"""Decode with the draft heads of this repository in transformers, losslessly; README.md has the installation.
 
 model.generate(**inputs, custom_generate="USER/HEADS", trust_remote_code=True)
 """
