@@ -22,7 +22,7 @@ from headstart.support.files import format_bytes
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
 PLANS = ROOT / "docs" / "plans"
-BLOCK = re.compile(r"(<!-- zoo -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- zoo -->\n).*?(<!-- /zoo -->)", re.DOTALL)
 ZOO = tuple(name for name, file in packaged_recipes().items() if file.parent.name == "zoo")
 
 
