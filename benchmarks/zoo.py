@@ -1,6 +1,6 @@
 """Write the table of zoo recipes into README.md, from plans that read only the config of each target.
 
-    python benchmarks/zoo.py
+python benchmarks/zoo.py
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "headstart":
         raise
-    raise ImportError(
-        "These heads need headstart, which is not installed: see README.md beside them."
-    ) from None
+    raise ImportError("These heads need headstart, which is not installed: see README.md beside them.") from None
 
 __all__ = ["generate"]
