@@ -38,7 +38,6 @@ PAGES = (
     "docs/adapting.md",
     "docs/choosing.md",
     "docs/leaderboard.md",
-    "docs/own-data.md",
     "docs/questions.md",
 )
 END = "<!-- end -->"

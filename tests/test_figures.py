@@ -19,7 +19,6 @@ PAGES = (
     "docs/adapting.md",
     "docs/choosing.md",
     "docs/leaderboard.md",
-    "docs/own-data.md",
     "docs/questions.md",
 )
 BY_OTHERS = {"docs/choosing.md": {"1.89x", "1.28x"}}
