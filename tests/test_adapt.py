@@ -45,7 +45,6 @@ from headstart.support.files import write_json, write_tensors
 from headstart.support.lock import Busy, locked
 from headstart.train.summing import Teacher
 from tests.forks import Forks
-from tests.test_benchmarks import script
 from tests.test_pipeline import quiet, tiny_recipe
 
 OPTIONS = AdaptOptions(requests=96)
@@ -337,24 +336,6 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
     assert gone.exit_code == 2 and "Start vllm with" in gone.output, "there is no server"
 
 
-def test_the_benchmark_in_vllm(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for vLLM, stopped after a part of the traffic and given again."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    sizes = ["--later", "6", "--tokens", "16", "--drafts", "2", "--requests", "64", "--fall", "0.9"]
-    arguments = ["--run", str(place / "run"), "--out", str(tmp_path / "out"), *sizes, "--settings", *QUICK]
-    arguments += ["--engine-command", f"{sys.executable} -m rehearsal.stand_in vllm serve"]
-    benchmark = script("adapting_in_vllm", monkeypatch)
-    with pytest.raises(Waiting, match="8 requests are new"):
-        benchmark.main([*arguments, "--served", "8"])
-    benchmark.main([*arguments, "--served", "96"])
-    found = json.loads((tmp_path / "out" / "adapting_in_vllm.json").read_text())
-    before, after = found["rows"]
-    assert (before["name"], after["name"]) == ("of the run", "adapted") and before["requests"] == 6
-    assert after["accepted_per_round"] > before["accepted_per_round"] and after["over_earlier"]["mean"] > 1
-    assert sum(after["acceptance_by_place"]) == pytest.approx(after["accepted_per_round"])
-    assert found["details"]["update"]["plan"]["requests"] <= 72, "the newest quarter is not learnt"
-
-
 # -- updates that must not serve ---------------------------------------------------------------------------------------
 
 
@@ -427,29 +408,6 @@ def test_texts_of_one_source_are_drawn_together(whole: Path) -> None:
     assert compared(rounds, rounds, of_four, traffic=True)["drawn"] == len(texts), "too few for an interval"
     assert compared(rounds, rounds, of_five)["drawn"] == len(texts), "the run's own kinds are what they are"
     assert compared({}, {}, texts)["change"]["low"] is None
-
-
-def test_the_benchmark_of_a_shift(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["--phases", "3", "122", "3", "--judged", "2", "--tokens", "12", "--requests", "64", "--recent", "64"]
-    settings = ["--settings", *QUICK[1:], "train.epochs=1"]
-    arguments = ["--run", str(whole / "run"), "--out", str(tmp_path / "out"), *sizes, *settings]
-    script("adapting", monkeypatch).main(arguments)
-    found = json.loads((tmp_path / "out" / "adapting.json").read_text())
-    updates = json.loads((tmp_path / "out" / "adapting_updates.json").read_text())["rows"]
-    serving = {0} | {row["number"] for row in updates if row["accepted"]}
-    assert [row["number"] for row in updates] == [1, 2]
-    assert {row["update"] for row in found["rows"]} <= serving
-    phases = [row["name"].split(",")[0] for row in found["rows"]]
-    assert list(dict.fromkeys(phases)) == ["before", "shifted", "after"]
-    for row in found["rows"]:
-        assert row["frozen"] == next(other["served"] for other in found["rows"] if _kind(other) == _kind(row))
-        assert row["over_frozen"]["mean"] == pytest.approx(row["served"] / row["frozen"])
-    script("adapting", monkeypatch).main(arguments)  # what is done is kept
-    assert json.loads((tmp_path / "out" / "adapting.json").read_text())["rows"] == found["rows"]
-
-
-def _kind(row: dict[str, Any]) -> bool:
-    return str(row["name"]).startswith("shifted")
 
 
 # -- disturbances ------------------------------------------------------------------------------------------------------

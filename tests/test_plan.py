@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import json
@@ -446,14 +445,6 @@ def test_what_is_written_says_how_long_conversations_are(tiny_target: Target) ->
     lengths = written_lengths(data, tiny_target.max_length, found)
     assert (lengths.tokens, lengths.turns, lengths.answer) == (40, 1, 15)
     assert (lengths.cached, lengths.source) == (70, "as the 2 that are written")
-
-
-def test_the_page_on_scaling_says_what_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAPER.parents[1] / "benchmarks"))
-    scaling = importlib.import_module("scaling")
-    page = (PAPER.parent / "scaling.md").read_text(encoding="utf-8")
-    assert "memory of a GPU while training, at least" in page
-    assert scaling.page(page) == page, "python benchmarks/scaling.py writes it again"
 
 
 def test_a_plan_for_programs(tmp_path: Path) -> None:

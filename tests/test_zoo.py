@@ -44,9 +44,9 @@ ZOO = [name for name, file in packaged_recipes().items() if file.parent.name == 
 
 
 @pytest.fixture
-def zoo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLANS.parents[1] / "benchmarks"))
-    return importlib.import_module("zoo")
+    return importlib.import_module("plans")
 
 
 def tiny(name: str, folder: Path) -> Target:
@@ -102,7 +102,9 @@ def test_a_recipe_fits_a_tiny_model_of_the_architecture(name: str, tmp_path: Pat
     check_formats(Run(recipe, tmp_path / "run", Console(file=io.StringIO())), target)
 
 
-def test_the_page_is_what_plans_say(zoo: ModuleType) -> None:
-    assert list(zoo.ZOO) == ZOO
-    text = zoo.PAGE.read_text(encoding="utf-8")
-    assert zoo.page(text) == text, "python benchmarks/zoo.py writes it again"
+@pytest.mark.parametrize("name", ["docs/scaling.md", "README.md"])
+def test_pages_are_up_to_date(name: str, plans: ModuleType) -> None:
+    text = (plans.ROOT / name).read_text(encoding="utf-8")
+    assert plans.page(name) == text, "run python benchmarks/plans.py"
+    assert (f"`{ZOO[0]}`" if name == "README.md" else plans.EXAMPLES[0].command) in text
+    assert list(plans.ZOO) == ZOO
