@@ -110,7 +110,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",),
     },
     "tests/data/test_served.py": {
-        "test_a_decoder_logs_what_it_answers_and_nothing_else": ("from headstart import load",),
+        "test_decoder_logs_answers_without_text": ("from headstart import load",),
     },
     "tests/test_adapt.py": {
         "test_chat_logs_and_follows": ("headstart chat runs/quickstart/adapt/heads --log",),
@@ -137,11 +137,11 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_medusa_2_from_prompts_to_a_report": ("headstart run medusa2",),
     },
     "tests/hub/test_adapter.py": {
-        "test_engines_are_given_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
+        "test_engines_need_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
         "test_loading_finds_the_adapter_beside_the_heads": ('headstart generate runs/mine --prompt "Why',),
     },
     "tests/train/test_joint.py": {
-        "test_every_family_learns_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
+        "test_every_family_trains_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
     },
     "tests/test_base_target.py": {
         "test_a_run_from_texts_to_the_report": ("headstart generate --raw",),
@@ -179,7 +179,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_command": ("headstart gc --states-gigabytes 200",),
     },
     "tests/train/test_low_rank.py": {
-        "test_every_family_learns_updates_of_this_rank_and_nothing_else": ("headstart run adapt train.start_from=",),
+        "test_every_family_learns_updates_of_this_rank_alone": ("headstart run adapt train.start_from=",),
     },
     "tests/test_recipe_docs.py": {
         "test_the_page_is_that_of_the_schema": ("headstart recipes docs > docs/recipes.md",),
@@ -204,11 +204,11 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "tests/eval/test_diff.py": {
-        "test_the_exit_code_says_whether_it_fell": (
+        "test_exit_code_reports_a_regression": (
             "headstart report diff BASE OTHER",
             "headstart report diff runs/before runs/after",
         ),
-        "test_the_page_has_all_reports": ("headstart report diff before after another",),
+        "test_page_shows_all_reports": ("headstart report diff before after another",),
     },
     "tests/test_leaderboard.py": {
         "test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named": (
@@ -219,16 +219,16 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",),
     },
     "tests/data/test_suites.py": {
-        "test_a_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
+        "test_local_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
     },
     "tests/engines/test_into_checkpoint.py": {
-        "test_the_command_says_what_serves_the_copy": ("headstart export runs/native --format checkpoint",),
+        "test_command_prints_how_to_serve_the_copy": ("headstart export runs/native --format checkpoint",),
     },
     "tests/hub/test_hub.py": {
         "test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",),
     },
     "tests/engines/test_sharing.py": {
-        "test_two_formats_in_one_repository": ("headstart push served user/name",),
+        "test_two_formats_one_repository": ("headstart push served user/name",),
     },
 }
 TESTED = {
