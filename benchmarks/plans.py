@@ -1,4 +1,4 @@
-"""Write the plans of docs/scaling.md and docs/zoo.md; `headstart plan` needs only the configs of the targets.
+"""Write the plans of docs/scaling.md and README.md (the zoo); `headstart plan` needs only the configs of the targets.
 
 python benchmarks/plans.py            # updates the pages
 python benchmarks/plans.py --check    # names the pages that differ, and exits with 1
@@ -20,9 +20,9 @@ from headstart.pipeline.run import Run
 from headstart.recipes.recipe import load_recipe, packaged_recipes
 from headstart.support.files import format_bytes
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PLANS = DOCS / "plans"
-BLOCK = re.compile(r"(<!-- (?:plans|zoo) -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+PLANS = ROOT / "docs" / "plans"
+BLOCK = re.compile(r"(<!-- (plans|zoo) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 PROMPT_TOKENS = 300
 _SERVED = "data.server=http://node1:8000"
 
@@ -93,57 +93,43 @@ def scaling() -> str:
     return f"\n{table(['', *(example.title for example in EXAMPLES)], rows)}\n\n```\n{commands}\n```\n\n"
 
 
-# -- docs/zoo.md -------------------------------------------------------------------------------------------------------
+# -- README.md ---------------------------------------------------------------------------------------------------------
 
 ZOO = tuple(name for name, file in packaged_recipes().items() if file.parent.name == "zoo")
 
 
-def commands(name: str) -> str:
-    """Return the commands that plan, train, export and upload heads of the zoo."""
-    return "\n".join(
-        [
-            f"headstart plan {name}",
-            f"headstart run {name}",
-            f"headstart export runs/{name} --format vllm --out served/{name}",
-            f"headstart push runs/{name} USER/{name}-eagle3",
-        ]
-    )
-
-
 def zoo() -> str:
-    """Return the table and the commands of docs/zoo.md."""
+    """Return the table of the zoo."""
     rows = []
     for name in ZOO:
         plan = plan_of(name, [f"target={PLANS / name}"])
-        facts = dict(plan.facts)
-        parameters, heads = facts["Parameters"].partition(",")[0], re.findall(r"[\d.]+ M", facts["Heads"])[0]
+        parameters = dict(plan.facts)["Parameters"].partition(",")[0]
         sizes = format_bytes(plan.disk["export"]), format_bytes(plan.memory["train"])
-        rows.append([f"`{name}`", f"`{load_recipe(name).target.spec}`", parameters, heads, *sizes])
-    head = ["recipe", "target", "parameters", "of the heads", "heads to keep", "memory while training, at least"]
-    typed = "\n\n".join(f"```\n{commands(name)}\n```" for name in ZOO)
-    return f"\n{table(head, rows)}\n\n## Commands\n\n{typed}\n\n"
+        rows.append([f"`{name}`", f"`{load_recipe(name).target.spec}`", parameters, *sizes])
+    head = ["recipe", "target", "parameters", "heads on disk", "GPU memory while training, at least"]
+    return f"\n{table(head, rows)}\n\n"
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
 
-PAGES: dict[str, Callable[[], str]] = {"scaling.md": scaling, "zoo.md": zoo}
+PAGES: dict[str, Callable[[], str]] = {"docs/scaling.md": scaling, "README.md": zoo}
 
 
 def page(name: str) -> str:
-    """Return a page of docs with up-to-date plans."""
-    before, text = (DOCS / name).read_text(encoding="utf-8"), PAGES[name]()
-    return BLOCK.sub(lambda match: match.group(1) + text + match.group(2), before)
+    """Return a page with up-to-date plans."""
+    before, text = (ROOT / name).read_text(encoding="utf-8"), PAGES[name]()
+    return BLOCK.sub(lambda match: match[1] + text + match[3], before)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs")
     options = parser.parse_args(arguments)
-    differing = {name: text for name in PAGES if (text := page(name)) != (DOCS / name).read_text(encoding="utf-8")}
+    differing = {name: text for name in PAGES if (text := page(name)) != (ROOT / name).read_text(encoding="utf-8")}
     if options.check and differing:
         raise SystemExit(f"{', '.join(differing)}: out of date; run python benchmarks/plans.py")
     for name, text in differing.items():
-        (DOCS / name).write_text(text, encoding="utf-8")
+        (ROOT / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ PAGES = (
     "docs/choosing.md",
     "docs/leaderboard.md",
     "docs/questions.md",
-    "docs/serving.md",
 )
 END = "<!-- end -->"
 BLOCK = re.compile(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = ("docs/log.md", "CHANGELOG.md", "docs/zoo.md")
-"""Pages about the past; and the zoo's, which tests/test_zoo.py makes from recipes that it trains at toy size."""
+LEFT_OUT = ("docs/log.md", "CHANGELOG.md")
+"""Pages about the past."""
 PAGES = (
     "README.md",
     *(

@@ -86,7 +86,7 @@ def named(begins: str, commands: Sequence[Command]) -> Command:
     return chosen[0]
 
 
-# -- README.md, docs/start.md ------------------------------------------------------------------------------------------
+# -- README.md, docs/start.md, docs/one-gpu.md, docs/commands.md -------------------------------------------------------
 
 
 @part("own", "headstart run quickstart target=path/to/model")
@@ -181,7 +181,7 @@ def steps_one_at_a_time(place: Place, *commands: Command) -> None:
     place.run(gc, stdin="n\n")
 
 
-# -- docs/scaling.md ---------------------------------------------------------------------------------------------------
+# -- docs/scaling.md, docs/hidden-states.md ----------------------------------------------------------------------------
 
 
 @part("cluster", SLURM)

@@ -83,6 +83,7 @@ SUBSTITUTIONS = (
 _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/test_zoo.py": {
         "test_pages_are_up_to_date": (
+            "headstart plan qwen3-0.6b target=docs/plans/qwen3-0.6b",
             "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.server=",
             "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=",
             "headstart plan eagle3-70b target=docs/plans/llama-3.3-70b",
@@ -222,8 +223,7 @@ NOT_RUN = {
     "make coverage": "the tests, counted",
     "pip install -c constraints.txt '.[gguf]'": "installs from an index; tests/test_wheel.py installs the wheel",
     "pip install torchao": "installs from an index; tests/target/test_quantized.py needs it",
-    "headstart plan eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
-    "headstart run eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
+    "headstart run qwen3-0.6b": "downloads its target; tests/test_zoo.py tries the recipe on a tiny model",
     "python -m headstart.train RECIPE": "started by `headstart train RECIPE` and by launchers, which are run",
     "python -m headstart.train RECIPE train.gradient_accumulation_steps=2": "goes on from what torchrun began, and "
     "tests/train/test_ranks.py trains so",
@@ -241,7 +241,7 @@ NOT_RUN = {
     "accelerate launch": "the name of a launcher",
     **{f"headstart {name}": _NAME for name in (
         "plan", "tune", "audit", "export", "import", "eval", "data build", "run", "train", "doctor", "generate", "race",
-        "chat", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
+        "chat", "push", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
         "recipes show NAME --all", "run quickstart",
     )},
     **dict.fromkeys(("vllm serve", "headstart tune --engine", "headstart export --check"), _NAME),

@@ -20,7 +20,6 @@ PAGES = (
     "docs/choosing.md",
     "docs/leaderboard.md",
     "docs/questions.md",
-    "docs/serving.md",
 )
 BY_OTHERS = {"docs/choosing.md": {"1.89x", "1.28x"}}
 """Speed-ups quoted from other projects, with their source."""

@@ -1,6 +1,6 @@
 """Reference readers of block drafters, in plain torch without headstart.
 
-They follow the description of the formats in docs/serving.md. The target has read the text. The block follows it: the
+They follow the description of the formats in docs/formats.md. The target has read the text. The block follows it: the
 newest decided token, then mask tokens in all other slots.
 
 Shape suffixes: T tokens of the text, B slots of the block, E hidden size, V vocabulary, K drafts, d size of an

@@ -1,6 +1,6 @@
 """Reference readers: draft logits from exported files, as the engines compute them, in plain torch without headstart.
 
-Each reader follows the description of its format in docs/serving.md. They draft a chain: entry t holds the target's
+Each reader follows the description of its format in docs/formats.md. They draft a chain: entry t holds the target's
 state of token t and the embedding of token t + 1, and gives the logits of token t + 2.
 
 Shape suffixes: T tokens, E hidden size, D draft vocabulary, V vocabulary, d size of an attention head.

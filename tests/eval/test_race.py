@@ -91,7 +91,7 @@ def test_page_holds_the_measurements(race: Race) -> None:
 
 
 def test_page_notes_different_texts(race: Race) -> None:
-    note = "The answers are not the same text"
+    note = "The texts differ: compare tokens/s"
     assert note not in template("race.html.j2").render(races=[race], shown=race)
     race["answers"][-1]["tokens"] = race["answers"][0]["tokens"][::-1]
     assert note in template("race.html.j2").render(races=[race], shown=race)
