@@ -18,7 +18,7 @@ import torch
 
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.errors import UserError
-from headstart.kernels.prepacked import in_panels
+from headstart.kernels.prepacked import can_pack
 from headstart.model.loading import load_target
 from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe
@@ -319,7 +319,7 @@ def test_a_report_becomes_a_results_file(path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
-@pytest.mark.skipif(not in_panels(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
+@pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
 def test_same_bits(path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same_bits = script("same_bits", monkeypatch)
     export(path / "heads", load_target(str(tiny_target_folder), dtype="float32", device="cpu"))

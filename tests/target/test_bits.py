@@ -29,7 +29,7 @@ TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
 AUX_LAYERS = (1, FINAL)
 COMPILED = ("llama", "qwen3", "gemma3", "gpt_neox", "mistral", "phi3")
 """Architectures that run on the compiled kernels throughout."""
-needs_kernels = pytest.mark.skipif(not prepacked.in_panels(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
+needs_kernels = pytest.mark.skipif(not prepacked.can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
 
 
 @dataclass
@@ -160,7 +160,7 @@ def test_bits_are_kept_where_they_are_asked_for() -> None:
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine whose $CC does not exist, without libraries from an earlier compilation."""
-    caches = (cpu_attention._compiled, prepacked._compiled, prepacked._works)
+    caches = (cpu_attention._compiled, prepacked._compiled)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "_WARNED", {"compiler"})

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from headstart.kernels import cpu_attention, prepacked
-from headstart.kernels.cpu_attention import few_tokens_attention, joined_attention
+from headstart.kernels.cpu_attention import few_tokens_attention
 from headstart.model.model import Target
 from headstart.replay import attention
 from headstart.support import compiled
@@ -159,15 +159,13 @@ def test_trees_and_rows_say_what_the_model_says(kind: str, rows: int, monkeypatc
     target, asked = Target(tiny_model(kind)), 0
     texts = [[(7 * index + row) % 90 + 1 for index in range(9 + 2 * row)] for row in range(rows)]
 
-    for function in (few_tokens_attention, joined_attention):
+    def counted(*given: Any, **more: Any) -> Any:
+        nonlocal asked
+        found = few_tokens_attention(*given, **more)
+        asked += found is not None
+        return found
 
-        def counted(*given: Any, function: Any = function, **more: Any) -> Any:
-            nonlocal asked
-            found = function(*given, **more)
-            asked += found is not None
-            return found
-
-        monkeypatch.setattr(attention, function.__name__, counted)
+    monkeypatch.setattr(attention, "few_tokens_attention", counted)
     cache = target.new_cache(rows, 64)
     target.prefill(cache, texts)
     target.forward_tree(cache, TreeBatch.roots([10] * rows))

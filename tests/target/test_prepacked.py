@@ -15,17 +15,14 @@ from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
 from headstart.kernels import prepacked as module
-from headstart.kernels.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
+from headstart.kernels.prepacked import MAX_ROWS, PackedCopy, copy_of, multiplied
 from headstart.model.model import Target
-from headstart.replay import rewrites
-from headstart.replay.products import Matrix, can_prepack
+from headstart.replay.products import PackedLinear, can_prepack
 from headstart.replay.recorded import Recorded
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not can_prepack(nn.Linear(32, 32)), reason="this build of torch has no oneDNN, so nothing is prepacked"
-)
+pytestmark = pytest.mark.skipif(not can_prepack(nn.Linear(32, 32)), reason="C for AVX2 and AVX-512")
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Sums of 64 numbers of size 1 in another order; in bfloat16 a unit in the last place."""
 
@@ -41,11 +38,9 @@ def logits(target: Target) -> Tensor:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
 def test_the_same_numbers(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases and without them."""
-    if not can_prepack(nn.Linear(32, 32, dtype=dtype)):
-        pytest.skip(f"oneDNN prepacks no {dtype} on this CPU")
     packed = Target(tiny_model(kind).to(dtype))
     assert packed.prepacked
-    assert any(isinstance(layer.bias, Tensor) for layer in packed._fitting.matrices) == (kind == "gpt_neox")
+    assert any(isinstance(layer.bias, Tensor) for layer in packed._patch.matrices) == (kind == "gpt_neox")
     monkeypatch.setattr("headstart.replay.patch.fits", lambda _: False)
     plain = Target(tiny_model(kind).to(dtype))
     assert not plain.prepacked
@@ -68,27 +63,24 @@ def test_only_forwards_of_ours_use_them(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("rows", [1, 5, 13, 40, 70])
 def test_what_is_computed_around_a_product(rows: int, threads: int, dtype: torch.dtype) -> None:
     """A norm, a gate and a sum, to the bit what they are one after the other; outputs that fill no panel."""
-    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
-        pytest.skip("C for AVX2 and AVX-512")
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     x, norm_I = torch.randn(1, rows, 48).to(dtype), torch.randn(48).to(dtype)
     for outputs in (128, 70):
         weight, bias = torch.randn(outputs, 48).to(dtype), torch.randn(outputs).to(dtype)
         packed, added = module.prepack(weight), torch.randn(1, rows, outputs).to(dtype)
-        normed = rewrites.normed(x, norm_I, 1e-5)
+        normed = module.product(x, module.prepack(torch.eye(48, dtype=dtype)), None, norm=(norm_I, 1e-5))
         plain = module.product(normed, packed, bias)
         assert torch.equal(module.product(x, packed, bias, norm=(norm_I, 1e-5), added=added), added + plain)
         assert module.can_gate([weight]) == (outputs == 128)
         if outputs == 128:
-            assert torch.equal(module.product(x, packed, bias, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
+            gated = module.product(plain, module.prepack(torch.eye(outputs, dtype=dtype)), None, gates=True)
+            assert torch.equal(module.product(x, packed, bias, (norm_I, 1e-5), gates=True), gated)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_rows_together_have_the_bits_of_rows_alone(dtype: torch.dtype) -> None:
     """However many are multiplied at once, and over more inputs than one sum takes (see `weights_dense.h`)."""
-    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
-        pytest.skip("C for AVX2 and AVX-512")
     torch.manual_seed(0)
     packed = module.prepack(torch.randn(70, 1100).to(dtype))
     x = torch.randn(70, 1100).to(dtype)
@@ -101,8 +93,6 @@ def test_rows_together_have_the_bits_of_rows_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_rows_have_the_bits_of_rows_alone(threads: int, dtype: torch.dtype) -> None:
     """In groups of unequal size, beside rows that are no numbers, and with inputs that fill no tile."""
-    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
-        pytest.skip("C for AVX2 and AVX-512")
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     for inputs in (2, 34, 64):
@@ -121,8 +111,6 @@ def test_many_rows_have_the_bits_of_rows_alone(threads: int, dtype: torch.dtype)
 @pytest.mark.parametrize("outputs", [192, 70])
 def test_floats_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(outputs: int, threads: int) -> None:
     """Beside the same weights, but for one of the first output, which it does not hold."""
-    if not in_panels(torch.zeros(32, 32)):
-        pytest.skip("C for AVX2 and AVX-512")
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     weight, bias, norm_I = torch.randn(outputs, 1100).bfloat16().float(), torch.randn(outputs), torch.randn(1100)
@@ -301,7 +289,7 @@ def test_a_forward_that_somebody_put_there_still_runs() -> None:
     logits(target)
     assert calls
     target.release()
-    assert not isinstance(vars(layer)["forward"], Matrix)
+    assert not isinstance(vars(layer)["forward"], PackedLinear)
 
 
 def test_no_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:

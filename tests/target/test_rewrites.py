@@ -10,18 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.kernels.cpu_attention import few_tokens_attention, joined_attention
 from headstart.kernels.prepacked import can_pack
 from headstart.model.model import Target
 from headstart.replay import products, rewrites, tape
 from headstart.replay.tape import record
-from headstart.support.compiled import compiler
 from headstart.tree.tree import TreeBatch
 from tests.standin import CUDA, StandIn
 from tests.target.test_captured import TEXTS, captured_by, check_replay, rounds, through_modules
 from tests.tiny import tiny_model
 
-needs_compiler = pytest.mark.skipif(not compiler(), reason="this machine has no C compiler")
+needs_compiler = pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
@@ -40,7 +38,7 @@ def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch
 @pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4), ("gemma3", 6)])
 def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setattr(rewrites, "call_c", lambda graph: None)
+    monkeypatch.setattr(rewrites, "_call_instead", lambda *_: None)
     for name in ("inverse_rms", "rotated"):
         function = getattr(rewrites, name)
 
@@ -72,11 +70,9 @@ def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, m
         ("phi3", (1, 0, 0, 6, 6, 0)),
     ],
 )
-def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_operators_around_products_are_joined(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
     """Norms, gates, and attention with all that comes before it; norms, sums and gates that a product takes along:
     numbers of each, and a batch and a tree that say what the same operators say on torch."""
-    if rewrites._compiled(dtype) is None:
-        pytest.skip("C for AVX2 and AVX-512")
     model = tiny_model(kind).to(dtype)
     in_c = Target(model)
     called = called_by(in_c)
@@ -86,7 +82,7 @@ def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], d
     alone = tuple(functions.count(name) for name in ("normed", "gated", "JoinedSite"))
     assert (*alone, *(len(values) - values.count(None) for values in (norms, sums)), sum(gates)) == calls
     on_torch = Target(tiny_model(kind).to(dtype))
-    with mock.patch.object(rewrites, "call_c"):
+    with mock.patch.object(rewrites, "_call_instead"):
         on_torch.record()
     # In bfloat16 a sum in another order rounds to a neighbour here and there, in 3 layers.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
@@ -109,40 +105,6 @@ def called_by(target: Target) -> list[tuple[Any, Any]]:
     return called[0]
 
 
-@needs_compiler
-@pytest.mark.parametrize(("normed", "masked"), [(False, False), (True, False), (False, True), (True, True)])
-def test_attention_of_joined_queries_keys_and_values(normed: bool, masked: bool) -> None:
-    """What it finds, and what it writes into the last slots of each row and nowhere else, are those of the same steps
-    one after the other; to the bit, where there are no norms, whose sums torch adds in another order."""
-    if rewrites._compiled(torch.bfloat16) is None:
-        pytest.skip("C for AVX2 and AVX-512")
-    torch.manual_seed(0)
-    rows, tokens, heads, key_heads, size, first = 2, 3, 4, 2, 32, 2
-    joined = torch.randn(rows, tokens, heads + 2 * key_heads, size, dtype=torch.bfloat16)
-    cos, sin = torch.randn(2, 1, 1, rows * tokens, size, dtype=torch.bfloat16)
-    angles = cos, sin
-    norms = (*torch.randn(2, size, dtype=torch.bfloat16), 1e-5)
-    kept = torch.randn(2, rows, key_heads, 20, size, dtype=torch.bfloat16)
-    slots = torch.tensor([9, 17])
-    sight = (
-        {"mask_B1TC": torch.randn(rows, 1, tokens, 17 - first, dtype=torch.bfloat16), "first": first} if masked else {}
-    )
-    wanted, parts = kept.clone(), list(joined.split((heads, key_heads, key_heads), dim=2))
-    for number in range(2):
-        if normed:
-            parts[number] = rewrites.normed(parts[number], norms[number], norms[2])
-        turned = rewrites.rotated(
-            parts[number].reshape(1, rows * tokens, -1, size).transpose(1, 2), cos, sin, size // 2
-        )
-        parts[number] = turned.transpose(1, 2).reshape(rows, tokens, -1, size)
-    for row, last in enumerate(slots.tolist()):
-        for store, part in zip(wanted, parts[1:], strict=True):
-            store[row, :, last - tokens : last] = part[row].transpose(0, 1)
-    found = few_tokens_attention(parts[0].transpose(1, 2), *wanted, slots, 0.1, **sight)
-    got = joined_attention(joined, angles, heads, *kept, slots, 0.1, norms if normed else None, **sight)
-    assert torch.equal(kept, wanted) and found is not None and got is not None and torch.equal(got, found)
-
-
 @pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4)])
 def test_on_a_gpu_a_norm_is_one_operator(kind: str, norms: int) -> None:
     with StandIn():
@@ -157,17 +119,15 @@ def test_on_a_gpu_a_norm_is_one_operator(kind: str, norms: int) -> None:
 
 @needs_compiler
 def test_what_somebody_else_reads_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    if rewrites._compiled(torch.float32) is None:
-        pytest.skip("C for AVX2 and AVX-512")
-    call_c = rewrites.call_c
+    shorten = rewrites.shorten_rotations
 
     def with_a_reader(graph: Any) -> None:
         query = next(node for node in graph.nodes if rewrites._part(node) is not None)
         with graph.inserting_after(query):
             tape.call(graph, torch.neg, (query,)).meta["writes"] = True
-        call_c(graph)
+        shorten(graph)
 
-    monkeypatch.setattr(rewrites, "call_c", with_a_reader)
+    monkeypatch.setattr(rewrites, "shorten_rotations", with_a_reader)
     target = Target(tiny_model("llama"))
     functions = [type(function) for function, _ in called_by(target)]
     assert (functions.count(rewrites.JoinedSite), functions.count(rewrites.Site)) == (target.num_layers - 1, 1)
@@ -175,8 +135,6 @@ def test_what_somebody_else_reads_is_not_written_over(monkeypatch: pytest.Monkey
 
 @needs_compiler
 def test_norms_of_products_are_in_c_and_splits_of_the_model_are_its_own() -> None:
-    if rewrites._compiled(torch.bfloat16) is None:
-        pytest.skip("C for AVX2 and AVX-512")
     matrix_OI, weight_O = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
 
     def code(recorder: Any, x_TI: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Steps of a forward as one call of C: the same bits as one after the other, with the weights there are."""
+"""Steps of a forward as one call of C: the numbers of the same operators on torch, with the current weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.target.test_captured import TEXTS, captured_by, rounds, through_modul
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
-    not compiler() or not prepacked.in_panels(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512"
+    not compiler() or not prepacked.can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512"
 )
 
 
@@ -52,7 +52,7 @@ def taken_steps() -> Iterator[list[int]]:
         ("gpt_neox", [2, 2, 2]),
     ],
 )
-def test_steps_have_the_bits_of_one_after_the_other(kind: str, calls: list[int], dtype: torch.dtype) -> None:
+def test_steps_equal_the_same_operators_on_torch(kind: str, calls: list[int], dtype: torch.dtype) -> None:
     """Logits and states of all layers, of a token, a tree, and rows of several lengths."""
     in_steps, alone = (Target(tiny_model(kind).to(dtype)) for _ in range(2))
     (replay,) = captured_by(in_steps)._replays.values()
@@ -63,7 +63,10 @@ def test_steps_have_the_bits_of_one_after_the_other(kind: str, calls: list[int],
         with mock.patch("headstart.replay.recorded.join_steps", return_value=[]):
             expected = rounds(alone, rows, width)
         assert len(taken) == 4 * len(calls), "the reading of the text, too"
-        assert all(map(torch.equal, found, expected))
+        # Norms and gates on torch add up in another order; in bfloat16 a sum rounds to a neighbour, in 3 layers.
+        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, **close)
 
 
 def test_wide_forwards_go_one_after_the_other() -> None:
@@ -211,4 +214,5 @@ def test_caches_whose_rows_end_or_grow() -> None:
 
     found = read(Target(tiny_model("mistral")))
     with mock.patch("headstart.replay.recorded.join_steps", return_value=[]):
-        assert all(map(torch.equal, found, read(Target(tiny_model("mistral")))))
+        for one, other in zip(found, read(Target(tiny_model("mistral"))), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

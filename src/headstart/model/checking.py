@@ -12,9 +12,9 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.kernels import cpu_attention
-from headstart.kernels.prepacked import in_panels
+from headstart.kernels.prepacked import can_pack
 from headstart.model.frozen import FrozenModel, cannot_tree
-from headstart.replay.patch import Fitting
+from headstart.replay.patch import ModelPatch
 from headstart.replay.recorded import Recorded
 from headstart.support.compiled import why_no_vectors
 from headstart.tree.tree import Tree
@@ -68,21 +68,21 @@ def check_tree(
         )
 
 
-def refuse_rounding(target: FrozenModel, fitting: Fitting, record: Callable[[], Recorded]) -> None:
+def refuse_rounding(target: FrozenModel, patch: ModelPatch, record: Callable[[], Recorded]) -> None:
     """Refuse exact="bits" if products or attention run without the compiled kernels."""
-    device, dtype, prepacked = target.device, target.dtype, fitting.prepacked
+    device, dtype, prepacked = target.device, target.dtype, patch.prepacked
     why, fix = None, ""
     if device.type != "cpu":
         why = "it is on a GPU"
     elif dtype not in (torch.bfloat16, torch.float32):
         why, fix = f"they do not compute in {target.dtype_name}", "Use --dtype bfloat16"
-    elif not in_panels(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
+    elif not can_pack(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
         why, fix = why_no_vectors()
     elif (captured := (recorded := record()).captured) is None:
         why = recorded.refused
     elif not prepacked:
         why = "memory has no room for prepacked copies of its weights"
-    elif prepacked != fitting.matrices:
+    elif prepacked != patch.matrices:
         why = "some of its weights are packed, or not those of a linear layer"
     else:
         why = captured.rounds

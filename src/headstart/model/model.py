@@ -21,15 +21,15 @@ from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
 from headstart.kernels import cpu_attention
-from headstart.kernels.prepacked import MAX_ROWS, drop, in_halves, in_panels
+from headstart.kernels.prepacked import MAX_ROWS, can_pack, drop, in_halves
 from headstart.model.checking import FAILS, check_tree, refuse_rounding
 from headstart.model.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.model.identity import Origin
-from headstart.replay.attention import PIECE, Running, leave_out_cudnn, run, spans, tree_mask
+from headstart.replay.attention import PIECE, ForwardContext, leave_out_cudnn, run, tree_mask
 from headstart.replay.cache import LayerKeys, TreeCache
 from headstart.replay.chains import ChainCache, has_running_states, read_chains
 from headstart.replay.graphs import Graphs, Inputs, Outputs
-from headstart.replay.patch import FINAL, Fitting
+from headstart.replay.patch import FINAL, ModelPatch
 from headstart.replay.recorded import Captured, Recorded
 from headstart.replay.tape import NotRecordable
 from headstart.support.uploads import upload
@@ -80,16 +80,16 @@ class Target(FrozenModel):
         self._int8 = False
         self._recorded = Recorded()
         self.chains_only = has_running_states(self.config)
-        self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
-        self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
+        self._patch = ModelPatch(self.decoder, self.layers, model.get_output_embeddings())
+        self._reads_again = self._patch.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
-            check_tree(self, self._path_logits, self._fitting.limit)
+            check_tree(self, self._path_logits, self._patch.limit)
             self.exact = exact
         except BaseException:
-            self._fitting.release()
+            self._patch.release()
             raise
-        weakref.finalize(self, self._fitting.end)
+        weakref.finalize(self, self._patch.end)
 
     @property
     def exact(self) -> Literal["bits", "tokens"]:
@@ -106,7 +106,7 @@ class Target(FrozenModel):
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
         if exact == "bits":
-            refuse_rounding(self, self._fitting, self.record)
+            refuse_rounding(self, self._patch, self.record)
         self._exact = exact
 
     @property
@@ -142,12 +142,12 @@ class Target(FrozenModel):
 
     @property
     def prepacked(self) -> bool:
-        return bool(self._fitting.prepacked)
+        return bool(self._patch.prepacked)
 
     @property
     def in_halves(self) -> bool:
         """Whether prepacked weights are stored as upper halves of floats (see `prepacked`)."""
-        modules: list[Any] = self._fitting.prepacked
+        modules: list[Any] = self._patch.prepacked
         return bool(modules) and all(in_halves(module.weight) for module in modules)
 
     @property
@@ -180,9 +180,9 @@ class Target(FrozenModel):
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """Create an empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
-        self._fitting.refresh()
+        self._patch.refresh()
         if self.exact == "bits":  # adapters or hooks may have been added since it was set
-            refuse_rounding(self, self._fitting, self.record)
+            refuse_rounding(self, self._patch, self.record)
         else:
             self.record()
         return self._empty_cache(rows, capacity)
@@ -241,12 +241,12 @@ class Target(FrozenModel):
             out = captured.graphs(partial(self._graphed, captured), cache, batch, aux_layers)
             if out is not None:
                 return TargetOutput(*out)
-        return self._forward(cache, batch, aux_layers, 0 if self._fitting.limit is None else batch.depth)
+        return self._forward(cache, batch, aux_layers, 0 if self._patch.limit is None else batch.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
         """Read aux hidden states of whole sequences, each {layer: [length, E]}, splitting large batches."""
-        self._fitting.refresh()
+        self._patch.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
         states: list[dict[int, Tensor]] = []
         for first in range(0, len(rows), together):
@@ -262,7 +262,7 @@ class Target(FrozenModel):
         self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
     ) -> dict[int, Tensor]:
         """Read aux hidden states of right-padded sequences, {layer: [B, T, E]}, with gradients for adapters."""
-        self._fitting.refresh()
+        self._patch.refresh()
         return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
 
     def in_int8(self) -> Target:
@@ -270,8 +270,8 @@ class Target(FrozenModel):
 
         Returns itself if unsupported: on a GPU, without AVX2, with tiles (AMX, faster still), or if weights are not
         prepacked or forwards not replayed."""
-        modules: list[Any] = self._fitting.prepacked
-        if not modules or not all(in_panels(module.weight, int8=True) for module in modules) or self.eager is not None:
+        modules: list[Any] = self._patch.prepacked
+        if not modules or not all(can_pack(module.weight, int8=True) for module in modules) or self.eager is not None:
             return self
         rounded = copy(self)
         rounded._int8, rounded._exact, rounded._recorded, rounded._lender = True, "tokens", Recorded(), self
@@ -285,7 +285,7 @@ class Target(FrozenModel):
 
     def release(self) -> None:
         """Undo our patches of the model, which stays frozen; the next forward applies them again."""
-        self._fitting.release()
+        self._patch.release()
 
     def _empty_cache(self, rows: int, capacity: int) -> TreeCache:
         if self.chains_only:
@@ -310,8 +310,8 @@ class Target(FrozenModel):
         before = cache.lengths[0] if cache is not None else 0
         positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)
         indices = self._rows_and_positions(wanted)
-        forward = Running(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices)
-        if self._fitting.limit is not None:
+        forward = ForwardContext(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices)
+        if self._patch.limit is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
             forward.ends = min(ends), max(ends)
         return self._run(forward, cache, tokens_BT, positions_1T.expand(rows, width))
@@ -325,7 +325,7 @@ class Target(FrozenModel):
         self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int], last_only: bool = False
     ) -> TargetOutput:
         self._check_aux_layers(aux_layers)
-        self._fitting.ensure(aux_layers)
+        self._patch.ensure(aux_layers)
         return TargetOutput(*read_chains(self.model, cache, rows, aux_layers, last_only, self.device, self.max_length))
 
     def _forward(
@@ -354,28 +354,30 @@ class Target(FrozenModel):
         if seen > self.max_length:
             positions_BN = positions_BN.clamp(max=self.max_length - 1)
         mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
-        forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
+        forward = ForwardContext(
+            mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None
+        )
         # Bit-exact attention must run in C at every width, as for one token.
         if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
             if len(lengths_B1) == 1:
                 forward.slots_B = torch.full((shape[0],), seen, device=self.device)
             else:
                 forward.slots_B = (lengths_B1 + width).flatten()
-        elif self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
-            forward.spans = spans(cache.lengths, width)
         if wanted is not None:
             forward.wanted = self._rows_and_positions(wanted)
-        if self._fitting.limit is not None and ends is not None:
+        if self._patch.limit is not None and ends is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(shape)
             forward.ends = min(ends), max(ends)
-        elif self._fitting.limit is not None:
+        elif self._patch.limit is not None:
             forward.ends_BT = positions_BN + 1
             forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
         return self._run(forward, cache, batch.tokens_BN, positions_BN)
 
-    def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
+    def _run(
+        self, forward: ForwardContext, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor
+    ) -> TargetOutput:
         self._check_aux_layers(sorted(forward.aux_layers))
-        self._fitting.ensure(forward.aux_layers)
+        self._patch.ensure(forward.aux_layers)
         forward.int8 = self._int8
         if cache is not None:
             cache.begin(tokens_BT.shape[1])
@@ -399,7 +401,7 @@ class Target(FrozenModel):
         )
 
     def _replay(
-        self, captured: Captured, forward: Running, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
+        self, captured: Captured, forward: ForwardContext, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
     ) -> TargetOutput:
         forward.cache = cache
         with run(forward):
@@ -416,7 +418,7 @@ class Target(FrozenModel):
         positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
         where = inputs.lengths_B1, inputs.visible_BNN, positions_BN
         mask = tree_mask(*where, self.window, self.dtype, seen, more=True)
-        forward = Running(mask, aux_layers, window=self.window)
+        forward = ForwardContext(mask, aux_layers, window=self.window)
         out = self._replay(captured, forward, cache, inputs.tokens_BN, positions_BN)
         return out.logits_BTV, out.aux_hidden_states
 
@@ -430,18 +432,18 @@ class Target(FrozenModel):
 
     def reads_alike(self, length: int) -> bool:
         """Whether a text of this length may be read in parts: rotary frequencies do not change within it."""
-        return self._fitting.limit is None or length <= self._fitting.limit
+        return self._patch.limit is None or length <= self._patch.limit
 
     def deepest(self, cache: TreeCache) -> int | None:
         """Maximum depth of the next tree; None for no limit. Phi-3 reads its text again, with other rotary
         frequencies, once it passes a limit, so nodes past the limit are valid only after that."""
-        if not self._reads_again or self._fitting.limit is None:
+        if not self._reads_again or self._patch.limit is None:
             return None
-        return min((left for length in cache.lengths if (left := self._fitting.limit - length - 1) >= 0), default=None)
+        return min((left for length in cache.lengths if (left := self._patch.limit - length - 1) >= 0), default=None)
 
     def _read_again(self, cache: TreeCache, ends: Sequence[int]) -> None:
         """Read rows again that pass the limit of their rotary frequencies in this forward."""
-        limit = self._fitting.limit
+        limit = self._patch.limit
         assert limit is not None, "only such models read again"
         for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
             if 0 < length <= limit < end:
@@ -458,9 +460,9 @@ class Target(FrozenModel):
         layers = [FINAL, *range(self.num_layers + 1)]
         if self.chains_only:
             return "its layers keep running states"
-        if self._fitting.limit is not None:
+        if self._patch.limit is not None:
             return "its rotary frequencies depend on the length of the text"
-        self._fitting.ensure(layers)
+        self._patch.ensure(layers)
         try:
             captured = Captured(self.model, layers, self.device, self.prepacked, self._int8)
             replaying = copy(self)  # other threads do not use the recording until it is checked
@@ -492,8 +494,8 @@ class Target(FrozenModel):
         """Probe KV layouts and the dtype of hidden states with a forward, since weights may be packed or on several
         devices."""
         cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
-        self._fitting.ensure([FINAL])
-        with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
+        self._patch.ensure([FINAL])
+        with torch.inference_mode(), run(ForwardContext(aux_layers=frozenset([FINAL]))) as forward:
             self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=cache, use_cache=True)
         if len(cache.layers) != self.num_layers:
             raise cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")

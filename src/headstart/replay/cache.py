@@ -83,9 +83,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = 0
         self._check: Callable[[], None] | None = None
         self._ragged = False
-        self._all: list[tuple[Tensor, ...]] = []
         self._new: list[tuple[Tensor, ...]] = []
-        self._sight: list[tuple[Tensor, ...]] = []
+        self._visible: list[tuple[Tensor, ...]] = []
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
 
@@ -115,7 +114,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = new_tokens
         self._seen = seen
         self._ragged, self._slots = len(set(self.lengths)) > 1, {}
-        self._all, self._new, self._sight = [], [], []
+        self._new, self._visible = [], []
 
     def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
         """Announce a forward whose rows start at `lengths_B1`, with `seen` slots in sight."""
@@ -132,23 +131,16 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             if not self._new:  # one view for all layers, taken apart, instead of several for each
                 first, seen = self._seen - self._new_tokens, self._seen
                 self._new = [store[:, :, :, first:seen].unbind() for store in self._stores]
-                self._sight = [store[:, :, :, :seen].unbind() for store in self._stores]
+                self._visible = [store[:, :, :, :seen].unbind() for store in self._stores]
             self._new[key_store][key_index].copy_(key_states)
             self._new[value_store][value_index].copy_(value_states)
-            return self._sight[key_store][key_index], self._sight[value_store][value_index]
+            return self._visible[key_store][key_index], self._visible[value_store][value_index]
         keys = self._stores[key_store][key_index]
         values = self._stores[value_store][value_index]
         rows_B1, slots_BT = self._rows_and_slots(keys.device)
         keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
         values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
         return keys[:, :, : self._seen], values[:, :, : self._seen]
-
-    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return all slots of a layer, keys and values [B, H, C, D]."""
-        if not self._all:
-            self._all = [store.unbind() for store in self._stores]
-        (key_store, key_index), (value_store, value_index) = self._places[layer]
-        return self._all[key_store][key_index], self._all[value_store][value_index]
 
     @property
     def layout(self) -> tuple[Sequence[Tensor], Sequence[Place]]:
@@ -242,7 +234,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
         part._slots, part._lengths, part.memory = {}, {}, None
-        part._all, part._new, part._sight = [], [], []
+        part._new, part._visible = [], []
         return part
 
     def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from headstart.replay.attention import PIECE, Running, run, running
+from headstart.replay.attention import PIECE, ForwardContext, current_forward, run
 from headstart.support.uploads import upload
 
 LINEAR = "linear_attention"
@@ -137,7 +137,7 @@ def read_chains(
         size = PIECE if last_only else len(tokens)
         for start in range(0, len(tokens), size):
             piece = list(tokens[start : start + size])
-            forward = Running(None, frozenset(aux_layers), causal=True, row=row)
+            forward = ForwardContext(None, frozenset(aux_layers), causal=True, row=row)
             if last_only:
                 row_1, index_1 = upload([[0], [len(row.pending) + len(piece) - 1]], device)
                 forward.wanted = row_1, index_1
@@ -178,7 +178,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
     """Run linear attention on the pending tokens, snapshot the state, then run it on the chain."""
-    forward = running()
+    forward = current_forward()
     row: Row | None = None if forward is None else forward.row
     forward_of_class = type(module).forward
     # The cache argument is named `cache_params` before transformers 5.24, `cache` since.

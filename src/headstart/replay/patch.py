@@ -1,7 +1,7 @@
 """Patch a transformers model so that headstart's forwards run beside its own.
 
-Each patch looks up the forward of its thread (`attention.running`), so forwards in several threads, and the model's own
-`generate`, do not interfere.
+Patches look up the forward of their thread (`attention.current_forward`), so forwards in several threads do not interfere,
+nor does the model's own `generate`.
 
 - Configs become a `Config` that selects our attention in our forwards.
 - Hooks on aux layers capture their states.
@@ -27,9 +27,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.kernels.prepacked import drop, fits, refresh
-from headstart.replay.attention import NAME, running
+from headstart.replay.attention import NAME, current_forward
 from headstart.replay.chains import is_linear, read_in_turn
-from headstart.replay.products import Matrix, can_prepack, is_matrix
+from headstart.replay.products import PackedLinear, can_prepack, has_matrix
 
 FINAL = -1
 """Layer number of the state after the final norm, the LM head's input."""
@@ -45,7 +45,7 @@ class Config:
 
     @property
     def _attn_implementation(self) -> str | None:
-        name: str | None = NAME if running() is not None else self._config._attn_implementation
+        name: str | None = NAME if current_forward() is not None else self._config._attn_implementation
         return name
 
     @property  # type: ignore[misc]  # typed as an attribute of every object
@@ -62,7 +62,7 @@ class Config:
         return Config, (self._config,)
 
 
-class Fitting:
+class ModelPatch:
     """The patches of one `Target`. Texts of more than `limit` tokens have other rotary frequencies; None for no
     limit."""
 
@@ -79,7 +79,7 @@ class Fitting:
         """Apply the patches that a forward with these aux layers needs."""
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
-        self._put_matrices()
+        self._put_packed()
         wanted: set[int | str] = {_CHOOSER, *aux_layers}
         if missing := wanted - self._hooks.keys():
             with self._lock:
@@ -114,7 +114,7 @@ class Fitting:
     def matrices(self) -> list[nn.Module]:
         """Every module with a matrix product, the LM head first."""
         modules = [*self._lm_head.modules(), *self._decoder.modules()]
-        return [module for module in dict.fromkeys(modules) if is_matrix(module)]
+        return [module for module in dict.fromkeys(modules) if has_matrix(module)]
 
     @cached_property
     def prepacked(self) -> list[nn.Module]:
@@ -125,15 +125,15 @@ class Fitting:
     def _packed_weights(self) -> Iterator[Tensor]:
         return (cast(Tensor, module.weight) for module in self.prepacked)
 
-    def _put_matrices(self) -> None:
+    def _put_packed(self) -> None:
         ends = *self.prepacked[:1], *self.prepacked[-1:]
-        if all(type(vars(module).get("forward")) is Matrix for module in ends):
+        if all(type(vars(module).get("forward")) is PackedLinear for module in ends):
             return  # another target of the same model may have fewer of its layers
         with self._lock:
             for module in self.prepacked:
                 forward = vars(module).get("forward")
-                if type(forward) is not Matrix:  # it wraps a foreign forward
-                    self._replace(module, Matrix(module, forward))
+                if type(forward) is not PackedLinear:  # it wraps a foreign forward
+                    self._replace(module, PackedLinear(module, forward))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._undo.append(partial(_restore, module, vars(module).get("forward")))
@@ -171,7 +171,7 @@ def _restore(module: nn.Module, forward: Any) -> None:
 
 def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
     """Replace the states [B, T, E] by those of the wanted tokens, [R, 1, E]."""
-    forward = running()
+    forward = current_forward()
     if forward is None or forward.wanted is None:
         return None
     rows, indices = (index.to(args[0].device) for index in forward.wanted)
@@ -180,13 +180,13 @@ def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
 
 
 def _keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
-    forward = running()
+    forward = current_forward()
     if forward is not None and layer in forward.aux_layers:
         forward.captured[layer] = output if isinstance(output, Tensor) else output[0]
 
 
 def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
-    forward = running()
+    forward = current_forward()
     if forward is not None and 0 in forward.aux_layers:
         forward.captured[0] = args[0] if args else kwargs["hidden_states"]
 
@@ -207,7 +207,7 @@ def _longrope_forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: 
 
     transformers chooses one set for all tokens of a forward, by its last position.
     """
-    forward = running()
+    forward = current_forward()
     if layer_type is not None:
         more["layer_type"] = layer_type
     if forward is None or forward.ends_BT is None or layer_type not in _long_types(module):
