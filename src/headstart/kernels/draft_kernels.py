@@ -2,8 +2,8 @@
 in 8 bits, whole levels and trees. Also an argmax over any number of rows.
 
 A draft level has a few rows and eighty operators, so torch spends most of it on dispatch; its 8-bit product is three
-times slower. The kernels run in inference mode only. Torch is the reference elsewhere, equal up to rounding, and the
-fallback without a compiler or AVX2. See `draft_kernels.c`.
+times slower. The kernels run in inference mode only. Torch is the reference, equal up to rounding, and the fallback
+without a compiler or AVX2. See `draft_kernels.c`.
 
 Shape suffixes: B rows of a batch, W new entries of each, F numbers of an entry, I inputs, N outputs, E hidden size, H
 all heads, P positions, R ranks, D draft vocabulary, V rows of a table, d head size.
@@ -116,14 +116,10 @@ def in_panels(functions: Any, int8_NI: Tensor) -> Tensor:
     return int8_NI.view(-1, functions.outputs_of_a_panel(), int8_NI.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
+@cache
 def compiled(dtype: torch.dtype) -> Any:
     """Compile the kernels for a dtype; None if unsupported."""
-    return _compiled(dtype) if dtype in (torch.bfloat16, torch.float32) else None
-
-
-@cache
-def _compiled(dtype: torch.dtype) -> Any:
-    functions = vector_library(SOURCE, dtype)
+    functions = vector_library(SOURCE, dtype) if dtype in (torch.bfloat16, torch.float32) else None
     if functions is None:
         return None
     for name, arguments in {
@@ -132,7 +128,6 @@ def _compiled(dtype: torch.dtype) -> Any:
         "attend": [*[_P] * 3, ctypes.c_int],
         "level": [*[_P] * 9, ctypes.c_int],
         "grow": [*[_P] * 8, ctypes.c_int],
-        "gather": [*[_P] * 3, *[_N] * 3],
         "best": [_P, *[_N] * 3, *[_P] * 2],
         "argmax_rows": [_P, _P, _N, _N, ctypes.c_int],
         "outputs_of_a_panel": [],
@@ -166,16 +161,6 @@ def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:
     return out
 
 
-def embedding(functions: Any, table_VE: Tensor, index_BW: Tensor) -> Tensor:
-    """Look up rows of a table: [B, W, E]. Raises IndexError for an invalid id."""
-    index_BW = index_BW.long().contiguous()
-    out = table_VE.new_empty(*index_BW.shape, table_VE.shape[1])
-    pointers = (part.data_ptr() for part in (table_VE, index_BW, out))
-    if not functions.gather(*pointers, index_BW.numel(), *table_VE.shape):
-        raise IndexError(f"the table has {len(table_VE)} rows")
-    return out
-
-
 def norms(functions: Any, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
     """Concatenate the `F.rms_norm` of several [.., I], each with its own weight."""
     size, count = parts[0].shape[-1], len(parts)
@@ -194,14 +179,13 @@ class Layer:
     Args:
         maps: qkv, attention output, gate and up, down.
         norms: input, query, key and MLP norms; None to skip one.
-        eps: of the norms.
         own_heads: number of leading key heads that attend only to their own position.
     """
 
     def __init__(
         self, maps: Sequence[Int8Matrix], norms: Sequence[Tensor | None], eps: float, own_heads: int = 0
     ) -> None:
-        self._kept, self.own_heads = (maps, norms), own_heads  # keeps the weights alive
+        self._kept = maps, norms  # keeps the weights alive
         self.weights = _LayerWeights(*map(_map, maps), *map(_pointer, norms), own_heads, eps)
 
 
@@ -255,11 +239,9 @@ class Recurrent:
     """Recurrent heads with all weights in 8 bits.
 
     Args:
-        layers: in order.
         lm_head: over the draft vocabulary.
         norm_E: weight of the final norm, if any.
         feeds_normed: whether the feedback is the normed stream or the raw one.
-        eps: of the norms.
         entering: input of the first layer; None if the caller computes it.
     """
 

@@ -309,8 +309,8 @@ class Target(FrozenModel):
         rows, width = tokens_BT.shape
         before = cache.lengths[0] if cache is not None else 0
         positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)
-        indices = self._rows_and_positions(wanted)
-        forward = ForwardContext(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices)
+        indices_2R = upload([list(wanted), list(wanted.values())], self.device)
+        forward = ForwardContext(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices_2R)
         if self._patch.limit is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
             forward.ends = min(ends), max(ends)
@@ -364,7 +364,7 @@ class Target(FrozenModel):
             else:
                 forward.slots_B = (lengths_B1 + width).flatten()
         if wanted is not None:
-            forward.wanted = self._rows_and_positions(wanted)
+            forward.wanted = upload([list(wanted), list(wanted.values())], self.device)
         if self._patch.limit is not None and ends is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(shape)
             forward.ends = min(ends), max(ends)
@@ -408,7 +408,8 @@ class Target(FrozenModel):
             states = captured(tokens_BT, positions_BT)
             final = states[FINAL]
             if forward.wanted is not None:
-                final, forward.wanted = final[forward.wanted][:, None], None
+                rows, indices = forward.wanted
+                final, forward.wanted = final[rows, indices][:, None], None
             return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
 
     def _graphed(
@@ -421,10 +422,6 @@ class Target(FrozenModel):
         forward = ForwardContext(mask, aux_layers, window=self.window)
         out = self._replay(captured, forward, cache, inputs.tokens_BN, positions_BN)
         return out.logits_BTV, out.aux_hidden_states
-
-    def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-        rows, indices = upload([list(wanted), list(wanted.values())], self.device)
-        return rows, indices
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, rows))

@@ -110,7 +110,7 @@ class ForwardContext:
         bits: whether a row must be batch-invariant (see `Target.exact`).
         int8: whether products are in 8 bits (see `Target.in_int8`).
         slots_B: slots in sight per row, new tokens included, if `cpu_attention` serves the forward.
-        wanted: rows [R] and positions [R] to compute logits for; None for all tokens.
+        wanted: rows and positions [2, R] to compute logits for; None for all tokens.
         row: the row being read, for targets with running states (see `chains`).
         cache: KV cache of a replay.
         weights: weights of a replay's joined steps (see `steps`).
@@ -126,7 +126,7 @@ class ForwardContext:
     bits: bool = False
     int8: bool = False
     slots_B: Tensor | None = None
-    wanted: tuple[Tensor, Tensor] | None = None
+    wanted: Tensor | None = None
     row: Any = None
     cache: Any = None
     weights: Any = None

@@ -139,8 +139,7 @@ def read_chains(
             piece = list(tokens[start : start + size])
             forward = ForwardContext(None, frozenset(aux_layers), causal=True, row=row)
             if last_only:
-                row_1, index_1 = upload([[0], [len(row.pending) + len(piece) - 1]], device)
-                forward.wanted = row_1, index_1
+                forward.wanted = upload([[0], [len(row.pending) + len(piece) - 1]], device)
             text_1T = torch.tensor([[*row.pending, *piece]], device=device)
             index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=device)[None]
             with run(forward):

@@ -4,9 +4,8 @@ There is one graph per bucket: rows and slots in sight in powers of two, widths 
 Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
 Padding is read like a node and never looked at.
 
-Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. The pool
-keeps a few, for concurrent requests and alternating lengths. `Captures` also serves the graphs of draft heads (see
-`drafters.captured`).
+Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `Captures`
+also serves the graphs of draft heads (see `drafters.captured`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """
@@ -40,9 +39,6 @@ _TOO_LARGE = 4
 """Maximum ratio of a reused memory's size to the requested one."""
 
 M = TypeVar("M", bound=Memory)
-In = TypeVar("In")
-T = TypeVar("T")
-
 Outputs = tuple[Tensor, dict[int, Tensor]]
 """Logits [B, N, V] and states [B, N, E] by layer."""
 
@@ -87,19 +83,16 @@ def captured() -> int:
 
 
 @dataclass
-class Graph(Generic[In, T]):
+class Graph:
     """A captured forward with its input and output buffers."""
 
     graph: Any
-    inputs: In
-    outputs: T
+    inputs: Any
+    outputs: Any
 
 
 class Captures(Generic[M]):
-    """A pool of memories with their captured forwards.
-
-    Args:
-        slot_bytes: bytes of one slot of a row.
+    """A pool of memories with their captured forwards; one slot of a row takes `slot_bytes`.
 
     Attributes:
         refused: why capturing has stopped, if it has.
@@ -126,19 +119,15 @@ class Captures(Generic[M]):
         return sum(memory.bytes for memory in list(self._spares))
 
     def lend(self, make: Callable[[int, int], M], rows: int, capacity: int, weights: Iterable[Tensor]) -> M:
-        """Return cleared memory for at least these rows and slots; `make` allocates it if no spare one fits. Drops its
-        graphs if any of these weights has moved."""
+        """Return cleared memory for at least `rows` and `capacity`; makes it if no spare one fits. Drops its graphs if
+        any of the weights has moved."""
         roomy = power(capacity)
         with self._lock:
             spares, self._spares = self._spares, []  # a garbage collection in here may return others
-            fitting = [
-                memory
-                for memory in spares
-                if memory.rows >= rows
-                and memory.capacity >= capacity
-                and memory.rows * memory.capacity <= _TOO_LARGE * rows * roomy
-            ]
+            fitting = [spare for spare in spares if spare.rows >= rows and spare.capacity >= capacity]
             memory = min(fitting, key=lambda memory: memory.rows * memory.capacity, default=None)
+            if memory is not None and memory.rows * memory.capacity > _TOO_LARGE * rows * roomy:
+                memory = None
             if memory is not None:
                 spares.remove(memory)
             kept = sum(memory.bytes for memory in spares)
@@ -166,7 +155,7 @@ class Captures(Generic[M]):
         with self._lock:
             self._spares = [*self._spares, memory][-_KEPT:] if self.refused is None else []
 
-    def capture(self, memory: M, bucket: Any, inputs: In, forward: Callable[[], T]) -> Graph[In, T] | None:
+    def capture(self, memory: M, bucket: Any, inputs: Any, forward: Callable[[], Any]) -> Graph | None:
         """Capture a forward over these inputs and keep the graph in the memory; None on failure. The forward runs twice
         before, so it must be repeatable."""
         _of_thread.captured = captured() + 1
