@@ -83,10 +83,10 @@ def running(target: Target, way: str) -> Iterator[None]:
         if way == MODULES:
             target._recorded = Recorded(refused="a benchmark compares the two")
             stack.enter_context(mock.patch("headstart.heads.int8_weights.multiplied", return_value=None))
-        elif way == REPLAYED and held.captured is not None:
-            captured = copy.copy(held.captured)
-            captured.graphs = None
-            target._recorded = Recorded(captured)
+        elif way == REPLAYED and held.replay is not None:
+            replay = copy.copy(held.replay)
+            replay.graphs = None
+            target._recorded = Recorded(replay)
         try:
             yield
         finally:

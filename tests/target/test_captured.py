@@ -23,7 +23,7 @@ from headstart.eval.environment import environment
 from headstart.kernels.prepacked import MAX_ROWS
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.replay.recorded import Captured, Recorded
+from headstart.replay.recorded import Recorded, Replay
 from headstart.replay.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
@@ -48,10 +48,10 @@ def through_modules(target: Target) -> Iterator[None]:
         target._recorded = recorded
 
 
-def captured_by(target: Target) -> Captured:
+def captured_by(target: Target) -> Replay:
     target.record()
-    assert target._recorded.captured is not None, target.eager
-    return target._recorded.captured
+    assert target._recorded.replay is not None, target.eager
+    return target._recorded.replay
 
 
 def tree(width: int, seed: int = 0) -> Tree:
@@ -262,12 +262,12 @@ def test_what_looks_at_its_numbers_is_not_recorded() -> None:
 
 
 def test_a_replay_that_gives_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Captured.__call__
+    own = Replay.__call__
 
-    def wrong(self: Captured, *args: Any) -> dict[int, Tensor]:
+    def wrong(self: Replay, *args: Any) -> dict[int, Tensor]:
         return {layer: state + 1 for layer, state in own(self, *args).items()}
 
-    monkeypatch.setattr(Captured, "__call__", wrong)
+    monkeypatch.setattr(Replay, "__call__", wrong)
     target = Target(tiny_model("llama"))
     assert target.eager is not None and "differ" in target.eager
 
@@ -286,13 +286,13 @@ def test_reports_and_costs_say_how_forwards_run() -> None:
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One entry for each recording that is begun: whether it is in inference mode."""
     begun: list[bool] = []
-    record = Captured.__init__
+    record = Replay.__init__
 
-    def counted(self: Captured, *args: Any) -> None:
+    def counted(self: Replay, *args: Any) -> None:
         begun.append(torch.is_inference_mode_enabled())
         record(self, *args)
 
-    monkeypatch.setattr(Captured, "__init__", counted)
+    monkeypatch.setattr(Replay, "__init__", counted)
     return begun
 
 
@@ -336,9 +336,9 @@ def test_the_same_target_with_another_tokenizer_shares_the_recording(recordings:
 
 def test_of_two_threads_the_second_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     target, begun, second_begins = Target(tiny_model("llama")), list[int](), threading.Event()
-    record = Captured.__init__
+    record = Replay.__init__
 
-    def slow(self: Captured, *args: Any) -> None:
+    def slow(self: Replay, *args: Any) -> None:
         begun.append(threading.get_ident())
         if len(begun) == 1:
             second_begins.wait(0.3)  # as it would at once, if it did not wait
@@ -346,7 +346,7 @@ def test_of_two_threads_the_second_waits_for_the_recording(monkeypatch: pytest.M
             second_begins.set()
         record(self, *args)
 
-    monkeypatch.setattr(Captured, "__init__", slow)
+    monkeypatch.setattr(Replay, "__init__", slow)
     with ThreadPoolExecutor(2) as pool:
         decoded = [pool.submit(DecodeLoop(target).generate, [TEXTS[0]], DecodeOptions(8)) for _ in range(2)]
     assert decoded[0].result()[0].tokens == decoded[1].result()[0].tokens

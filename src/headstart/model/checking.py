@@ -78,14 +78,14 @@ def refuse_rounding(target: FrozenModel, patch: ModelPatch, record: Callable[[],
         why, fix = f"they do not compute in {target.dtype_name}", "Use --dtype bfloat16"
     elif not can_pack(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
         why, fix = why_no_vectors()
-    elif (captured := (recorded := record()).captured) is None:
+    elif (replay := (recorded := record()).replay) is None:
         why = recorded.refused
     elif not prepacked:
         why = "memory has no room for prepacked copies of its weights"
     elif prepacked != patch.matrices:
         why = "some of its weights are packed, or not those of a linear layer"
     else:
-        why = captured.rounds
+        why = replay.rounds
     if why is not None:
         raise UserError(
             f"exact='bits' needs the compiled CPU kernels, and {target.name} cannot run on them throughout: {why}.",

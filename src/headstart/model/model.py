@@ -30,7 +30,7 @@ from headstart.replay.cache import LayerKeys, TreeCache
 from headstart.replay.chains import ChainCache, has_running_states, read_chains
 from headstart.replay.graphs import Graphs, Inputs, Outputs
 from headstart.replay.patch import FINAL, ModelPatch
-from headstart.replay.recorded import Captured, Recorded
+from headstart.replay.recorded import Recorded, Replay
 from headstart.replay.tape import NotRecordable
 from headstart.support.uploads import upload
 from headstart.tree.tree import Tree, TreeBatch
@@ -115,13 +115,6 @@ class Target(FrozenModel):
         return self.record().refused
 
     @property
-    def replays(self) -> bool:
-        """Whether small forwards are replayed, as of the newest cache; cheaper than `eager`."""
-        if self._recorded.captured is None and self._recorded.refused is None:
-            self.record()
-        return self._recorded.refused is None
-
-    @property
     def forwards(self) -> str:
         """Describe how tree forwards run, for reports."""
         if self.eager is not None:
@@ -137,8 +130,8 @@ class Target(FrozenModel):
 
     @property
     def _graphs(self) -> Graphs | None:
-        captured = self._recorded.captured
-        return None if captured is None else captured.graphs
+        replay = self._recorded.replay
+        return None if replay is None else replay.graphs
 
     @property
     def prepacked(self) -> bool:
@@ -236,9 +229,9 @@ class Target(FrozenModel):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
             return self._read_chains(cache, [tree.tokens for tree in batch.trees], aux_layers)
         self._check_aux_layers(aux_layers)
-        captured = self._recorded.captured
-        if captured is not None and captured.graphs is not None:
-            out = captured.graphs(partial(self._graphed, captured), cache, batch, aux_layers)
+        replay = self._recorded.replay
+        if replay is not None and replay.graphs is not None:
+            out = replay.graphs(partial(self._graphed, replay), cache, batch, aux_layers)
             if out is not None:
                 return TargetOutput(*out)
         return self._forward(cache, batch, aux_layers, 0 if self._patch.limit is None else batch.depth)
@@ -279,9 +272,13 @@ class Target(FrozenModel):
         return self if rounded.eager is not None else rounded
 
     def record(self) -> Recorded:
-        """Record the model's forward (see `captured`) if needed. `new_cache` calls this; call it ahead when timing."""
-        self._recorded.renew(self.model, self._capture)
-        return self._recorded
+        """Record the model's forward (see `recorded`) if needed. `new_cache` calls this; call it ahead when timing."""
+        recorded = self._recorded
+        with recorded.lock:
+            if recorded.refused is None and not (recorded.replay is not None and recorded.replay.holds(self.model)):
+                recorded.replay = None  # forwards that run meanwhile go through the modules
+                recorded.replay, recorded.refused = self._record()
+        return recorded
 
     def release(self) -> None:
         """Undo our patches of the model, which stays frozen; the next forward applies them again."""
@@ -318,7 +315,7 @@ class Target(FrozenModel):
 
     def _replays_texts(self, rows: int, width: int) -> bool:
         """Whether to read a short text as a tree, with attention in C."""
-        few = width <= PIECE and rows * width <= MAX_ROWS and self._recorded.captured is not None
+        few = width <= PIECE and rows * width <= MAX_ROWS and self._recorded.replay is not None
         return few and cpu_attention.serves(width, self.dtype, self.device)
 
     def _read_chains(
@@ -383,9 +380,9 @@ class Target(FrozenModel):
             cache.begin(tokens_BT.shape[1])
             if self._reads_again:
                 cache.note(tokens_BT)
-        captured = self._recorded.captured
-        if captured is not None and cache is not None and captured.serves(tokens_BT.numel(), forward.bits):
-            return self._replay(captured, forward, cache, tokens_BT, positions_BT)
+        replay = self._recorded.replay
+        if replay is not None and cache is not None and replay.serves(tokens_BT.numel(), forward.bits):
+            return self._replay(replay, forward, cache, tokens_BT, positions_BT)
         with run(forward):
             out = self.model(
                 input_ids=tokens_BT,
@@ -397,15 +394,15 @@ class Target(FrozenModel):
             )
         return TargetOutput(
             out.logits.to(self.device),
-            {aux_layer: state.to(self.device) for aux_layer, state in forward.captured.items()},
+            {aux_layer: state.to(self.device) for aux_layer, state in forward.states.items()},
         )
 
     def _replay(
-        self, captured: Captured, forward: ForwardContext, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
+        self, replay: Replay, forward: ForwardContext, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
     ) -> TargetOutput:
         forward.cache = cache
         with run(forward):
-            states = captured(tokens_BT, positions_BT)
+            states = replay(tokens_BT, positions_BT)
             final = states[FINAL]
             if forward.wanted is not None:
                 rows, indices = forward.wanted
@@ -413,14 +410,14 @@ class Target(FrozenModel):
             return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
 
     def _graphed(
-        self, captured: Captured, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
+        self, replay: Replay, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
     ) -> Outputs:
         """`_forward` for a CUDA graph, independent of host values."""
         positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
         where = inputs.lengths_B1, inputs.visible_BNN, positions_BN
         mask = tree_mask(*where, self.window, self.dtype, seen, more=True)
         forward = ForwardContext(mask, aux_layers, window=self.window)
-        out = self._replay(captured, forward, cache, inputs.tokens_BN, positions_BN)
+        out = self._replay(replay, forward, cache, inputs.tokens_BN, positions_BN)
         return out.logits_BTV, out.aux_hidden_states
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -452,30 +449,30 @@ class Target(FrozenModel):
                 cache.replace(row, alone)
 
     @torch.inference_mode(False)  # the recording outlives the decoding that triggers it
-    def _capture(self) -> Captured | str:
-        """Record the forward and check its replay with `check_tree`; return the reason on failure."""
+    def _record(self) -> tuple[Replay | None, str | None]:
+        """Record the forward and check its replay with `check_tree`; return it, or the reason on failure."""
         layers = [FINAL, *range(self.num_layers + 1)]
         if self.chains_only:
-            return "its layers keep running states"
+            return None, "its layers keep running states"
         if self._patch.limit is not None:
-            return "its rotary frequencies depend on the length of the text"
+            return None, "its rotary frequencies depend on the length of the text"
         self._patch.ensure(layers)
         try:
-            captured = Captured(self.model, layers, self.device, self.prepacked, self._int8)
+            replay = Replay(self.model, layers, self.device, self.prepacked, self._int8)
             replaying = copy(self)  # other threads do not use the recording until it is checked
-            replaying._exact, replaying._recorded = "tokens", Recorded(captured)
+            replaying._exact, replaying._recorded = "tokens", Recorded(replay)
             check_tree(self, replaying._path_logits, None, self._int8)
         except NotRecordable as reason:
-            return str(reason)
+            return None, str(reason)
         except (UserError, *FAILS) as error:
-            return f"replaying it failed ({type(error).__name__}: {error})"
+            return None, f"replaying it failed ({type(error).__name__}: {error})"
         if self.device.type == "cuda" and self.kv_bytes_by_device.keys() == {self.device}:
-            captured.graphs = graphs = Graphs(self.kv_layers)
+            replay.graphs = graphs = Graphs(self.kv_layers)
             try:
                 check_tree(self, replaying._path_logits, None)
             except (UserError, *FAILS) as error:
                 graphs.refuse(f"replaying them failed ({type(error).__name__}: {error})")
-        return captured
+        return replay, None
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -499,7 +496,7 @@ class Target(FrozenModel):
         layers = [
             LayerKeys.of(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None
         ]
-        return layers, forward.captured[FINAL].dtype
+        return layers, forward.states[FINAL].dtype
 
     def _path_logits(self, text: Sequence[int], tree: Tree, path: Sequence[int]) -> Tensor:
         """Compute logits after a text and after each node of a tree path, [1 + K, V]. A target that verifies chains

@@ -103,7 +103,7 @@ class ForwardContext:
 
     Attributes:
         mask: None for a causal forward, or a single token that sees everything.
-        aux_layers: layers to capture; their hidden states go to `captured`.
+        aux_layers: layers to capture; their hidden states go to `states`.
         ends_BT: per token, the text length when a plain loop would have read it; None if unused.
         ends: minimum and maximum of `ends_BT`.
         causal: whether the tokens are the end of one text.
@@ -131,7 +131,7 @@ class ForwardContext:
     cache: Any = None
     weights: Any = None
     recording: Any = None
-    captured: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)
 
 
 _THREAD = threading.local()

@@ -35,15 +35,9 @@ class Row:
         self.held = 0
         self.pending: list[int] = []
         self.copies: dict[int, Any] = {}
-        self.check: Callable[[], None] | None = None
-
-    def keep(self, layer: int) -> None:
-        self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
 
     def accept(self, chain: Sequence[int], count: int) -> None:
         """Keep the pending tokens and the first `count` tokens of the last chain, if one was read."""
-        if self.check is not None:
-            self.check()
         if not chain:
             return
         self.held += len(self.pending)
@@ -68,11 +62,13 @@ class ChainCache:
         self.lengths = [0] * rows
         self.chains: list[list[int]] = [[] for _ in range(rows)]
 
-    def watch(self, check: Callable[[], None]) -> None:
+    def watch(self, check: Callable[[], None] | None) -> None:
         """See `TreeCache.watch`; called after each prefill chunk and before each chain."""
         self._check = check
-        for row in self.rows_B:
-            row.check = check
+
+    def check(self) -> None:
+        if self._check is not None:
+            self._check()
 
     @property
     def rows(self) -> int:
@@ -90,8 +86,6 @@ class ChainCache:
 
     def forget(self) -> None:
         """Drop uncommitted chains."""
-        if self._check is not None:
-            self._check()
         if any(self.chains):
             self.commit([[]] * self.rows)
 
@@ -113,10 +107,7 @@ class ChainCache:
         return alone
 
     def go_on_with(self, row: int, other: ChainCache) -> None:
-        kept = copy.copy(other.rows_B[0])
-        kept.check = None  # do not deepcopy the check, which belongs to the call that read the row
-        self.rows_B[row], self.lengths[row] = copy.deepcopy(kept), other.lengths[0]
-        self.rows_B[row].check = self._check
+        self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
 
 
 def read_chains(
@@ -130,6 +121,7 @@ def read_chains(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Read a chain per row, row by row: logits [B, N, V] and aux hidden states [B, N, E]. With `last_only` the rows are
     prompts: they are committed, and only the last token gets logits."""
+    cache.check()
     cache.forget()
     logits, states = [], []
     for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
@@ -150,9 +142,10 @@ def read_chains(
                     use_cache=True,
                 )
             new = slice(len(row.pending), None)
-            pieces.append({layer: state[0, new].to(device) for layer, state in forward.captured.items()})
+            pieces.append({layer: state[0, new].to(device) for layer, state in forward.states.items()})
             logits_TV = out.logits[0].to(device)
             if last_only:
+                cache.check()
                 row.accept(piece, len(piece))
             else:
                 logits_TV = logits_TV[new]
@@ -189,6 +182,6 @@ def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
     parts = [part for part in (hidden_states[:, :before], hidden_states[:, before:]) if part.shape[1]]
     if before:
         parts[0] = forward_of_class(module, parts[0], **more)
-    row.keep(module.layer_idx)
+    row.copies[module.layer_idx] = copy.deepcopy(row.cache.layers[module.layer_idx])
     parts[-1] = forward_of_class(module, parts[-1], **more)
     return torch.cat(parts, dim=1)

@@ -179,13 +179,13 @@ def _select_wanted(_module: nn.Module, args: tuple[Any, ...]) -> Any:
 def _keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
     forward = current_forward()
     if forward is not None and layer in forward.aux_layers:
-        forward.captured[layer] = output if isinstance(output, Tensor) else output[0]
+        forward.states[layer] = output if isinstance(output, Tensor) else output[0]
 
 
 def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
     forward = current_forward()
     if forward is not None and 0 in forward.aux_layers:
-        forward.captured[0] = args[0] if args else kwargs["hidden_states"]
+        forward.states[0] = args[0] if args else kwargs["hidden_states"]
 
 
 # -- rotary embeddings that depend on the length -----------------------------------------------------------------------

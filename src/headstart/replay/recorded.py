@@ -67,7 +67,7 @@ class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 @dataclass(frozen=True)
-class _Replay:
+class _Compiled:
     """A replay that returns the states of `layers`: operator by operator, and with joined `steps`."""
 
     layers: Sequence[int]
@@ -76,7 +76,7 @@ class _Replay:
     steps: Sequence[Steps]
 
 
-class Captured:
+class Replay:
     """A decoder's recorded forward.
 
     Args:
@@ -111,7 +111,7 @@ class Captured:
                     past_key_values=forward.recording,
                     use_cache=True,
                 )
-            return [forward.captured[layer] for layer in layers]
+            return [forward.states[layer] for layer in layers]
 
         def inputs(count: int) -> list[Tensor]:
             positions_1T = torch.arange(count, device=device)[None]
@@ -123,27 +123,27 @@ class Captured:
         clean(tape.graph)
         self.products = rewrite(tape.graph, device, packs, int8)
         drop(weight for product in self.products for weight in product.weights)
-        self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Replay]()
+        self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Compiled]()
         self.rounds = self._why_it_rounds()
 
     def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
         """Return states [B, T, E] by layer; needs a current forward with a cache."""
         shape, count, forward = tokens_BT.shape, tokens_BT.numel(), current_forward()
         assert forward is not None, "a forward of ours"
-        replay = self._replays.get(forward.aux_layers) or self._giving(forward.aux_layers)
-        function = replay.by_operator
-        if replay.steps and all(steps.serves(forward) for steps in replay.steps):
-            function, forward.weights = replay.in_steps, self._weights.now()
+        compiled = self._replays.get(forward.aux_layers) or self._compile(forward.aux_layers)
+        function = compiled.by_operator
+        if compiled.steps and all(steps.serves(forward) for steps in compiled.steps):
+            function, forward.weights = compiled.in_steps, self._weights.now()
         states = function(tokens_BT.reshape(1, -1), positions_BT.reshape(1, -1), None, count)
-        return {layer: state.view(*shape, -1) for layer, state in zip(replay.layers, states, strict=True)}
+        return {layer: state.view(*shape, -1) for layer, state in zip(compiled.layers, states, strict=True)}
 
-    def _giving(self, aux_layers: frozenset[int]) -> _Replay:
+    def _compile(self, aux_layers: frozenset[int]) -> _Compiled:
         layers = [FINAL, *sorted(aux_layers - {FINAL})]
         tape = self._tape.giving([self.layers.index(layer) for layer in layers])
         by_operator, steps = tape.compile(), join_steps(tape.graph)
         in_steps = tape.compile() if steps else by_operator
-        self._replays[aux_layers] = replay = _Replay(layers, by_operator, in_steps, steps)
-        return replay
+        self._replays[aux_layers] = compiled = _Compiled(layers, by_operator, in_steps, steps)
+        return compiled
 
     def serves(self, tokens: int, bits: bool) -> bool:
         """Whether to replay a forward of `tokens` in total."""
@@ -172,28 +172,12 @@ class Captured:
 
 @dataclass
 class Recorded:
-    """Outcome of recording a target's forward, shared by copies of the target.
+    """Outcome of recording a target's forward, shared by copies of the target: the replay (None before the first
+    recording), or why recording is impossible. The lock is held during recording."""
 
-    Attributes:
-        captured: the recording; None before the first one, and if recording is impossible.
-        refused: why recording is impossible.
-        lock: held during recording.
-    """
-
-    captured: Captured | None = None
+    replay: Replay | None = None
     refused: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def renew(self, model: nn.Module, capture: Callable[[], Captured | str]) -> None:
-        """Record unless that was refused, or the recording is still valid."""
-        with self.lock:
-            if self.refused is not None or (self.captured is not None and self.captured.holds(model)):
-                return
-            self.captured = None  # forwards that run meanwhile go through the modules
-            if isinstance(outcome := capture(), Captured):
-                self.captured = outcome
-            else:
-                self.refused = outcome
 
 
 def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
