@@ -78,7 +78,7 @@ def join_steps(graph: fx.Graph) -> list[Steps]:
     return [_put(graph, group) for group in list(_groups(graph))] if _compiled() is not None else []
 
 
-# -- which they are ----------------------------------------------------------------------------------------------------
+# -- grouping ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,8 +94,8 @@ class _Group:
     def reads(self, node: Any) -> bool:
         return any(self.source(source) in self.steps for source in node.all_input_nodes)
 
-    def takes(self, node: Any) -> bool:
-        """Whether a node is a step that can follow: its inputs and result are per token, in one dtype."""
+    def accepts(self, node: Any) -> bool:
+        """Whether a node is a step that can join the group: its inputs and result are per token, in one dtype."""
         step, first = node.target, (self.steps[0] if self.steps else node).target
         if isinstance(step, JoinedSite) and self.source(node.args[0]) in self.steps:
             joined, angles, _ = node.args
@@ -123,7 +123,7 @@ class _Group:
 def _groups(graph: fx.Graph) -> Iterator[_Group]:
     group = _Group()
     for node in graph.nodes:
-        if group.takes(node):
+        if group.accepts(node):
             group.steps.append(node)
         elif group.reads(node) and group.is_view(node):
             group.views[node] = group.source(node.args[0])
@@ -131,7 +131,7 @@ def _groups(graph: fx.Graph) -> Iterator[_Group]:
             if group.is_complete:
                 yield group
             group = _Group()
-            if group.takes(node):
+            if group.accepts(node):
                 group.steps.append(node)
 
 
