@@ -42,7 +42,7 @@ static inline __attribute__((always_inline)) void transpose_vectors(__m512i x[16
 /* Transpose keys of `count` slots, at most PANEL, into a zero-padded panel; prefetches `next`. */
 static void to_panel(const number *keys, int64_t count, int64_t size, const number *next, number *panel) {
     int64_t done = 0;
-#if LANES == 16 && (STEP == 2 || !defined(BFLOAT16)) /* sixteen slots of sixteen floats, or pairs, at a time */
+#if LANES == 16 && (STEP == 2 || !defined(BFLOAT16)) /* 16 slots of 16 floats, or pairs */
     for (int v = 0; v < VECTORS; v++)
         for (done = 0; done + 16 * STEP <= size; done += 16 * STEP) {
             __m512i x[16];

@@ -3,7 +3,7 @@
 A layer takes 36 us for a tree of 8 nodes after 250 tokens (9 heads, bfloat16, two threads), and torch 75 us. The next
 token of a row and head takes 5 us on one core, and torch 13 us. Torch is the fallback if the C code does not compile.
 
-Shape suffixes: B rows, Q query heads, T new tokens, H key-value heads, S slots in sight, C slots of a mask, D size of
+Shape suffixes: B rows, Q query heads, T new tokens, H key-value heads, S visible slots, C slots of a mask, D size of
 a query and key, E size of a value.
 """
 

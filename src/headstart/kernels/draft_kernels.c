@@ -193,7 +193,7 @@ static inline int64_t angle_of(const sight *of, const int64_t *entry) {
 }
 
 /* Write keys and values of all entries, and attend: out [asks, heads * size]. qkv has joined queries, keys and values of an
-   entry. The first `own` key heads return their own value; qkv has only their values, and the cache nothing of them. */
+   entry. The first `own` key heads return their own value; qkv has only their values, and the cache has none of their entries. */
 static int attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
@@ -277,7 +277,7 @@ int attend(const number *qkv, const sight *of, number *out, int threads) {
 
 /* -- levels -------------------------------------------------------------------------------------------------------- */
 
-/* Norms may be NULL; `gate_up` is that of a SwiGLU MLP. The first `own` key heads attend only to their own position. */
+/* Norms may be NULL; `gate_up` belongs to a SwiGLU MLP. The first `own` key heads attend only to their own position. */
 typedef struct {
     map qkv, output, gate_up, down;
     const number *input_norm, *query_norm, *key_norm, *mlp_norm;

@@ -364,7 +364,7 @@ class Sight(NamedTuple):
     heads: int
 
     def for_c(self, dtype: torch.dtype) -> _Sight:
-        """Convert for C; `dtype` is that of the activations."""
+        """Convert for C, with activations of this dtype."""
         (keys, values), (cos, sin), (entries, (rows, width, fields)) = self.kv, self.angles, self.entries
         assert dtype == cos.dtype == keys.dtype, "all in one dtype"
         _, key_heads, slots, size = keys.shape

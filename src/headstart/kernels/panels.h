@@ -193,7 +193,7 @@ static inline __attribute__((always_inline)) void clear(const int rows, lanes su
         for (int v = 0; v < VECTORS; v++) sums[m][v] = (lanes){0};
 }
 
-/* Interleave at most MOST rows, STEP inputs at a time, each in a float. */
+/* Interleave at most MOST rows, STEP inputs in each float. */
 static inline void side_by_side(const number *const *rows, int64_t count, int64_t inputs, float *out) {
     for (int64_t i = 0; i < inputs; i += STEP)
         for (int64_t m = 0; m < count; m++, out++)

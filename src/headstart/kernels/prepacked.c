@@ -151,7 +151,7 @@ int64_t room(int64_t inputs, int64_t outputs, int kept) {
 /* Whether `product` supports gating this many outputs. */
 int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
-/* Pack weights [outputs, inputs]; `kept` is that of `best_kept`. */
+/* Pack weights [outputs, inputs]; `kept` comes from `best_kept`. */
 void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int kept, int threads) {
     int64_t bytes = bytes_of_panel(inputs, kept);
     memset(out, 0, HEADER);

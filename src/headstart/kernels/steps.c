@@ -13,7 +13,7 @@ typedef int attender(void *joined, const void *query_norm, const void *key_norm,
                      int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,
                      float scaling, int threads);
 
-/* Tensors are numbered: first `tensors`, then the ones in `scratch`; -1 for none. A step with heads is attention. Keys and
+/* Tensors are numbered: first `tensors`, then `scratch`; -1 is NULL. A step with heads is attention. Keys and
    values are (store, index). */
 typedef struct {
     int64_t x, out, added, cos, sin;

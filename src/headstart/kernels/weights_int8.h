@@ -36,7 +36,7 @@ static inline __m256i add_fours(__m256i sums, __m256i weights, __m256i x) {
 #define HIGHEST_OF_ROW 127
 #endif
 
-/* A panel: the scale of each output, then its weights, four inputs of each output at a time. */
+/* A panel: the scale of each output, then its weights, with four inputs of each output interleaved. */
 static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * (sizeof(float) + inputs); }
 
 /* Per group, a row has its scale, initial sum (zero-point correction) and inputs; rows of a product are interleaved. */

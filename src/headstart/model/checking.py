@@ -20,7 +20,7 @@ from headstart.support.compiled import why_no_vectors
 from headstart.tree.tree import Tree
 
 _CHECKED, _SMALL_WINDOW = 20, 512
-"""Tokens before the tree; largest sliding window for which the text exceeds the window."""
+"""Tokens before the tree; largest sliding window that the text must exceed."""
 _CLOSE, _ROUNDED, _IN_8_BITS = 0.02, 0.25, 0.5
 """Tolerated logit error, relative to the logits' standard deviation, in float32, shorter dtypes and 8 bits. On this
 nonsense text 8 bits cause 23 % (float32) or 30 % (bfloat16). With SmolLM2-135M a leaked token causes 54 or 65 %, a
@@ -75,7 +75,7 @@ def refuse_rounding(target: FrozenModel, patch: ModelPatch, record: Callable[[],
     if device.type != "cpu":
         why = "it is on a GPU"
     elif dtype not in (torch.bfloat16, torch.float32):
-        why, fix = f"they do not compute in {target.dtype_name}", "Use --dtype bfloat16"
+        why, fix = f"they do not support {target.dtype_name}", "Use --dtype bfloat16"
     elif not can_pack(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
         why, fix = why_no_vectors()
     elif (replay := (recorded := record()).replay) is None:
@@ -83,12 +83,11 @@ def refuse_rounding(target: FrozenModel, patch: ModelPatch, record: Callable[[],
     elif not prepacked:
         why = "memory has no room for prepacked copies of its weights"
     elif prepacked != patch.matrices:
-        why = "some of its weights are packed, or not those of a linear layer"
+        why = "some of its weights are packed, or do not belong to a linear layer"
     else:
         why = replay.rounds
     if why is not None:
         raise UserError(
             f"exact='bits' needs the compiled CPU kernels, and {target.name} cannot run on them throughout: {why}.",
-            f"{f'{fix}, or leave' if fix else 'Leave'} out --exact bits; in float32 the tokens are those of plain "
-            "decoding.",
+            f"{f'{fix}, or leave' if fix else 'Leave'} out --exact bits; in float32 the tokens equal plain decoding's.",
         )

@@ -1,6 +1,6 @@
 """The target model: prefill, tree forwards, aux hidden states.
 
-Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S cache slots in sight, N tree nodes.
+Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S cache visible slots, N tree nodes.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Target(FrozenModel):
         return dict(count)
 
     def forward_bytes(self, rows: int, slots: int) -> tuple[int, int]:
-        """Estimate temporary bytes of a forward with `slots` in sight: fixed, and per tree node."""
+        """Estimate temporary bytes of a forward with `slots` visible: fixed, and per tree node."""
         heads = max(layer.keys[0] for layer in self.kv_layers)
         numbers = max(sum(count * size for count, size in (layer.keys, layer.values)) for layer in self.kv_layers)
         query_heads = getattr(self.config, "num_attention_heads", None) or heads
@@ -336,8 +336,8 @@ class Target(FrozenModel):
     ) -> TargetOutput:
         """Read a tree; the cache is written, not committed. See `_read_causal`.
 
-        `depth` is the batch's, for length-dependent rotary frequencies. `ends` are given for texts; None for trees, as
-        if tokens were read one at a time.
+        `depth` is the batch's, for length-dependent rotary frequencies. `ends` are given for texts, and None for trees,
+        which count as read token by token.
         """
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])

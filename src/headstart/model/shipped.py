@@ -31,7 +31,7 @@ from headstart.model.loading import loadable_folder, silent, tensor_files
 from headstart.replay.patch import FINAL
 
 _VOCABULARY = 8
-"""Vocabulary of the one-layer model; its embeddings and LM head are unused."""
+"""Vocabulary size of a one-layer model, with unused embeddings and LM head."""
 
 
 @dataclass(frozen=True)

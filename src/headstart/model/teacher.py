@@ -40,7 +40,7 @@ _AGAIN = "Write it again where the target is: headstart data build RECIPE comput
 class TeacherModel(FrozenModel):
     """A target without most of its layers: heads can be created, trained and exported, not decoded with.
 
-    The model is of the target's class, with missing parameters on the `meta` device; `note` is that of `save_teacher`.
+    The model is of the target's class, with missing parameters on the `meta` device; `save_teacher` writes the `note`.
     """
 
     def __init__(self, model: Any, note: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor],
 
 
 def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
-    """Check a teacher by file sizes, and hashes if `thorough`; None if it is intact or there is none."""
+    """Check a teacher by file sizes, and hashes if `thorough`; None if it is intact or missing."""
     if not folder.is_dir():
         return None
     try:

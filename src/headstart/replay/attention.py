@@ -7,7 +7,7 @@ Differences from transformers' sdpa path:
   values (5-7x faster for one token in a batch of 16-64 on a CPU). The mask comes from this thread's forward.
 - A few tokens per row on a CPU run in C, bit-exact with single steps (see `cpu_attention`).
 
-Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
+Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S visible slots, D head size.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tree_mask(
     more: bool = False,
 ) -> TreeMask | None:
     """Build the masks of a tree: committed prefix, then the tree's visibility; None if a single token sees everything.
-    B is 1 if all rows have equal lengths, or share a shape. `seen` counts the slots in sight, tree included; with
+    B is 1 if all rows have equal lengths, or share a shape. `seen` counts the visible slots, tree included; with
     `more`, further slots follow the tree."""
     width, device = positions_BT.shape[1], positions_BT.device
     one_length = lengths_B1.shape[0] == 1 and not more
@@ -109,7 +109,7 @@ class ForwardContext:
         causal: whether the tokens are the end of one text.
         bits: whether a row must be batch-invariant (see `Target.exact`).
         int8: whether products are in 8 bits (see `Target.in_int8`).
-        slots_B: slots in sight per row, new tokens included, if `cpu_attention` serves the forward.
+        slots_B: visible slots per row, new tokens included, if `cpu_attention` serves the forward.
         wanted: rows and positions [2, R] to compute logits for; None for all tokens.
         row: the row being read, for targets with running states (see `chains`).
         cache: KV cache of a replay.

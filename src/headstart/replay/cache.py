@@ -117,7 +117,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new, self._visible = [], []
 
     def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
-        """Announce a forward whose rows start at `lengths_B1`, with `seen` slots in sight."""
+        """Announce a forward after `lengths_B1` tokens of each row, with `seen` visible slots."""
         self._new_tokens, self._seen, self._ragged = new_tokens, seen, True
         slots_BT = lengths_B1 + torch.arange(new_tokens, device=lengths_B1.device)
         self._slots = {lengths_B1.device: (torch.arange(self.rows, device=lengths_B1.device)[:, None], slots_BT)}
@@ -125,7 +125,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values [B, H, T, D]; return views of all slots in sight."""
+        """Write one layer's new keys and values [B, H, T, D]; return views of all visible slots."""
         (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
         if not self._ragged:
             if not self._new:  # one view for all layers, taken apart, instead of several for each
@@ -228,8 +228,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self.lengths = [self.lengths[row] for row in rows]
 
     def part(self, start: int, stop: int) -> TreeCache:
-        """Return a view of these rows with lengths of its own; after a commit to it, the caller updates the lengths
-        here."""
+        """Return a view of some rows with its own lengths, which the caller copies back after a commit."""
         part = copy.copy(self)
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
@@ -263,7 +262,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return max(self.lengths)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(slots in sight, offset), for transformers."""
+        """(visible slots, offset), for transformers."""
         return max(self.lengths) + self._new_tokens, 0
 
 

@@ -53,7 +53,7 @@ class Row:
 
 
 class ChainCache:
-    """The `TreeCache` of these targets, allocated on demand. `chains` has each row's last chain, to be committed."""
+    """A `TreeCache` for targets with running states, allocated on demand. `chains` has each row's uncommitted chain."""
 
     def __init__(self, config: Any, rows: int) -> None:
         self._config = config

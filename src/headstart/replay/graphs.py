@@ -1,6 +1,6 @@
 """CUDA graphs of target forwards, which avoid launch overhead.
 
-There is one graph per bucket: rows and slots in sight in powers of two, widths of `WIDTHS`, and the captured layers.
+There is one graph per bucket: rows and visible slots in powers of two, widths of `WIDTHS`, and the captured layers.
 Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
 Padding is read like a node and never looked at.
 
@@ -30,7 +30,7 @@ from headstart.tree.tree import TreeBatch
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Bucket widths in nodes per row; wider trees run without a graph."""
 _LEAST_SEEN = 128
-"""Slots in sight of the smallest bucket."""
+"""Visible slots of the smallest bucket."""
 _ROOMY = 0.25
 """Round a cache up to a power of two while it takes at most this share of free memory."""
 _KEPT, _KEPT_SHARE = 4, 0.1
@@ -72,7 +72,7 @@ class Inputs:
 
 
 Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
-"""Takes inputs, cache, slots in sight and the aux layers."""
+"""Takes inputs, cache, visible slots and the aux layers."""
 
 _of_thread = threading.local()
 

@@ -8,7 +8,7 @@ the model's own `generate` interfere.
 - Rotary embeddings with length-dependent frequencies choose them per token.
 - Linear attention snapshots its state before a chain (see `chains`).
 - Linear layers use prepacked weights where that is faster (see `products`).
-- The LM head runs only on tokens whose logits are wanted.
+- The LM head runs only on wanted tokens.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
 """
@@ -167,7 +167,7 @@ class ModelPatch:
 
 
 def _select_wanted(_module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Replace the states [B, T, E] by those of the wanted tokens, [R, 1, E]."""
+    """Select the wanted tokens' states [R, 1, E] of [B, T, E]."""
     forward = current_forward()
     if forward is None or forward.wanted is None:
         return None

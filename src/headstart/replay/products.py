@@ -42,7 +42,7 @@ class Merged:
 
     @staticmethod
     def groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
-        """Group layers to merge: those with a bias, and those without, unless the group exceeds `_MERGED`."""
+        """Group layers to merge, with and without a bias, unless the group exceeds `_MERGED`."""
         parts = [[at for at, bias in enumerate(biases) if (bias is None) == without] for without in (True, False)]
         small = [part for part in parts if sum(weights[at].nbytes for at in part) <= _MERGED]
         return [part for part in small if part] + [[at] for part in parts if part not in small for at in part]
@@ -66,8 +66,7 @@ class Merged:
 
 def can_prepack(module: nn.Module) -> bool:
     """Whether it is a plain linear layer with packable weights."""
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    return plain and can_pack(module.weight)
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and can_pack(module.weight)
 
 
 def has_matrix(module: nn.Module) -> bool:

@@ -153,10 +153,10 @@ class Replay:
     def _why_it_rounds(self) -> str | None:
         matrices = sum(map(has_matrix, self._decoder.modules()))
         if sum(len(product.sizes) for product in self.products) < matrices:
-            return "torch multiplies by some of its weights"
+            return "torch computes some of its products"
         sites = [node for node in self._tape.graph.nodes if isinstance(node.target, Site)]
         if any(not node.target.scores.plain or node.args[3] is not None for node in sites):
-            return "torch computes its attention, which caps scores or has sinks"
+            return "torch computes its attention, which has soft caps or sinks"
         return None
 
     def holds(self, model: nn.Module) -> bool:
@@ -183,14 +183,14 @@ class Recorded:
 def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
     """Refuse a model with foreign hooks or weights, which may change unnoticed."""
     if hooked := _hooked(model):
-        raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
+        raise NotRecordable(f"{hooked} has hooks or a forward from other code")
     if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
-        raise NotRecordable("its embeddings are no table")
+        raise NotRecordable("its embeddings are not an nn.Embedding")
     for name, module in decoder.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
-            raise NotRecordable(f"{name} is an adapter's, which may be switched")
+            raise NotRecordable(f"{name} belongs to an adapter, which may be switched off")
         if any(type(weight) not in PLAIN for weight in module.parameters(False)):
-            raise NotRecordable(f"{name} has weights that are packed, or spread over processes")
+            raise NotRecordable(f"{name} has weights that are packed, or sharded over processes")
 
 
 def _hooked(model: nn.Module) -> str | None:

@@ -40,7 +40,7 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> l
     if device.type == "cuda":
         _call_instead(graph, partial(_norm, rms_norm))
     elif products:
-        _call_instead(graph, partial(_norm, normed))  # first, since the others match it
+        _call_instead(graph, partial(_norm, normed))  # first: the next patterns match it
         _call_instead(graph, _gate)
         _call_instead(graph, _site)
         fuse_products(graph)
@@ -230,7 +230,7 @@ class JoinedSite:
         """Attend: [1, M, Q, D]. Angles are cosines and sines, the sines' first half negated; norms are the weights of
         the query and key norms."""
         parts = joined_1MN.view(1, -1, self.heads + 2 * self.key_heads, self.size)
-        query, key, value = parts.split([self.heads, self.key_heads, self.key_heads], dim=2)
+        query, key, value = torch.split(parts, [self.heads, self.key_heads, self.key_heads], dim=2)
         if norms_D is not None:
             query, key = normed(query, norms_D[0], self.eps), normed(key, norms_D[1], self.eps)
         query, key = (rotated(part.transpose(1, 2), *angles_11MD, self.size // 2) for part in (query, key))
@@ -316,7 +316,7 @@ def _norm(function: Callable[..., Tensor], node: Any) -> _Call | None:
     if weight_I is None or not _is(product, _PRODUCTS) or len(product.users) > 1:
         return None
     x, scale = product.args
-    if not isinstance(scale, fx.Node) or getattr(scale.target, "func", None) is not inverse_rms:
+    if getattr(getattr(scale, "target", None), "func", None) is not inverse_rms:
         return None
     if scale.args[0] is not x or x.meta.get("dtype") is not dtype or weight_I.ndim != 1 or weight_I.dtype is not dtype:
         return None

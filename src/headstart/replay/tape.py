@@ -90,7 +90,7 @@ class _Recorder(TorchFunctionMode):
             return result
         name = getattr(func, "__name__", "")
         if name in _ON_HOST or name in _DATA_SHAPED or _selects(name, args):
-            raise NotRecordable(f"its code looks at numbers ({resolve_name(func) or name})")
+            raise NotRecordable(f"its code reads tensor values ({resolve_name(func) or name})")
         if name == "__set__":
             raise NotRecordable("its code replaces parts of tensors")
         if name in _MAY_DO_NOTHING and args and result is args[0]:
@@ -209,7 +209,7 @@ def record(
     if len(recorder.calls) != len(other.calls):
         raise NotRecordable("its operators depend on the number of tokens")
     if any(a is not b for a, b in zip(recorder.constants, other.constants, strict=False)):
-        raise NotRecordable("its code makes tensors in ways that cannot be followed")
+        raise NotRecordable("its code creates tensors that the recorder cannot trace")
     builder = _Builder(names, recorder.constants, counts)
     for calls in zip(recorder.calls, other.calls, strict=True):
         builder.add(*calls)
@@ -284,7 +284,7 @@ class _Builder:
             raise NotRecordable("its operators depend on the number of tokens")
         if isinstance(value, (_Value, _Constant)) or not isinstance(value, (tuple, list, dict, slice, int)):
             if value is not other and value != other:
-                raise NotRecordable(f"its code makes {value!r} of some tokens and {other!r} of others")
+                raise NotRecordable(f"an argument is {value!r} or {other!r}, depending on the tokens")
             return value
         if isinstance(value, slice):
             ends = [(value.start, other.start), (value.stop, other.stop), (value.step, other.step)]
@@ -297,10 +297,10 @@ class _Builder:
         if value == other:
             return value
         if isinstance(value, bool):
-            raise NotRecordable("its code decides by the number of tokens")
+            raise NotRecordable("its code branches on the number of tokens")
         slope, rest = divmod(other - value, self._counts[1] - self._counts[0])
         if rest:
-            raise NotRecordable(f"its code makes {value} of some tokens and {other} of others")
+            raise NotRecordable(f"an argument is {value} or {other}, depending on the number of tokens")
         return _Size(slope, value - slope * self._counts[0])
 
 
