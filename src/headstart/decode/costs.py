@@ -130,7 +130,7 @@ class Conditions:
             *(machine, device.type, dtype, threads, str(torch.__version__)),
             prepacked=target.prepacked,
             quantization=target.quantization,
-            replayed=target.eager is None,
+            replayed=target.replays,
             compiled=device.type == "cpu" and draft_kernels.compiled(target.dtype) is not None,
             halves=target.in_halves,
             tiles=target.prepacked and device.type == "cpu" and by_tiles(target.dtype),

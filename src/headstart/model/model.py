@@ -115,6 +115,12 @@ class Target(FrozenModel):
         return self.record().refused
 
     @property
+    def replays(self) -> bool:
+        """Whether small forwards are replayed, as of the newest cache; cheaper than `eager`."""
+        recorded = self._recorded
+        return (recorded if recorded.replay or recorded.refused else self.record()).refused is None
+
+    @property
     def forwards(self) -> str:
         """Describe how tree forwards run, for reports."""
         if self.eager is not None:
