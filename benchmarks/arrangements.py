@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start = {"tau": first["tau"], "top1": first["top1"]}
         rows.append({"name": candidate.name, **facts(folder), "untrained": start, **judged})
         what = f"Arrangements of heads on the same data, {options.steps} steps each; τ of a greedy chain."
-        settings = {"recipe": options.recipe, "chain": options.chain, "taps": list(data.train.aux_layers)}
+        settings = {"recipe": options.recipe, "chain": options.chain, "aux_layers": list(data.train.aux_layers)}
         file = options.out / "arrangements.json"
         record(file, what, rows, environment(target), __file__, arguments, settings, {"rows": rows})
         write_text(options.out / "arrangements.md", report(rows, list(texts)))

@@ -186,7 +186,7 @@ def compare(calm: Path, killed: Path) -> dict[str, int]:
     for shard in (killed / "runs" / "artifacts" / "states").glob("*/shard-*.safetensors"):
         with safe_open(shard, framework="pt") as handle:
             about = handle.metadata()
-        held.update((str(layer), key) for layer in json.loads(about["taps"]) for key in json.loads(about["keys"]))
+        held.update((str(layer), key) for layer in json.loads(about["aux_layers"]) for key in json.loads(about["keys"]))
     twice += sum(count > 1 for count in held.values())
     different = 0
     for run in RUNS:

@@ -84,8 +84,8 @@ def _guard() -> Iterator[Any]:
     from headstart.decode import loop
 
     with pytest.MonkeyPatch.context() as patched:
-        caught = loop.CAUGHT
-        patched.setattr(loop, "CAUGHT", ())
+        caught = loop.DRAFTER_ERRORS
+        patched.setattr(loop, "DRAFTER_ERRORS", ())
         yield caught
 
 
@@ -93,7 +93,7 @@ def _guard() -> Iterator[Any]:
 def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a test that says so, what drafters raise is caught as in use."""
     if request.node.get_closest_marker("drafter_fails"):
-        monkeypatch.setattr("headstart.decode.loop.CAUGHT", _guard)
+        monkeypatch.setattr("headstart.decode.loop.DRAFTER_ERRORS", _guard)
 
 
 @pytest.fixture(scope="session")

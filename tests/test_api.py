@@ -312,6 +312,7 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": "a", "draft": "always"}, "draft is 'always'"),
         ({"prompt": "a", "processors": [lambda ids, scores: scores + torch.rand(1)]}, "keeps a state or draws random"),
         ({"prompt": "a", "min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"prompt": "a", "min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens is 9, and max_new_tokens 4"),
         ({"prompt": "a", "stop_token_ids": [1, 5000]}, "stop_token_ids has 5000, and the target's token ids end at"),
         ({"prompt": "a", "stop_token_ids": "ab"}, "stop_token_ids is 'ab'"),
         ({"prompt": "a", "stop": 5}, "stop is 5. Give a text"),

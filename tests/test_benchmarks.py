@@ -187,7 +187,7 @@ root = pathlib.Path("runs/artifacts")
 (part := parts / "00000-train.jsonl").exists() or part.write_text('{}\\n{"id": "0"}\\n')
 (states := root / "states" / "a").mkdir(parents=True, exist_ok=True)
 shard = states / "shard-0.safetensors"
-shard.exists() or save_file({"0": numpy.ones(1)}, shard, metadata={"taps": "[1]", "keys": '["0"]'})
+shard.exists() or save_file({"0": numpy.ones(1)}, shard, metadata={"aux_layers": "[1]", "keys": '["0"]'})
 """
 """What the commands leave behind, in no time."""
 

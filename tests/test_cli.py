@@ -180,6 +180,10 @@ def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monk
     alone = [works("generate", finished, "--prompt", text, *how).stdout for text in asked]
     assert [answer["text"] + "\n" for answer in answers] == alone
     assert "3 answers, 24 tokens" in result.stderr
+    single = tmp_path / "single.jsonl"
+    single.write_text(json.dumps(rows[0]), encoding="utf-8")
+    cut = works("generate", finished, "--prompts", single, *how)
+    assert f"τ {json.loads(cut.stdout)['tokens_per_round']:.2f}" in cut.stderr
     sampled = works("generate", finished, "--prompts", file, *how, "--temperature", 1, "--seed", 5).stdout
     assert [json.loads(line)["seed"] for line in sampled.splitlines()] == [5, 6, 7]
     raw = works("generate", finished, "--prompts", file, "--raw", *how).stdout
@@ -295,7 +299,7 @@ def test_export_copies_heads_that_load_alone(finished: Path, tmp_path: Path, tin
     assert (tmp_path / "model" / "model.safetensors").is_file()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.json").write_text("{}")
-    assert "not written by headstart" in refused("export", finished, "--out", tmp_path / "foreign")
+    assert "headstart export did not write" in refused("export", finished, "--out", tmp_path / "foreign")
 
 
 def test_push_can_be_tried_without_sending(finished: Path) -> None:

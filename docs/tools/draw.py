@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import walk
-from headstart.decode.verify import accept_or_draw
+from headstart.decode.verify import accept_or_draw, walk
 from headstart.tree.tree import Tree, TreeBatch
 
 ROOT = Path(__file__).resolve().parents[2]

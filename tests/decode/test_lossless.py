@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Generation, Verifier
+from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
+from headstart.decode.verify import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
@@ -193,7 +194,7 @@ def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) ->
     target = Target(tiny_model("llama", vocab_size=61))
     texts = prompts(61)[:1]
     known = plain(target, texts)
-    monkeypatch.setattr("headstart.decode.loop.Verifier", _AcceptsEverything)
+    monkeypatch.setattr("headstart.decode.verify.Verifier", _AcceptsEverything)
     drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
     monkeypatch.setattr(drafter.rng, "randint", lambda *_: 4)
     assert DecodeLoop(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import DecodeLoop, Verifier
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import decided_on_device
+from headstart.decode.verify import Verifier, decided_on_device
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter

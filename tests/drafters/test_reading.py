@@ -94,7 +94,7 @@ def test_reading_is_cancelled_between_two_pieces(
 ) -> None:
     decoded, drafter, owner, name = make(target, tmp_path)
     loop, prompt, pieces = DecodeLoop(decoded, drafter), [text(100)], list[int]()
-    for module in ("target.model", "heads.parts.recurrent"):
+    for module in ("model.model", "heads.parts.recurrent"):
         monkeypatch.setattr(f"headstart.{module}.PIECE", PIECE)
     read = getattr(owner, name)
 

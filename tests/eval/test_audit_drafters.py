@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Generation, Verifier
+from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
+from headstart.decode.verify import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.audit import (
     AlwaysWrongDrafter,

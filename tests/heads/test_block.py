@@ -16,7 +16,7 @@ from headstart.heads.base import make_config
 from headstart.heads.dflash import DFlashHead
 from headstart.heads.parts import text_attention
 from headstart.heads.parts.block import BlockHead
-from headstart.heads.parts.text_attention import Sight, attend_blocks
+from headstart.heads.parts.text_attention import VisibleRange, attend_blocks
 from headstart.model.model import Target
 from tests.heads.test_contract import batch_of, build, shake
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -99,7 +99,7 @@ def test_in_parts_values_and_gradients_are_those_of_one_table(
     monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool, window: int, causal: bool
 ) -> None:
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
-    sight = Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None, (window, SLOTS))
+    sight = VisibleRange(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None, (window, SLOTS))
     torch.manual_seed(0)
     count = index_BA.shape[1]
     shapes = [

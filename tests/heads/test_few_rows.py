@@ -414,7 +414,7 @@ def test_a_row_with_more_queries_than_look_together(asked: list[str]) -> None:
     qkv = (2 * torch.randn(2, 2, heads + 2, size)).bfloat16()
     angles = torch.ones(16, size).bfloat16(), torch.zeros(16, size).bfloat16()
     entries = Entries.of([[(row, slot, 3, 4, slot) for slot in (5 + 2 * row, 6 + 2 * row)] for row in range(2)])
-    sight = draft_kernels.Sight((entries.numbers, entries.shape), None, (keys, values), angles, heads)
+    sight = draft_kernels.KVView((entries.numbers, entries.shape), None, (keys, values), angles, heads)
     found = draft_kernels.attend(draft_kernels.compiled(torch.bfloat16), qkv, sight)
     assert torch.equal(keys[0, 0, 5], qkv[0, 0, heads]) and torch.equal(values[1, 0, 8], qkv[1, 1, heads + 1])
     for row in range(2):

@@ -320,7 +320,7 @@ class DraftHead(nn.Module, ABC):
         layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
 
-    def light(self, function: Callable[..., R], *inputs: Any) -> R:
+    def checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
         """Call a deterministic function; with `gradient_checkpointing` only its inputs are kept for the backward."""
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return function(*inputs)

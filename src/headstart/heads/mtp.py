@@ -202,7 +202,7 @@ class MtpHead(FinalStateHead):
                 return causal_attention(queries, keys, values, text.starts_BT)
             return attend(queries, *text.kv[0], text.sight, [*text.chains[0], (keys, values)])
 
-        stream, keys, values = self.light(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
+        stream, keys, values = self.checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
         (text.kv if first else text.chains[0]).append((keys, values))
         return text.of_origins(stream) if first else stream
 

@@ -64,7 +64,7 @@ class Stopped(Exception):
     """Raised by cancelled work."""
 
 
-class Later(Exception):
+class RetryableError(Exception):
     """A transient failure; the server may be `busy` (429) and ask for a retry after `seconds`."""
 
     def __init__(self, problem: str, busy: bool = False, seconds: float = 0.0) -> None:
@@ -100,7 +100,7 @@ class Endpoint:
         self.rests_until = self._failed_at = 0.0
         self._meeting = threading.Lock()
         self._known: list[Any] = []
-        self._unmet: tuple[float, Later] | None = None
+        self._unmet: tuple[float, RetryableError] | None = None
         self._key = _key()
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS)
         self._client = httpx.Client(
@@ -115,12 +115,12 @@ class Endpoint:
     def send(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
     ) -> httpx.Response:
-        """Send a request with a JSON body; return the reply with any status, or raise `Later` if there is none."""
+        """Send a request with a JSON body; return the reply with any status; no reply raises `RetryableError`."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
-            raise Later(f"{type(error).__name__}: {error}") from None
+            raise RetryableError(f"{type(error).__name__}: {error}") from None
 
     def ask(
         self,
@@ -132,7 +132,7 @@ class Endpoint:
     ) -> dict[str, Any]:
         """Return the JSON object of the reply, or `absent` (unless None) if the server lacks the page.
 
-        Raises `Later` for a transient failure, a UserError for a permanent one.
+        Raises `RetryableError` for a transient failure, a UserError for a permanent one.
         """
         return self.read(self.send(method, path, body, seconds), absent)
 
@@ -144,7 +144,7 @@ class Endpoint:
             return absent
         if status in _WAITING or status >= 500:
             after = _seconds_asked(reply.headers.get("retry-after", ""))
-            raise Later(f"{status} {words}".strip(), status == 429, after)
+            raise RetryableError(f"{status} {words}".strip(), status == 429, after)
         if not reply.is_success:
             remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
             if status in (401, 403):
@@ -154,9 +154,9 @@ class Endpoint:
         try:
             page = reply.json()
         except ValueError:
-            raise Later(f"a reply that is no JSON: {words[:100]!r}") from None
+            raise RetryableError(f"a reply that is no JSON: {words[:100]!r}") from None
         if not isinstance(page, dict):
-            raise Later(f"a reply that is none: {words[:100]!r}")
+            raise RetryableError(f"a reply that is none: {words[:100]!r}")
         return page
 
     def once(self, find: Callable[[Endpoint], T]) -> T:
@@ -168,12 +168,12 @@ class Endpoint:
                     raise self._unmet[1]
                 try:
                     self._known.append(find(self))
-                except Later as problem:
+                except RetryableError as problem:
                     self._unmet = monotonic(), problem
                     raise
         return cast(T, self._known[0])
 
-    def failed(self, problem: Later, began: float, jitter: float) -> None:
+    def failed(self, problem: RetryableError, began: float, jitter: float) -> None:
         """Record a failure of a request started at `began`; concurrent failures count once."""
         now = monotonic()
         seconds = problem.seconds
@@ -210,8 +210,8 @@ class Pool:
     ) -> Generator[tuple[int, T], None, None]:
         """Yield (question number, answer) as answers arrive; close the generator to cancel the remaining questions.
 
-        `ask` sends a question to a server and raises `Later` for a retry. `check` is polled while waiting and aborts by
-        raising. Questions of several threads share one first-in, first-out queue.
+        `ask` sends a question to a server and raises `RetryableError` for a retry. `check` is polled while waiting and
+        aborts by raising. Questions of several threads share one first-in, first-out queue.
 
         Raises:
             UserError: retries are exhausted.
@@ -247,7 +247,7 @@ class Pool:
         """Return the answers of all servers that answer at once, or the first answer after retries."""
         answers = []
         for endpoint in self._endpoints:
-            with suppress(Later):
+            with suppress(RetryableError):
                 answers.append(ask(endpoint))
         return answers or [answer for _, answer in self.answers(1, lambda _, endpoint: ask(endpoint))]
 
@@ -278,7 +278,7 @@ class Pool:
             began = monotonic()
             try:
                 answer = ask(endpoint)
-            except Later as problem:
+            except RetryableError as problem:
                 tries += 1
                 with self._lock:
                     endpoint.failed(problem, began, self._jitter.uniform(0.5, 1.0))

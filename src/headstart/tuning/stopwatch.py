@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.loop import Verifier
+from headstart.decode.verify import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
