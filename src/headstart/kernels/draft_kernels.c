@@ -182,19 +182,19 @@ typedef struct {
     number *keys, *values;
     const int64_t *entries, *last;
     int64_t positions, slots, count, further, asks, heads, key_heads, size, row_stride, head_stride;
-} sight;
+} kv_view;
 
-static inline int64_t asked(const sight *of, int64_t index) {
+static inline int64_t asked(const kv_view *of, int64_t index) {
     return of->last ? index * (of->count / of->asks) + of->last[index] : index;
 }
 
-static inline int64_t angle_of(const sight *of, const int64_t *entry) {
+static inline int64_t angle_of(const kv_view *of, const int64_t *entry) {
     return (entry[POSITION] < of->positions ? entry[POSITION] : of->positions - 1) * of->size;
 }
 
 /* Write keys and values of all entries, and attend: out [asks, heads * size]. qkv has joined queries, keys and values of an
-   entry. The first `own` key heads return their own value; qkv has only their values, and the cache has none of their entries. */
-static int attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
+   entry. The first `own` key heads return their own value: qkv has no queries and keys of them, and the cache nothing. */
+static int attend_beside(int64_t own, const number *qkv, const kv_view *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
     const int64_t *entries = of->entries;
@@ -271,7 +271,7 @@ static int attend_beside(int64_t own, const number *qkv, const sight *of, number
     return 0;
 }
 
-int attend(const number *qkv, const sight *of, number *out, int threads) {
+int attend(const number *qkv, const kv_view *of, number *out, int threads) {
     return attend_beside(0, qkv, of, out, threads);
 }
 
@@ -286,7 +286,7 @@ typedef struct {
 } layer_weights;
 
 /* Run a layer: out [asks, size], from the attention input and the residual stream. Rounds where torch rounds. */
-static int layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
+static int layer(const layer_weights *of, const number *read, const number *stream, const kv_view *at, number *out,
                  int threads) {
     int64_t inputs = of->qkv.inputs, size = of->output.outputs, inner = of->down.inputs, found = of->output.inputs;
     int64_t key_heads = at->key_heads - of->own, heads = at->heads / at->key_heads * key_heads;
@@ -342,7 +342,7 @@ typedef struct {
    `above` of their parents, by index; without parents, `above` is the fusion's input, one row per token. Returns NO_TOKEN
    for a token outside the table. */
 int level(const recurrent *of, const number *read, const number *stream, const int64_t *tokens, const int64_t *parents,
-          const number *above, const sight *at, number *feedback, number *logits, int threads) {
+          const number *above, const kv_view *at, number *feedback, number *logits, int threads) {
     int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].asks;
     for (int64_t m = 0; m < entries && tokens; m++)
         if (tokens[m] < 0 || tokens[m] >= of->vocabulary) return NO_TOKEN;

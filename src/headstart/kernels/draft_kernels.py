@@ -63,7 +63,7 @@ class _Recurrent(ctypes.Structure):
     ]
 
 
-class _Sight(ctypes.Structure):
+class _KVView(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _P) for name in ("cos", "sin", "keys", "values", "entries", "last")),
         *((name, _N) for name in ("positions", "slots", "count", "further", "asks", "heads", "key_heads", "size")),
@@ -304,7 +304,7 @@ class Recurrent:
             IndexError: the table has no such token.
         """
         above_1PX, most = above_1PX.contiguous(), how.request.max_nodes
-        at = (_Sight * len(views))(*(sight.for_c(above_1PX.dtype) for sight in views))
+        at = (_KVView * len(views))(*(view.for_c(above_1PX.dtype) for view in views))
         nodes, probs, drafted = array("q", bytes(8 * 4 * most)), array("d", bytes(8 * 2 * most)), ctypes.c_int64()
         nodes[0] = pending[-1]
         weights, rules = ctypes.byref(self._weights), ctypes.byref(how.for_c())
@@ -329,7 +329,7 @@ class Recurrent:
             like.new_empty(shape[0], asks, size) for size in (self._weights.lm_head.inputs, self._lm_head.outputs)
         )
         pointers = (part.buffer_info()[0] if isinstance(part, array) else _pointer(part) for part in inputs)
-        at = (_Sight * len(views))(*(sight.for_c(like.dtype) for sight in views))
+        at = (_KVView * len(views))(*(view.for_c(like.dtype) for view in views))
         outputs = feedback.data_ptr(), logits.data_ptr(), torch.get_num_threads()
         if functions.level(ctypes.byref(self._weights), *pointers, at, *outputs):
             raise IndexError(f"the table has {self._weights.vocabulary} rows")
@@ -363,7 +363,7 @@ class KVView(NamedTuple):
     angles: tuple[Tensor, Tensor]
     heads: int
 
-    def for_c(self, dtype: torch.dtype) -> _Sight:
+    def for_c(self, dtype: torch.dtype) -> _KVView:
         """Convert for C, with activations of this dtype."""
         (keys, values), (cos, sin), (entries, (rows, width, fields)) = self.kv, self.angles, self.entries
         assert dtype == cos.dtype == keys.dtype, "all in one dtype"
@@ -371,15 +371,15 @@ class KVView(NamedTuple):
         last, asks = (None, rows * width) if self.last_B is None else (self.last_B.buffer_info()[0], rows)
         pointers = (part.data_ptr() for part in (cos, sin, keys, values))
         sizes = len(cos), slots, rows * width, fields - FIELDS, asks, self.heads, key_heads, size, *keys.stride()[:2]
-        return _Sight(*pointers, entries.buffer_info()[0], last, *sizes)
+        return _KVView(*pointers, entries.buffer_info()[0], last, *sizes)
 
 
-def attend(functions: Any, qkv_BWHd: Tensor, sight: KVView) -> Tensor:
+def attend(functions: Any, qkv_BWHd: Tensor, view: KVView) -> Tensor:
     """Attend with joined queries, keys and values: [B, asked of a row, heads * d]."""
     qkv_BWHd = qkv_BWHd.contiguous()
     rows, width, _, size = qkv_BWHd.shape
-    found = qkv_BWHd.new_empty(rows, width if sight.last_B is None else 1, sight.heads * size)
-    reference = ctypes.byref(sight.for_c(qkv_BWHd.dtype))
+    found = qkv_BWHd.new_empty(rows, width if view.last_B is None else 1, view.heads * size)
+    reference = ctypes.byref(view.for_c(qkv_BWHd.dtype))
     functions.attend(qkv_BWHd.data_ptr(), reference, found.data_ptr(), torch.get_num_threads())
     return found
 
