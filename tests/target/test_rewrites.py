@@ -77,9 +77,9 @@ def test_operators_around_products_are_joined(kind: str, calls: tuple[int, ...],
     in_c = Target(model)
     called = called_by(in_c)
     functions = [getattr(function, "__name__", type(function).__name__) for function, _ in called]
-    around = [args[1:] for function, args in called if isinstance(function, products.Merged) and len(args) > 1]
+    around = [args[1:] for function, args in called if isinstance(function, products.MergedLinear) and len(args) > 1]
     norms, _, gates, sums = zip(*around, strict=True)
-    alone = tuple(functions.count(name) for name in ("normed", "gated", "JoinedSite"))
+    alone = tuple(functions.count(name) for name in ("normed", "gated", "JoinedAttention"))
     assert (*alone, *(len(values) - values.count(None) for values in (norms, sums)), sum(gates)) == calls
     on_torch = Target(tiny_model(kind).to(dtype))
     with mock.patch.object(rewrites, "_call_instead"):
@@ -130,7 +130,10 @@ def test_what_somebody_else_reads_is_not_written_over(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rewrites, "shorten_rotations", with_a_reader)
     target = Target(tiny_model("llama"))
     functions = [type(function) for function, _ in called_by(target)]
-    assert (functions.count(rewrites.JoinedSite), functions.count(rewrites.Site)) == (target.num_layers - 1, 1)
+    assert (functions.count(rewrites.JoinedAttention), functions.count(rewrites.AttentionCall)) == (
+        target.num_layers - 1,
+        1,
+    )
 
 
 @needs_compiler
@@ -195,4 +198,4 @@ def test_layers_that_read_the_same_are_one_product() -> None:
 def test_large_layers_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_MERGED", 1)
     weights = [torch.zeros(4, 4)] * 3
-    assert products.Merged.groups(weights, [None, None, torch.zeros(4)]) == [[0], [1], [2]]
+    assert products.MergedLinear.groups(weights, [None, None, torch.zeros(4)]) == [[0], [1], [2]]

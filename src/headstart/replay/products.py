@@ -30,7 +30,7 @@ class PackedLinear:
         return self._original(*args, **kwargs) if out is None else out
 
 
-class Merged:
+class MergedLinear:
     """Linear layers on the same rows, merged into one prepacked product; in 8 bits with `int8` if supported."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], int8: bool = False) -> None:

@@ -25,7 +25,7 @@ from headstart.kernels.prepacked import MAX_ROWS, drop
 from headstart.replay.attention import ForwardContext, Scores, causal_attention, current_forward, run
 from headstart.replay.patch import FINAL
 from headstart.replay.products import PackedLinear, has_matrix
-from headstart.replay.rewrites import Site, rewrite
+from headstart.replay.rewrites import AttentionCall, rewrite
 from headstart.replay.steps import Steps, Weights, join_steps
 from headstart.replay.tape import NotRecordable, clean, record
 
@@ -44,12 +44,12 @@ class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._layer_of: dict[int, tuple[int, Tensor]] = {}  # by id of the keys, which are kept so that it stays unique
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
-        """Causal attention of a text without a prefix, [1, T, Q, D_v]; recorded as a `Site`."""
+        """Causal attention of a text without a prefix, [1, T, Q, D_v]; recorded as a `AttentionCall`."""
         if id(key) not in self._layer_of:
             raise NotRecordable("a layer attends over keys of another one")
         with self._recorder.deaf():
             out = causal_attention(query, key, value, scores).transpose(1, 2).contiguous()
-        site = Site(self._layer_of[id(key)][0], replace(scores, sink=None), sliding)
+        site = AttentionCall(self._layer_of[id(key)][0], replace(scores, sink=None), sliding)
         self._recorder.note(site, ((query, key, value, scores.sink), {}), out)
         return out
 
@@ -154,7 +154,7 @@ class Replay:
         matrices = sum(map(has_matrix, self._decoder.modules()))
         if sum(len(product.sizes) for product in self.products) < matrices:
             return "torch computes some of its products"
-        sites = [node for node in self._tape.graph.nodes if isinstance(node.target, Site)]
+        sites = [node for node in self._tape.graph.nodes if isinstance(node.target, AttentionCall)]
         if any(not node.target.scores.plain or node.args[3] is not None for node in sites):
             return "torch computes its attention, which has soft caps or sinks"
         return None

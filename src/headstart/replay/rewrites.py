@@ -5,9 +5,9 @@
 - Rotary positions swap halves in one operator; the sign moves into the table of sines.
 - The scale of an RMS norm takes three operators on the input instead of six on a float32 copy; on a GPU, where launches
   dominate, a norm is one operator.
-- A merged qkv product, its norms, rotary positions, cache writes and attention become a `JoinedSite`.
+- A merged qkv product, its norms, rotary positions, cache writes and attention become a `JoinedAttention`.
 
-Runs of these products and `JoinedSite`s become single C calls (see `steps`); the other operators run on torch.
+Runs of these products and `JoinedAttention`s become single C calls (see `steps`); the other operators run on torch.
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, I numbers of a row,
 N outputs of a product.
@@ -27,11 +27,11 @@ from torch import Tensor, fx
 
 from headstart.kernels.prepacked import can_gate, can_pack
 from headstart.replay.attention import Scores, attend, current_forward
-from headstart.replay.products import Merged
+from headstart.replay.products import MergedLinear
 from headstart.replay.tape import call, clean, put_for
 
 
-def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[Merged]:
+def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[MergedLinear]:
     """Rewrite a recorded graph in place; return its products with prepacked weights."""
     shorten_norms(graph, device)
     products = merge_products(graph, int8) if packs else []
@@ -42,13 +42,13 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> l
     elif products:
         _call_instead(graph, partial(_norm, normed))  # first: the next patterns match it
         _call_instead(graph, _gate)
-        _call_instead(graph, _site)
+        _call_instead(graph, _joined_attention)
         fuse_products(graph)
     return products
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionCall:
     """One layer's attention, which a replay calls. `scores` has no sink."""
 
     layer: int
@@ -74,7 +74,7 @@ def _constant(node: Any) -> Tensor | None:
     return tensor
 
 
-def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
+def merge_products(graph: fx.Graph, int8: bool) -> list[MergedLinear]:
     """Merge linear layers on the same input into prepacked products."""
     by_input: dict[Any, list[Any]] = {}
     node: Any
@@ -90,8 +90,8 @@ def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
             continue
         weights = [node.args[1].meta["constant"] for node in nodes]
         biases = [_constant(node.args[2]) if len(node.args) > 2 else None for node in nodes]
-        for group in Merged.groups(weights, biases):
-            product = Merged([weights[index] for index in group], [biases[index] for index in group], int8)
+        for group in MergedLinear.groups(weights, biases):
+            product = MergedLinear([weights[index] for index in group], [biases[index] for index in group], int8)
             made.append(product)
             with graph.inserting_before(nodes[group[0]]):
                 joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing fused yet
@@ -215,10 +215,10 @@ def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class JoinedSite:
+class JoinedAttention:
     """A layer's attention over a merged qkv product; `eps` belongs to the query and key norms. `steps` runs it in C."""
 
-    site: Site
+    site: AttentionCall
     heads: int
     key_heads: int
     size: int
@@ -271,7 +271,7 @@ def fuse_products(graph: fx.Graph) -> None:
     """Fuse products with a norm before, and a gate or a sum after them."""
     for node in list(graph.nodes):
         product: Any = node.target
-        if not isinstance(product, Merged):
+        if not isinstance(product, MergedLinear):
             continue
         rows, norm, eps, gates, last, added = node.args[0], None, 0.0, False, node, None
         if _is(rows, [normed]) and len(rows.users) == 1 and _unwritten(rows, node):
@@ -334,10 +334,10 @@ def _gate(node: Any) -> _Call | None:
     return (gated, (gate[0],)) if len(sizes) == 2 and sizes[0] == sizes[1] else None
 
 
-def _site(node: Any) -> _Call | None:
+def _joined_attention(node: Any) -> _Call | None:
     """Match attention over a merged qkv product, with rotary positions over the whole head."""
     site = node.target
-    if not isinstance(site, Site) or not site.scores.plain or node.args[3] is not None:
+    if not isinstance(site, AttentionCall) or not site.scores.plain or node.args[3] is not None:
         return None
     *turned, value = node.args[:3]
     if not all(_is(part, [rotated]) for part in turned) or turned[0].args[1:] != turned[1].args[1:]:
@@ -360,7 +360,7 @@ def _site(node: Any) -> _Call | None:
     if value_norm is not None or (query_norm is None) != (key_norm is None) or eps != key_eps:
         return None
     norms = None if query_norm is None else (query_norm, key_norm)
-    return JoinedSite(site, heads, key_heads, size, eps), (joined, (cos, signed_sin), norms)
+    return JoinedAttention(site, heads, key_heads, size, eps), (joined, (cos, signed_sin), norms)
 
 
 def _part(node: Any) -> tuple[Any, int] | None:
@@ -368,7 +368,7 @@ def _part(node: Any) -> tuple[Any, int] | None:
     if not _is(node, [operator.getitem]) or not _is(node.args[0], [Tensor.split]):
         return None
     joined, sizes = node.args[0].args[:2]
-    whole = isinstance(joined.target, Merged) and joined.target.sizes == sizes  # not what the model itself splits
+    whole = isinstance(joined.target, MergedLinear) and joined.target.sizes == sizes  # not what the model itself splits
     return (joined, node.args[1]) if whole else None
 
 

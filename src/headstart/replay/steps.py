@@ -27,8 +27,8 @@ from headstart.kernels.memory import check_status
 from headstart.kernels.prepacked import Packed
 from headstart.replay.attention import ForwardContext, current_forward, visible_range
 from headstart.replay.cache import Place
-from headstart.replay.products import Merged
-from headstart.replay.rewrites import JoinedSite
+from headstart.replay.products import MergedLinear
+from headstart.replay.rewrites import JoinedAttention
 from headstart.replay.tape import COUNT, call, clean
 from headstart.support.compiled import library
 
@@ -97,10 +97,10 @@ class _Group:
     def accepts(self, node: Any) -> bool:
         """Whether a node is a step that can join the group: its inputs and result are per token, in one dtype."""
         step, first = node.target, (self.steps[0] if self.steps else node).target
-        if isinstance(step, JoinedSite) and self.source(node.args[0]) in self.steps:
+        if isinstance(step, JoinedAttention) and self.source(node.args[0]) in self.steps:
             joined, angles, _ = node.args
             wide = {joined: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
-        elif isinstance(step, Merged) and step.int8 == first.int8:
+        elif isinstance(step, MergedLinear) and step.int8 == first.int8:
             rows, *_, added = node.args
             wide = {rows: step.weights[0].shape[1], **({} if added is None else {added: _width(node)})}
         else:
@@ -111,7 +111,7 @@ class _Group:
     def is_view(self, node: Any) -> bool:
         """Whether a node is a view, read only by products."""
         same = node.target in _VIEWS and node.meta.get("dtype") is node.args[0].meta.get("dtype")
-        return same and all(isinstance(user.target, Merged) or self.is_view(user) for user in node.users)
+        return same and all(isinstance(user.target, MergedLinear) or self.is_view(user) for user in node.users)
 
     @property
     def is_complete(self) -> bool:
@@ -152,7 +152,7 @@ def _gives(node: Any, dtype: torch.dtype) -> bool:
 def _width(node: Any) -> int:
     """Numbers per token of a step's result."""
     step = node.target
-    if isinstance(step, JoinedSite):
+    if isinstance(step, JoinedAttention):
         return step.heads * step.size
     _, _, _, gates, _ = node.args
     width: int = sum(step.sizes) // (2 if gates else 1)
@@ -162,7 +162,7 @@ def _width(node: Any) -> int:
 def _put(graph: fx.Graph, group: _Group) -> Steps:
     """Replace a group by one call."""
     read = chain.from_iterable(
-        node.args[:1] + (node.args[1] if isinstance(node.target, JoinedSite) else node.args[-1:])
+        node.args[:1] + (node.args[1] if isinstance(node.target, JoinedAttention) else node.args[-1:])
         for node in group.steps
     )
     given = list(dict.fromkeys(n for n in read if n is not None and group.source(n) not in group.steps))
@@ -187,7 +187,7 @@ def _put(graph: fx.Graph, group: _Group) -> Steps:
 class _Snapshot:
     """Current weights: packed by product, norms by parameter, and the sum of their in-place versions."""
 
-    packed: dict[Merged, Packed]
+    packed: dict[MergedLinear, Packed]
     norms: dict[Tensor, Tensor]
     changes: int
 
@@ -197,8 +197,8 @@ class Weights:
     weights by `refresh` when a text begins."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        nodes = [node for node in graph.nodes if isinstance(node.target, (Merged, JoinedSite))]
-        self._products = [node.target for node in nodes if isinstance(node.target, Merged)]
+        nodes = [node for node in graph.nodes if isinstance(node.target, (MergedLinear, JoinedAttention))]
+        self._products = [node.target for node in nodes if isinstance(node.target, MergedLinear)]
         norms = [norm for node in nodes for norm in _norms(node) if norm is not None]
         self._norms = list({id(norm): norm for norm in norms}.values())
         every = [*self._norms, *chain.from_iterable(product.tensors for product in self._products)]
@@ -241,7 +241,7 @@ class Steps:
         numbers |= {node: len(given) + number for node, number in results.items()}
         self._targets = [(node.target, _norms(node)) for node in group.steps]
         self._steps = (_Step * len(group.steps))(*(_described(node, group, numbers) for node in group.steps))
-        self._attends = any(isinstance(target, JoinedSite) for target, _ in self._targets)
+        self._attends = any(isinstance(target, JoinedAttention) for target, _ in self._targets)
         self._kept = [_shape(node) for node in kept]
         starts = list(accumulate(widths[len(kept) :], initial=0))
         self._scratch = starts.pop()
@@ -295,7 +295,7 @@ class Steps:
             width = step.size if step.heads else step.inputs
             assert all(x is None or (x.dtype is self._dtype and len(x) == width) for x in norms), "as the rows"
             step.norm, step.key_norm = map(_address, norms)
-            if isinstance(target, Merged):
+            if isinstance(target, MergedLinear):
                 packed = weights.packed[target]
                 step.weights, step.bias = packed.weight.kept.data_ptr(), _address(packed.bias_O)
             else:
@@ -310,7 +310,7 @@ def _described(node: Any, group: _Group, numbers: dict[Any, int]) -> _Step:
         return -1 if source is None else numbers[group.source(source)]
 
     made, target = _Step(x=number(node.args[0]), out=number(node), added=-1, cos=-1, sin=-1), node.target
-    if isinstance(target, JoinedSite):
+    if isinstance(target, JoinedAttention):
         made.cos, made.sin = map(number, node.args[1])
         made.heads, made.groups, made.size = target.key_heads, target.heads // target.key_heads, target.size
         made.sliding, made.scaling, made.eps = target.site.sliding, target.site.scores.scale(target.size), target.eps
@@ -322,7 +322,7 @@ def _described(node: Any, group: _Group, numbers: dict[Any, int]) -> _Step:
 
 def _norms(node: Any) -> tuple[Tensor | None, Tensor | None]:
     """The weights of a step's norms."""
-    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedSite) else (node.args[1], None)
+    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedAttention) else (node.args[1], None)
     first, second = (None if norm is None else norm.meta["constant"] for norm in norms)
     return first, second
 
@@ -339,7 +339,7 @@ def _store(tensor: Tensor) -> _Store:
 def _shape(node: Any) -> tuple[int, ...]:
     """Shape per token of a step's result."""
     step = node.target
-    return (step.heads, step.size) if isinstance(step, JoinedSite) else (_width(node),)
+    return (step.heads, step.size) if isinstance(step, JoinedAttention) else (_width(node),)
 
 
 def _results(group: _Group, kept: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
