@@ -33,7 +33,7 @@ from headstart.replay.patch import FINAL, ModelPatch
 from headstart.replay.recorded import Recorded, Replay
 from headstart.replay.tape import NotRecordable
 from headstart.support.uploads import upload
-from headstart.tree.tree import Tree, TreeBatch
+from headstart.tree.tree import TreeBatch
 
 Exact = Literal["auto", "bits", "tokens"]
 """Guarantee of tree verification, see `Target.exact`."""
@@ -84,7 +84,7 @@ class Target(FrozenModel):
         self._reads_again = self._patch.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
-            check_tree(self, self._path_logits, self._patch.limit)
+            check_tree(self)
             self.exact = exact
         except BaseException:
             self._patch.release()
@@ -106,7 +106,7 @@ class Target(FrozenModel):
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
         if exact == "bits":
-            refuse_rounding(self, self._patch, self.record)
+            refuse_rounding(self)
         self._exact = exact
 
     @property
@@ -181,7 +181,7 @@ class Target(FrozenModel):
         """Create an empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
         self._patch.refresh()
         if self.exact == "bits":  # adapters or hooks may have been added since it was set
-            refuse_rounding(self, self._patch, self.record)
+            refuse_rounding(self)
         else:
             self.record()
         return self._empty_cache(rows, capacity)
@@ -467,7 +467,7 @@ class Target(FrozenModel):
             replay = Replay(self.model, layers, self.device, self.prepacked, self._int8)
             replaying = copy(self)  # other threads do not use the recording until it is checked
             replaying._exact, replaying._recorded = "tokens", Recorded(replay)
-            check_tree(self, replaying._path_logits, None, self._int8)
+            check_tree(replaying)
         except NotRecordable as reason:
             return None, str(reason)
         except (UserError, *FAILS) as error:
@@ -475,7 +475,7 @@ class Target(FrozenModel):
         if self.device.type == "cuda" and self.kv_bytes_by_device.keys() == {self.device}:
             replay.graphs = graphs = Graphs(self.kv_layers)
             try:
-                check_tree(self, replaying._path_logits, None)
+                check_tree(replaying)
             except (UserError, *FAILS) as error:
                 graphs.refuse(f"replaying them failed ({type(error).__name__}: {error})")
         return replay, None
@@ -503,20 +503,6 @@ class Target(FrozenModel):
             LayerKeys.of(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None
         ]
         return layers, forward.states[FINAL].dtype
-
-    def _path_logits(self, text: Sequence[int], tree: Tree, path: Sequence[int]) -> Tensor:
-        """Compute logits after a text and after each node of a tree path, [1 + K, V]. A target that verifies chains
-        reads and rejects another branch first."""
-        cache = self._empty_cache(1, len(text) + tree.size)
-        read_1V = self.prefill(cache, [text]).logits_BTV[0]
-        if not self.chains_only:
-            tree_NV = self.forward_tree(cache, TreeBatch.of([tree], self.device)).logits_BTV[0]
-            return torch.cat([read_1V, tree_NV[list(path)]])
-        rejected, accepted = (Tree.chain_of([tree.tokens[node] for node in nodes]) for nodes in ([0, 1, 3], path[1:]))
-        root_1V = self.forward_tree(cache, TreeBatch.of([rejected], self.device)).logits_BTV[0, :1]
-        cache.commit([[0]])
-        chain_KV = self.forward_tree(cache, TreeBatch.of([accepted], self.device)).logits_BTV[0]
-        return torch.cat([read_1V, root_1V, chain_KV])
 
 
 def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:

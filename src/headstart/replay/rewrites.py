@@ -207,8 +207,8 @@ def negative_half(x: Tensor, half: int) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
-    turned: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
-    return turned
+    out: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
+    return out
 
 
 # -- norms, gates and attention ----------------------------------------------------------------------------------------
