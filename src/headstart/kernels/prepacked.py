@@ -189,16 +189,15 @@ class PackedCopy:
         self._packed = packed = Packed(prepack(joined, self._int8), bias_O, changes, samples)
         return packed
 
-    def is_now(self, packed: Packed, tensors: Sequence[Tensor]) -> bool:
-        """Whether this is the latest copy, and the tensors are unchanged."""
-        return self._packed is packed and packed.changes == [_changes(tensor) for tensor in tensors]
-
-    def refresh(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        """Drop the copy if a row, a column or a bias has changed."""
-        if self._packed is not None:
-            pairs = zip(self._packed.samples, map(_sample, (*weights, *biases)), strict=True)
-            if not all(all(map(torch.equal, old, new)) for old, new in pairs):
+    def refresh(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Packed | None:
+        """Drop the copy if weights moved, or a row, a column or a bias has changed; return the current copy."""
+        packed, tensors = self._packed, [*weights, *biases]
+        if packed is not None:
+            pairs = zip(packed.samples, map(_sample, tensors), strict=True)
+            moved = packed.changes != [_changes(tensor) for tensor in tensors]
+            if moved or not all(all(map(torch.equal, old, new)) for old, new in pairs):
                 self._packed = None
+        return self._packed
 
 
 def copy_of(weight: Tensor, int8: bool = False) -> PackedCopy:

@@ -53,10 +53,9 @@ class MergedLinear:
         assert packed is not None, "recorded with weights that can be packed"
         return packed
 
-    def refresh(self, packed: Packed | None) -> bool:
-        """Drop a stale copy; return whether `packed` is still the current one."""
-        self._copy.refresh(self.weights, self._biases)
-        return packed is not None and self._copy.is_now(packed, self.tensors)
+    def refresh(self) -> Packed | None:
+        """Drop a stale copy; return the current one."""
+        return self._copy.refresh(self.weights, self._biases)
 
     def __call__(self, rows: Tensor, norm_I: Tensor | None, eps: float, gates: bool, added: Tensor | None) -> Tensor:
         """See `prepacked.product`."""

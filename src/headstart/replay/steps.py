@@ -217,10 +217,11 @@ class Weights:
 
     def refresh(self) -> None:
         """Drop stale copies, and the snapshot if weights moved or changed."""
-        snapshot = self._snapshot
-        packed, norms = (snapshot.packed, snapshot.norms) if snapshot else ({}, {})
-        current = [product.refresh(packed.get(product)) for product in self._products]
-        if not all(current) or any(norm.data_ptr() != kept.data_ptr() for norm, kept in norms.items()):
+        current, snapshot = {product: product.refresh() for product in self._products}, self._snapshot
+        if snapshot is not None and (
+            any(current[product] is not packed for product, packed in snapshot.packed.items())
+            or any(norm.data_ptr() != kept.data_ptr() for norm, kept in snapshot.norms.items())
+        ):
             self._snapshot = None
 
 
