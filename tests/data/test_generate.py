@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data.conversations import part_writer
+from headstart.data.conversations import building, part_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.masks import encode
-from headstart.data.conversations.parts import Part, TimeBudget
+from headstart.data.conversations.parts import TimeBudget
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
@@ -115,17 +115,17 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     prompts = prompt_file(tmp_path)
     whole = build_conversations(tiny_target, section(prompts), tmp_path / "whole")
     calls = 0
-    real = Part.write
+    real = building.write_batch
 
-    def dies(*arguments: Any) -> Part:
+    def dies(*arguments: Any, **more: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        return real(*arguments)
+        real(*arguments, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "write", dies)
+        patch.setattr(building, "write_batch", dies)
         with pytest.raises(KeyboardInterrupt):
             build_conversations(tiny_target, section(prompts), tmp_path / "cut")
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
@@ -177,7 +177,7 @@ def test_the_bar_ends_where_the_time_does(tiny_target: Target, tmp_path: Path, m
     assert set(totals) == {4 + 3 + 20}
     totals.clear()
     spent = property(lambda clock: clock._taken / 16 if clock._budget < math.inf else 0.0)
-    monkeypatch.setattr(TimeBudget, "share", spent)
+    monkeypatch.setattr(TimeBudget, "fraction_spent", spent)
     asked = section(prompts, conversations=20, batch_size=1, minutes=1000)
     build_conversations(tiny_target, asked, tmp_path / "some")
     assert totals[:7] == [27] * 7 and totals[7:23] == [4 + 3 + 16] * 16, "a sixteenth of the time for each"
@@ -342,7 +342,7 @@ def test_a_restart_parses_no_conversation_and_damaged_parts_are_named(
     loads = json.loads
 
     def noted(text: Any, *how: Any, **more: Any) -> Any:
-        parsed.append(text.count("tokens" if isinstance(text, str) else b"tokens"))
+        parsed.append(text.count('"tokens"' if isinstance(text, str) else b'"tokens"'))
         return loads(text, *how, **more)
 
     with monkeypatch.context() as patch:

@@ -86,11 +86,9 @@ class Import:
         self._folder, self.target = shards, target
         self._kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
         self._engine_layers = engine_layers(aux_layers, target)
-        unlike = list({tokens_key(item.tokens): item for item in conversations}.values())
+        unlike = {tokens_key(item.tokens): item for item in conversations}
         lacking = ShardIndex(shards, self._kind.owner).lacking(unlike, self._kind.aux_layers)
-        self._wanted = {
-            tokens_key(unlike[i].tokens): (unlike[i], layers) for layers, numbers in lacking.items() for i in numbers
-        }
+        self._wanted = {key: (unlike[key], layers) for layers, keys in lacking.items() for key in keys}
         self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
         self._bytes = self.taken = 0
         self.known = len(unlike) - len(self._wanted)
