@@ -91,7 +91,7 @@ def test_the_words_are_the_same_with_and_without(tiny_target: Target, tmp_path: 
 def test_states_that_memory_does_not_hold_are_computed_later(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.data.writing.writer._STATES_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.writing.in_process._STATES_SHARE", 0.0)
     splits = written(tiny_target, tmp_path, settings(tmp_path))
     assert not list((tmp_path / "shards").iterdir())
     assert len(store(tiny_target, tmp_path, splits)[1]) == 14

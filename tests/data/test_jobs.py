@@ -56,9 +56,9 @@ def test_an_output_belongs_to_one_process_until_it_is_done(tmp_path: Path) -> No
 
 def test_the_claim_of_a_killed_process_is_free(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib, threading\nfrom headstart.data.workers import claim\n"
-        f"held = claim(pathlib.Path({str(tmp_path)!r}), 'a', lambda: False)\n"
-        "print('held', flush=True)\nthreading.Event().wait()\n"
+        "import sys, pathlib, threading\nfrom headstart.support.lock import locked\n"
+        f"with locked(pathlib.Path({str(tmp_path)!r}), name='a.claim'):\n"
+        "    print('held', flush=True)\n    threading.Event().wait()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"

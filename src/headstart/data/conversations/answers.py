@@ -13,7 +13,7 @@ from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tok
 from headstart.data.prompts.loading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.writer import CANDIDATES, Continuation, RowStates, TurnCaches, Writer
+from headstart.data.writing.writer import CANDIDATES, Continuation, TurnCaches, Writer
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
@@ -119,17 +119,16 @@ class Answers:
             self._target.end_tokens,
             seed,
             check=self._check,
-            states=None if self._capture is None else RowStates(self._capture.aux_layers),
+            aux_layers=() if self._capture is None else self._capture.aux_layers,
             turns=turns,
         )
         answers = self._writer.continue_rows([row.tokens for row in asking], continuation)
-        states = {} if continuation.states is None else continuation.states.of_row
         for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
             row.answer(answer, self._target)
-            row.states = states.get(number, {})
+            row.states = continuation.states.get(number, {})
         return True
 
 

@@ -111,7 +111,7 @@ class ConversationBuild:
 
     Attributes:
         kept: conversations of each split, with as many `tokens`.
-        existing: batches at the start, by number.
+        batches: existing and written ones, by number; `existing` are the numbers at the start.
         asked: index after the last given prompt that was used.
     """
 
@@ -132,13 +132,14 @@ class ConversationBuild:
         self.split_of: dict[str, str] = {}  # by the key of an opening
         self._seen: set[str] = set()
         read = map(ConversationBatch.read, sorted(self.folder.glob("[0-9]*-*.jsonl")))
-        self.existing = {batch.number: batch for batch in read}
-        for batch in self.existing.values():
+        self.batches = {batch.number: batch for batch in read}
+        self.existing = frozenset(self.batches)
+        for batch in self.batches.values():
             for item in batch.conversations:
                 self.split_of.setdefault(item.opening, batch.split)
         self.asked, self._time_is_up = 0, False
         self._left_out = LeftOut()
-        used = max((batch.prompts[1] for batch in self.existing.values()), default=0)
+        used = max((batch.prompts[1] for batch in self.batches.values()), default=0)
         self._limit = used + sum(self.counts.values()) + settings.batch_size
         self._prompts = self._load() if settings.sources else Prompts([], LeftOut(), {})
 
@@ -174,6 +175,7 @@ class ConversationBuild:
 
     def keep(self, split: str, batch: ConversationBatch) -> None:
         """Keep the conversations that neither repeat an earlier one nor share an opening with another split."""
+        self.batches[batch.number] = batch
         for item in batch.conversations:
             if self.split_of.setdefault(item.opening, split) == split and item.asked not in self._seen:
                 self._seen.add(item.asked)
@@ -284,7 +286,8 @@ class _SplitWriter:
     def _begin(self, workers: Workers) -> bool:
         """Begin the first batch that no process writes, or plan the next one; return False if there is none."""
         for planned in self._pending:
-            if planned.number not in self._running and (held := self._claim(planned)) is not None:
+            is_missing = planned.batch is None and planned.number not in self._running
+            if is_missing and (held := self._claim(planned)) is not None:
                 self._submit(planned, held, workers)
                 return True
         if self._is_ended or (planned_next := self._plan()) is None:
@@ -308,15 +311,14 @@ class _SplitWriter:
     def _write(self, planned: _Planned, held: ExitStack, check: Callable[[], None]) -> None:
         build, began = self._build, time.perf_counter()
         with held:
-            number, split = planned.number, self._split
-            written = build.writer.write(split, number, planned.size, planned.prompts, check)
+            written = build.writer.write(self._split, planned.number, planned.size, planned.prompts, check)
             write_batch(
                 planned.file,
                 *written,
-                number=number,
-                split=split,
+                number=planned.number,
+                split=self._split,
                 prompts=planned.span,
-                seconds=time.perf_counter() - began,
+                seconds=round(time.perf_counter() - began, 3),
                 concurrent=max(1, len(claims(build.folder))),
             )
 
@@ -325,11 +327,11 @@ class _SplitWriter:
         build, settings, split = self._build, self._build.settings, self._split
         room = build.missing(split) - sum(planned.size for planned in self._pending)
         while room > 0:
-            if (batch := build.existing.get(self._number)) is not None:
+            if (batch := build.batches.get(self._number)) is not None:
                 self._number, self._start = self._number + 1, max(self._start, batch.prompts[1])
                 if batch.split == split:
-                    file = build.folder / batch.file
-                    return _Planned(batch.number, file, [], batch.prompts, len(batch.conversations), batch)
+                    file, size = build.folder / file_name(batch.number, split), len(batch.conversations)
+                    return _Planned(batch.number, file, [], batch.prompts, size, batch)
                 continue
             own_share, size = settings.self_share, min(settings.batch_size, room)
             if own_share:
@@ -342,7 +344,7 @@ class _SplitWriter:
             own = int(due * (self._number + 1)) - int(due * self._number)
             later = list[int]()  # first prompts of the batches after a gap
             if self._number < self._last:
-                later = [known.prompts[0] for number, known in build.existing.items() if number > self._number]
+                later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
             start, prompts = self._start, list[Prompt]()
             if own_share < 1:
                 prompts, self._start = build.prompts(split, start, size - own, min(later, default=None))

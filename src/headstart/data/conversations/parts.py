@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.loading import LeftOut
@@ -45,6 +45,10 @@ class Written(NamedTuple):
         return cls(file, line, len(item.tokens), sum(item.supervised), *keys)
 
 
+def file_name(number: int, split: str) -> str:
+    return f"{number:05d}-{split}.jsonl"
+
+
 @dataclass
 class ConversationBatch:
     """One batch of conversations of a split, with a number among the batches of all splits.
@@ -64,10 +68,6 @@ class ConversationBatch:
     left_out: LeftOut
 
     @property
-    def file(self) -> str:
-        return file_name(self.number, self.split)
-
-    @property
     def share(self) -> float:
         """Seconds of the run's time that the batch took."""
         return self.seconds / self.concurrent
@@ -78,43 +78,24 @@ class ConversationBatch:
         try:
             with file.open("rb") as handle:
                 about = json.loads(next(handle))
-            start, stop = map(int, about["prompts"])
-            conversations = [Written(file.name, line, *known) for line, known in enumerate(about["conversations"])]
-            time_taken = float(about["seconds"]), int(about["concurrent"])
-            left_out = LeftOut(*about["left_out"])
-            return cls(int(about["part"]), str(about["split"]), (start, stop), *time_taken, conversations, left_out)
+            del about["crc32"]
+            about["conversations"] = [Written(file.name, line, *row) for line, row in enumerate(about["conversations"])]
+            about["left_out"] = LeftOut(*about["left_out"])
+            return cls(**about)
         except (StopIteration, KeyError, TypeError, ValueError) as error:
             raise _no_batch(file, str(error)) from None
 
 
-def file_name(number: int, split: str) -> str:
-    return f"{number:05d}-{split}.jsonl"
-
-
-def write_batch(
-    file: Path,
-    conversations: Sequence[Conversation],
-    left_out: LeftOut,
-    *,
-    number: int,
-    split: str,
-    prompts: tuple[int, int],
-    seconds: float,
-    concurrent: int,
-) -> None:
-    """Write the file of a batch; see `ConversationBatch`."""
+def write_batch(file: Path, conversations: Sequence[Conversation], left_out: LeftOut, **about: Any) -> None:
+    """Write the file of a batch; `about` are the other attributes of `ConversationBatch`."""
     lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in conversations)
-    about = {
-        "part": number,
-        "split": split,
-        "prompts": prompts,
-        "seconds": round(seconds, 3),
-        "concurrent": concurrent,
+    described = {
+        **about,
         "conversations": [Written.of(item, file.name, line)[2:] for line, item in enumerate(conversations)],
         "left_out": [left_out.counts, left_out.examples],
         "crc32": zlib.crc32(lines.encode()),
     }
-    write_text(file, f"{json.dumps(about)}\n{lines}")
+    write_text(file, f"{json.dumps(described)}\n{lines}")
 
 
 def _no_batch(file: Path, reason: str) -> UserError:

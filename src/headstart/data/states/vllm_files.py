@@ -32,7 +32,7 @@ from headstart.errors import UserError
 from headstart.model.identity import dtype_name
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.servers.client import Endpoint, Later, Pool, Refused, or_refusal
+from headstart.servers.client import Endpoint, Later, Pool, Refused
 from headstart.servers.completions import Ask, served_by
 from headstart.support.files import need_disk
 
@@ -241,7 +241,7 @@ def take_from_servers(
 
     pool = Pool(urls, requests or _REQUESTS * len(urls), _RESTART)
     try:
-        with closing(pool.answers(len(waiting), or_refusal(ask))) as files:
+        with closing(pool.answers(len(waiting), ask)) as files:
             for number, file in files:
                 done += len(waiting[number].tokens)
                 advance(done, total)
