@@ -36,7 +36,7 @@ from headstart.adapt.options import AdaptOptions
 from headstart.adapt.update import Update
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
 from headstart.data.prompts.questions import read_questions
-from headstart.data.prompts.sources import drawn
+from headstart.data.prompts.sources import shuffled
 from headstart.data.served.log import PLAN, RequestLog, Served, segments
 from headstart.data.served.reading import as_conversation
 from headstart.errors import UserError
@@ -57,7 +57,7 @@ _WISHES = (
     *("", " Use a loop.", " Add a comment.", " Show how it is called.", " Use a stream.", " Write a whole class."),
     *(" Handle empty input.",),
 )
-SHIFTED = drawn(
+SHIFTED = shuffled(
     [f"Write a Java method that {verb} {thing}.{wish}" for wish, verb, thing in product(_WISHES, _VERBS, _THINGS)],
     seed=0,
 )

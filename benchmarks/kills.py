@@ -169,7 +169,7 @@ def disturbed(folder: Path, recipe: Path, command: Sequence[str], moment: float)
 def made(folder: Path) -> dict[str, int]:
     """What is finished of the artifacts: each file with its time. Checkpoints give way to newer ones by themselves."""
     root = folder / "runs" / "artifacts"
-    kinds = ("conversations/*/parts/*.jsonl", "states/*/shard-*.safetensors", "heads/*/result.json")
+    kinds = ("conversations/*/batches/*.jsonl", "states/*/shard-*.safetensors", "heads/*/result.json")
     return {str(file.relative_to(root)): file.stat().st_mtime_ns for pattern in kinds for file in root.glob(pattern)}
 
 
@@ -177,9 +177,9 @@ def compare(calm: Path, killed: Path) -> dict[str, int]:
     """What was made twice under kills, the reports, and heads that are not those of the undisturbed runs."""
     twice = 0
     for folder in (killed / "runs" / "artifacts" / "conversations").iterdir():
-        numbers = Counter(file.name.partition("-")[0] for file in (folder / "parts").glob("[0-9]*.jsonl"))
+        numbers = Counter(file.name.partition("-")[0] for file in (folder / "batches").glob("[0-9]*.jsonl"))
         asked = Counter(
-            json.loads(line)["id"] for file in (folder / "parts").glob("[0-9]*.jsonl") for line in _rows(file)
+            json.loads(line)["id"] for file in (folder / "batches").glob("[0-9]*.jsonl") for line in _rows(file)
         )
         twice += sum(count > 1 for count in [*numbers.values(), *asked.values()])
     held: Counter[tuple[str, str]] = Counter()

@@ -183,7 +183,7 @@ for run in ("tiny", "hydra", "eagle3"):
     (report := pathlib.Path("runs", run, "report")).mkdir(exist_ok=True)
     (report / "report.html").write_text("")
 root = pathlib.Path("runs/artifacts")
-(parts := root / "conversations" / "a" / "parts").mkdir(parents=True, exist_ok=True)
+(parts := root / "conversations" / "a" / "batches").mkdir(parents=True, exist_ok=True)
 (part := parts / "00000-train.jsonl").exists() or part.write_text('{}\\n{"id": "0"}\\n')
 (states := root / "states" / "a").mkdir(parents=True, exist_ok=True)
 shard = states / "shard-0.safetensors"

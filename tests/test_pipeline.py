@@ -254,7 +254,7 @@ def test_heads_that_are_there_are_found_without_a_record(
     shutil.rmtree(folder / "stages")
     monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.batch_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     monkeypatch.setattr("headstart.pipeline.head_stages.tune", lambda *_: pytest.fail("tuned again"))
@@ -278,7 +278,7 @@ def test_what_changes_nothing_costs_nothing(
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.batch_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     execute(quiet(folder, changed(recipe, **change)), STAGES)
@@ -344,7 +344,7 @@ def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.batch_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
     heads = parse_heads({"family": "hydra", "num_heads": 2})
@@ -502,7 +502,7 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     recipe, folder = copied
     stored = (folder / "train").resolve()
     monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
+        "headstart.data.conversations.batch_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))

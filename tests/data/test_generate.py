@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data.conversations import building, part_writer
+from headstart.data.conversations import batch_writer, building
+from headstart.data.conversations.batches import TimeBudget
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.masks import encode
-from headstart.data.conversations.parts import TimeBudget
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
@@ -128,7 +128,7 @@ def test_an_interrupted_run_continues_and_gives_the_same(
         patch.setattr(building, "write_batch", dies)
         with pytest.raises(KeyboardInterrupt):
             build_conversations(tiny_target, section(prompts), tmp_path / "cut")
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "batches").glob("*.jsonl")}
     assert len(written) == 3
     assert everything(build_conversations(tiny_target, section(prompts), tmp_path / "cut")) == everything(whole)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "whole parts are not written again"
@@ -137,7 +137,7 @@ def test_an_interrupted_run_continues_and_gives_the_same(
 def test_parts_are_only_ever_added(tiny_target: Target, tmp_path: Path) -> None:
     """Also when one was moved away, and when the size of batches changes."""
     prompts = prompt_file(tmp_path, 60)
-    parts = tmp_path / "data" / "parts"
+    parts = tmp_path / "data" / "batches"
     build_conversations(tiny_target, section(prompts), tmp_path / "data")
     written = {path.name: path.read_bytes() for path in parts.glob("*.jsonl")}
     moved = sorted(written)[2]
@@ -349,12 +349,12 @@ def test_a_restart_parses_no_conversation_and_damaged_parts_are_named(
         patch.setattr(json, "loads", noted)
         splits = build_conversations(tiny_target, data, folder)
     assert sum(parsed) == 0 and everything(splits) == before
-    part = sorted((folder / "parts").glob("*-train.jsonl"))[0]
+    part = sorted((folder / "batches").glob("*-train.jsonl"))[0]
     part.write_text(part.read_text()[:-9])
-    with pytest.raises(UserError, match=rf"{part.name} is not a part of conversations .it is damaged.*Move it away"):
+    with pytest.raises(UserError, match=rf"{part.name} is not a batch of conversations .it is damaged.*Move it away"):
         build_conversations(tiny_target, data, folder)
     part.write_text("{}\n")
-    with pytest.raises(UserError, match=rf"{part.name} is not a part of conversations"):
+    with pytest.raises(UserError, match=rf"{part.name} is not a batch of conversations"):
         build_conversations(tiny_target, data, folder)
 
 
@@ -375,11 +375,11 @@ def test_a_prompt_of_another_split_costs_no_further_batch(
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 40, "heldout": 8, "validation": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
     assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [8, 8, 40]
-    assert [path.name for path in (tmp_path / "data" / "parts").glob("*-validation*")] == ["00001-validation.jsonl"]
+    assert [path.name for path in (tmp_path / "data" / "batches").glob("*-validation*")] == ["00001-validation.jsonl"]
 
 
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:

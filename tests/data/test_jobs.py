@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 
 from headstart.data.conversations.answers import Answers
+from headstart.data.conversations.batch_writer import BatchWriter
 from headstart.data.conversations.building import ConversationBuild, Splits, build_conversations
-from headstart.data.conversations.part_writer import PartWriter
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import Capture, StateKind, Work, build_store, compute_states
 from headstart.data.workers import claim, claims, clear_claims
@@ -102,7 +102,7 @@ def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parts_of(folder: Path) -> dict[str, list[str]]:
     """Each batch without the line that holds its time."""
-    return {file.name: file.read_text().splitlines()[1:] for file in (folder / "parts").glob("*.jsonl")}
+    return {file.name: file.read_text().splitlines()[1:] for file in (folder / "batches").glob("*.jsonl")}
 
 
 def written(target: Target, folder: Path, data: DataSection, shards: Path) -> Splits:
@@ -133,7 +133,7 @@ def beside(work: Callable[[], object]) -> Iterator[list[BaseException]]:
 class Turns:
     """Makes one process wait at its work until the other one has done some.
 
-    `PartWriter` objects tell the processes apart: their work runs in threads of a pool.
+    `BatchWriter` objects tell the processes apart: their work runs in threads of a pool.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +141,9 @@ class Turns:
         self.helper: ConversationBuild | None = None
         self.error: BaseException | None = None
         self.numbers: dict[str, list[int]] = {"helper": [], "main": []}
-        own = PartWriter.write
+        own = BatchWriter.write
 
-        def write(writer: PartWriter, split: str, number: int, *arguments: Any) -> Any:
+        def write(writer: BatchWriter, split: str, number: int, *arguments: Any) -> Any:
             helps = self.helper is not None and writer is self.helper.writer
             self.numbers["helper" if helps else "main"].append(number)
             if helps and split == "train" and self.error is not None:
@@ -156,7 +156,7 @@ class Turns:
                 self.helped.set()
             return result
 
-        monkeypatch.setattr(PartWriter, "write", write)
+        monkeypatch.setattr(BatchWriter, "write", write)
 
 
 @pytest.mark.usefixtures("some_unfit")
@@ -177,7 +177,7 @@ def test_batches_of_two_processes_are_those_of_one(
     assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in (tmp_path / "b").iterdir()}
     both = turns.numbers["helper"] + turns.numbers["main"]
     assert len(both) == len(set(both)) == len(parts_of(folder)), "no batch is written twice"
-    assert not claims(folder / "parts")
+    assert not claims(folder / "batches")
 
 
 def test_the_batch_of_a_process_that_fails_is_written_by_another(
@@ -202,7 +202,7 @@ def test_batches_that_were_finished_early_survive_a_kill(tiny_target: Target, tm
     folder = tmp_path / "killed"
     build_conversations(tiny_target, data, folder)
     before = {}
-    for file in (folder / "parts").glob("*.jsonl"):
+    for file in (folder / "batches").glob("*.jsonl"):
         if int(file.name[:5]) in kept:
             before[file] = file.stat().st_mtime_ns
         else:
@@ -222,7 +222,7 @@ def test_a_time_budget_ends_all_processes(tiny_target: Target, tmp_path: Path, m
     with beside(turns.helper.write) as raised:
         together = build_conversations(tiny_target, data, folder)
     assert not raised and len(together.train) == 4
-    assert len(list((folder / "parts").glob("*-train.jsonl"))) == 1
+    assert len(list((folder / "batches").glob("*-train.jsonl"))) == 1
 
 
 def items(target: Target, tmp_path: Path) -> list[Conversation]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations import part_writer
+from headstart.data.conversations import batch_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import begun_at, identity, pinned
 from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
@@ -110,7 +110,7 @@ def test_the_target_writes_its_share_of_a_mixture(
         asked.append(count)
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 20, "heldout": 4, "validation": 8, "max_new_tokens": 8, "batch_size": 8}
     few = {"source": write(tmp_path / "few.jsonl", *(f"a {i}" for i in range(16))), "weight": 3}
     data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
@@ -132,13 +132,13 @@ def test_shares_of_less_than_a_prompt_add_up_also_after_an_interruption(
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 40, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": batch_size}
     given = {"source": write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(60))), "weight": 9}
     data = DataSection.model_validate({"prompts": [given, "self"], **sizes})
     splits = build_conversations(tiny_target, data, tmp_path / "data")
     assert 3 <= sum(item.category == "own" for item in splits.train) <= 5
-    for file in sorted((tmp_path / "data" / "parts").glob("*.jsonl"))[7:]:
+    for file in sorted((tmp_path / "data" / "batches").glob("*.jsonl"))[7:]:
         file.unlink()
     assert everything(build_conversations(tiny_target, data, tmp_path / "data")) == everything(splits)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headstart.data.conversations import part_writer
+from headstart.data.conversations import batch_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import identity
 from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
@@ -77,7 +77,7 @@ def test_they_are_left_out_of_self_prompts(
         asked = ["What is 2 + 2?", *(f"Question {seed} {i}" for i in range(1, count))]
         return [(text, "why") for text in asked]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}
     for excluded in ((), (questions,)):
         data = DataSection.model_validate({**sizes, "exclude": excluded})

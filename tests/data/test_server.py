@@ -637,7 +637,7 @@ class TestConversations:
         section = self.section(tmp_path, server=fake.url, server_requests=1)
         with pytest.raises(UserError, match="goes on from there"):
             build_conversations(tiny_target, section, tmp_path / "cut")
-        parts = list((tmp_path / "cut" / "parts").glob("*.jsonl"))
+        parts = list((tmp_path / "cut" / "batches").glob("*.jsonl"))
         answered = sum(any(item.supervised) for part in parts for item in of_part(part))
         assert 0 < answered < 8
         before = len(fake.bodies)

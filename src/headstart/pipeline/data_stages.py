@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,9 @@ def _conversations(run: Run) -> Outcome:
             refer(run.folder, "states", states)
     with held(made, run.console) as path:
         refer(run.folder, "conversations", made)
+        data, (max_tokens, capture) = pinned(data, made.identity), _limit_and_capture(run)
         splits = build_conversations(
-            target, pinned(data, made.identity), folder, run.console, shared=path, **_limit_and_capture(run)
+            target, data, folder, run.console, shared=path, max_tokens=max_tokens, capture=capture
         )
     questions = [
         {
@@ -200,13 +202,13 @@ def _conversations_artifact(run: Run, slug: str = "") -> Artifact:
     return artifact(run.folder, "conversations", slug, identity(run.described, settings))
 
 
-def _limit_and_capture(run: Run) -> dict[str, Any]:
-    """Return the token limit of the conversations, as hidden states beyond the byte budget are unused, and a sink."""
+def _limit_and_capture(run: Run) -> tuple[float, Capture | None]:
+    """Return how many tokens have states within the byte budget, and the sink of these states."""
     data = run.recipe.data
     if data.online:
-        return {}
+        return math.inf, None
     capture = Capture(states_artifact(run).folder, run.described, aux_layers(run), data.states_dtype)
-    return {"max_tokens": 1e9 * data.cache_gigabytes / _token_bytes(run), "capture": capture}
+    return 1e9 * data.cache_gigabytes / _token_bytes(run), capture
 
 
 def help_with_data(run: Run, done: set[str]) -> None:
@@ -218,8 +220,9 @@ def help_with_data(run: Run, done: set[str]) -> None:
     if path is not None and not data.server and "conversations" not in done:
         made = _conversations_artifact(run)
         if made.folder == path:
-            limits = _limit_and_capture(run)
-            ConversationBuild(run.described, pinned(data, made.identity), path, **limits).write()
+            max_tokens, capture = _limit_and_capture(run)
+            settings = pinned(data, made.identity)
+            ConversationBuild(run.described, settings, path, max_tokens=max_tokens, capture=capture).write()
             done.add("conversations")
     if not data.online and "states" not in done and run.whole_record("conversations") is not None:
         budget = int(data.cache_gigabytes * 1e9)

@@ -23,8 +23,8 @@ from pathlib import Path
 from rich.console import Console
 
 from headstart.data.conversations.answers import KeepsStates
-from headstart.data.conversations.part_writer import SPLITS, PartWriter
-from headstart.data.conversations.parts import (
+from headstart.data.conversations.batch_writer import SPLITS, BatchWriter
+from headstart.data.conversations.batches import (
     CLOCKS,
     ConversationBatch,
     TimeBudget,
@@ -97,8 +97,9 @@ def build_conversations(
             f"No training conversation could be written. {build.left_out.notice}".strip(),
             "Give more prompts or minutes, or lower data.heldout and data.validation.",
         )
-    for notice in build.notices() if console is not None else ():
-        tell(console, f"    {notice}")
+    if console is not None:
+        for notice in build.notices():
+            tell(console, f"    {notice}")
     clear_claims(build.folder)
     for split, conversations in build.kept.items():
         write_split(folder / f"{split}.jsonl", build.folder, conversations)
@@ -107,7 +108,7 @@ def build_conversations(
 
 
 class ConversationBuild:
-    """Batches of conversations in the folder `parts` of `shared`, existing and missing ones; see the module docstring.
+    """Existing and missing batches of conversations in the folder `batches` of `shared`; see the module docstring.
 
     Attributes:
         kept: conversations of each split, with as many `tokens`.
@@ -124,8 +125,8 @@ class ConversationBuild:
         max_tokens: float = math.inf,
         capture: KeepsStates | None = None,
     ) -> None:
-        self.settings, self.folder, self._max_tokens = settings, shared / "parts", max_tokens
-        self.writer = PartWriter(target, settings, capture)
+        self.settings, self.folder, self._max_tokens = settings, shared / "batches", max_tokens
+        self.writer = BatchWriter(target, settings, capture)
         self.counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
         self.kept: dict[str, list[Written]] = {split: [] for split in SPLITS}
         self.tokens = dict.fromkeys(SPLITS, 0)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,16 +166,19 @@ def compute_states(
         index.update()
         return index.lacking([key for key in group if key not in lost], kind.aux_layers)
 
+    def is_done(group: Sequence[str]) -> bool:
+        return not missing(group)
+
     while waiting:
         claimed_elsewhere = []
         for group in waiting:
             name = hashlib.sha256(" ".join([kind.owner, *group]).encode()).hexdigest()[:16]
-            if missing(group) and (held := claim(shards, name, lambda group=group: not missing(group))) is not None:
+            if not is_done(group) and (held := claim(shards, name, partial(is_done, group))) is not None:
                 with held:
                     for layers, keys in missing(group).items():
                         of_layers = replace(kind, aux_layers=layers)
                         lost |= _compute_shard(of_layers, shards, {key: rows[key] for key in keys}, work.batch_tokens)
-            if missing(group):
+            if not is_done(group):
                 claimed_elsewhere.append(group)
                 continue
             done += sum(len(rows[key]) for key in group)

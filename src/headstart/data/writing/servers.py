@@ -43,7 +43,7 @@ class Servers:
             urls,
             requests,
             "See whether the server runs and data.server is its address; then the same command goes on from there: "
-            "finished parts are kept.",
+            "finished batches are kept.",
         )
 
     @cached_property

@@ -23,7 +23,7 @@ SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversati
 """Splits in writing order, each with the setting for its number of conversations."""
 
 
-class PartWriter:
+class BatchWriter:
     """Writer of batches; `capture` takes hidden states."""
 
     def __init__(self, target: Target, settings: DataSection, capture: KeepsStates | None = None) -> None:

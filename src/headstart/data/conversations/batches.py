@@ -99,7 +99,7 @@ def write_batch(file: Path, conversations: Sequence[Conversation], left_out: Lef
 
 
 def _no_batch(file: Path, reason: str) -> UserError:
-    return UserError(f"{file} is not a part of conversations ({reason}).", "Move it away; headstart writes a new one.")
+    return UserError(f"{file} is not a batch of conversations ({reason}).", "Move it away; headstart writes a new one.")
 
 
 def write_split(file: Path, folder: Path, chosen: Sequence[Written]) -> None:
