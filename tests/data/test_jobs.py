@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -41,14 +43,23 @@ def never() -> bool:
     return False
 
 
-def test_an_output_belongs_to_one_process_until_it_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_an_output_belongs_to_one_process_until_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "lockf", refuse)
     held = claim(tmp_path, "a", never)
     assert held is not None and claim(tmp_path, "a", never) is None
     other = claim(tmp_path, "b", never)
     assert other is not None and len(claims(tmp_path)) == 2
     for one in (held, other):
         one.close()
-    assert not claims(tmp_path)
+    assert not list(tmp_path.iterdir())
     with claim(tmp_path, "a", never) or pytest.fail("still claimed"):
         pass
     assert claim(tmp_path, "a", lambda: True) is None and not claims(tmp_path)
