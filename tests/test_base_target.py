@@ -90,7 +90,7 @@ def test_chats_are_left_out_and_counted_and_alone_refused(base: Target, tmp_path
 
 def test_the_length_of_beginnings_is_part_of_its_identity_alone(base: Target, tiny_target: Target) -> None:
     def of(target: Target, count: int) -> dict[str, Any]:
-        return identity(target, DataSection(prefix_tokens=count).model_dump(mode="json"))
+        return identity(target, DataSection(prefix_tokens=count))
 
     assert of(base, 64) != of(base, 32)
     assert of(tiny_target, 64) == of(tiny_target, 32)

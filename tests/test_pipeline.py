@@ -315,7 +315,7 @@ def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Reci
     assert longer.startswith(text) and len(longer.splitlines()) == 20
     assert kept(before)
     made = [file for file in files_under(folder.parent / "artifacts") if file not in before]
-    assert sorted(file.name.partition("-")[0] for file in made if file.parent.name == "parts") == ["00005", "00006"]
+    assert sorted(file.name.partition("-")[0] for file in made if file.parent.name == "batches") == ["00005", "00006"]
     # Fewer use a part of them, and those of before are what was trained on before.
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "data" / "conversations" / "train.jsonl").read_text() == text
@@ -332,7 +332,7 @@ def test_a_revision_that_is_no_longer_asked_for_is_left(
         execute(quiet(folder, tiny_recipe(tmp_path, tiny_target_folder, data=data)), stages_until("conversations"))
         known = referred(folder, "conversations")
         assert known is not None
-        return str(read_note(known)["revision"])
+        return str(read_note(known)["prompts"][0]["commit"])
 
     assert [commit("v1"), commit("v1"), commit(None)] == [OLD, OLD, NEW]
     honest = hub.info

@@ -121,8 +121,8 @@ def test_the_target_writes_its_share_of_a_mixture(
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]
     assert asked == [2, 3, 3, 8, 8], "a few more than wanted beside given ones, whole batches without"
-    written = identity(tiny_target, data.model_dump(mode="json"))
-    assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}).model_dump(mode="json"))
+    written = identity(tiny_target, data)
+    assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -177,7 +177,7 @@ def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
 
 def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     def of(*given: dict[str, Any]) -> dict[str, Any]:
-        settings = DataSection.model_validate({"prompts": list(given)}).model_dump(mode="json")
+        settings = DataSection.model_validate({"prompts": list(given)})
         return identity(tiny_target, settings)
 
     one, other = sources
@@ -191,24 +191,19 @@ def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: 
     assert same != of(one, other)
 
 
-def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
+def test_the_identity_has_only_settings_that_apply(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     for prompts in ("self", sources[0]["source"]):
-        now = DataSection(prompts=prompts).model_dump(mode="json")
-        before = {
-            key: now[key] for key in now.keys() - {"prefix_tokens", "chat_template_kwargs", "exclude", "writing_dtype"}
+        known = identity(tiny_target, DataSection(prompts=prompts))
+        assert known.keys() - {"seed_prompts" if prompts == "self" else "regenerate"} == {
+            *("version", "target", "settings", "dtype", "vocabulary", "ends", "template", "prompts"),
+            *("max_prompt_tokens", "max_new_tokens", "temperature", "sampled_fraction", "seed"),
         }
-        known = identity(tiny_target, before)
-        assert identity(tiny_target, now) == known
-        own = {"seed_prompts"} if prompts == "self" else {"split", "regenerate", "tools"}
-        assert known.keys() - own == {
-            *("version", "target", "settings", "dtype", "vocabulary", "ends", "template", "prompts", "configuration"),
-            *("revision", "max_prompt_tokens", "max_new_tokens", "temperature", "sampled_fraction", "seed"),
-        }
+        assert known == identity(tiny_target, DataSection(prompts=(PromptSource(source=prompts),)))
 
 
 def test_answers_in_8_bits_are_others_unless_a_server_writes_them(tiny_target: Target) -> None:
     def known(**settings: Any) -> dict[str, Any]:
-        return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
+        return identity(tiny_target, DataSection.model_validate(settings))
 
     assert known(writing_dtype="int8") != known() == known(writing_dtype="auto")
     server = "http://localhost:8000"
@@ -222,15 +217,15 @@ def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPa
         lambda source, revision: Origin(source, commit=revision or newest),
     )
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
-    settings = data.model_dump(mode="json")
+    settings = data
     begun = identity(tiny_target, settings)
     fixed = pinned(data, begun)
     assert [one.revision for one in fixed.sources] == ["1" * 40, "2" * 40]
     newest = "3" * 40
     assert identity(tiny_target, settings) != begun
     assert identity(tiny_target, begun_at(settings, begun)) == begun
-    other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b"))).model_dump(mode="json")
-    assert [one["revision"] for one in begun_at(other, begun)["prompts"]] == [None, "2" * 40]
+    other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b")))
+    assert [one.revision for one in begun_at(other, begun).sources] == [None, "2" * 40]
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_the_identity_follows_the_questions_and_not_where_they_lie(
     questions: str, tiny_target: Target, tmp_path: Path
 ) -> None:
     def of(**settings: Any) -> dict[str, Any]:
-        return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
+        return identity(tiny_target, DataSection.model_validate(settings))
 
     copy = tmp_path / "copy.jsonl"
     copy.write_text(Path(questions).read_text())

@@ -772,7 +772,7 @@ class TestConversations:
         self, tiny_target: Target, tmp_path: Path
     ) -> None:
         def known(**more: Any) -> dict[str, Any]:
-            return identity(tiny_target, self.section(tmp_path, **more).model_dump(mode="json"))
+            return identity(tiny_target, self.section(tmp_path, **more))
 
         assert not {"server", "server_requests"} & known().keys(), "what was written before has no such words"
         assert known(server_requests=3) == known()

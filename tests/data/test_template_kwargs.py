@@ -76,7 +76,7 @@ def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: p
 
 def test_they_are_part_of_the_identity_when_set(switched: Target) -> None:
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        return identity(switched, DataSection(chat_template_kwargs=values).model_dump(mode="json"))
+        return identity(switched, DataSection(chat_template_kwargs=values))
 
     assert "chat_template_kwargs" not in of({})
     assert of(QUIET) == {**of({}), "chat_template_kwargs": QUIET} != of({"enable_thinking": True})

@@ -196,10 +196,9 @@ def _conversations(run: Run) -> Outcome:
 
 def _conversations_artifact(run: Run, slug: str = "") -> Artifact:
     """Return the artifact of the recipe's conversations, at the Hub commits that the run began with."""
-    settings = run.recipe.data.model_dump(mode="json")
-    if (known := referred(run.folder, "conversations")) is not None:
-        settings = begun_at(settings, read_note(known))
-    return artifact(run.folder, "conversations", slug, identity(run.described, settings))
+    known = referred(run.folder, "conversations")
+    data = begun_at(run.recipe.data, {} if known is None else read_note(known))
+    return artifact(run.folder, "conversations", slug, identity(run.described, data))
 
 
 def _limit_and_capture(run: Run) -> tuple[float, Capture | None]:
