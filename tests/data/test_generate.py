@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from rich.console import Console
 from tokenizers import decoders
 
 from headstart.data.conversations import batch_writer, building
-from headstart.data.conversations.batches import TimeBudget
+from headstart.data.conversations.batches import ConversationBatch, TimeBudget
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.masks import encode
 from headstart.data.prompts import self_prompts
+from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
 from headstart.data.writing.writer import Continuation
@@ -161,6 +163,22 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     shown = io.StringIO()
     build_conversations(tiny_target, section(short.prompts), tmp_path / "data", Console(file=shown, width=200))
     assert "spent" not in shown.getvalue(), "without a budget"
+
+
+def test_the_time_of_earlier_sessions_counts_once_for_batches_written_at_once(tmp_path: Path) -> None:
+    """Two batches of half a minute that were written side by side took half a minute of the budget."""
+    batches = [ConversationBatch(number, "train", (0, 0), 30.0, 2, [], LeftOut()) for number in range(9)]
+
+    def taken(minutes: float | None) -> int:
+        clock = TimeBudget(minutes, tmp_path / "clocks.json")
+        count = sum(clock.takes(batch, is_new=False) for batch in batches)
+        clock.stop()
+        return count
+
+    assert taken(1.0) == 4 and taken(None) == 9
+    batches[:] = [replace(batch, seconds=90.0) for batch in batches]
+    assert taken(1.0) == 4, "a budget ends where it ended before"
+    assert taken(2.0) == 3
 
 
 def test_the_bar_ends_where_the_time_does(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,8 +163,9 @@ def compute_states(
     done = 0
 
     def missing(group: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-        index.update()
-        return index.lacking([key for key in group if key not in lost], kind.aux_layers)
+        if index.lacking(finite := [key for key in group if key not in lost], kind.aux_layers):
+            index.update()
+        return index.lacking(finite, kind.aux_layers)
 
     def is_done(group: Sequence[str]) -> bool:
         return not missing(group)
