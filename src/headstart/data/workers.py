@@ -1,4 +1,4 @@
-"""Worker threads of one process, and claims by which several processes share work on one file system.
+"""Worker threads of one process, and claims on outputs that several processes write to one file system.
 
 On a CPU two workers with half of the threads each write 1.3 times as many tokens as one worker with all threads: most
 operations of a generation step are too small for many threads.

@@ -101,7 +101,7 @@ class Endpoint:
     def send(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
     ) -> httpx.Response:
-        """Send a request with a JSON body; return the reply with any status, or raise `Later` if there is none."""
+        """Send a request with a JSON body; return the reply with any status, or raise `Later` without a reply."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
@@ -282,7 +282,7 @@ class Pool:
             with self._lock:
                 now = monotonic()
                 working = any(not endpoint.failures for endpoint in self._endpoints)
-                # While others work, a failed one is probed with one request at a time.
+                # While other servers work, a failed one gets one probe at a time.
                 ready = [
                     endpoint
                     for endpoint in self._endpoints

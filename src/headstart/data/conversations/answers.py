@@ -47,7 +47,7 @@ class Answers:
     ) -> list[Conversation]:
         """Answer every user turn of each prompt of a batch, shortest prompts first.
 
-        Prompts with answers keep them when `regenerate` is off; `sampled_fraction` of the others are answered at
+        Given answers are kept when `regenerate` is off; `sampled_fraction` of the remaining prompts are answered at
         temperature 1. `left_out` counts dropped conversations, turns and ends of answers.
         """
         settings = self._settings
@@ -74,7 +74,7 @@ class Answers:
         return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *written]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
-        """Return prompts without answers; count the ones the chat template refuses."""
+        """Return prompts without answers; count prompts that the chat template refuses."""
         return _fitting(prompts, lambda prompt: _unanswered(prompt, self._target.tokenizer), left_out)
 
     def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
@@ -135,7 +135,7 @@ class Answers:
 def _fitting(
     prompts: Sequence[Prompt], read: Callable[[Prompt], Conversation], left_out: LeftOut
 ) -> list[Conversation]:
-    """Return the conversations of prompts that fit the chat template; count the others."""
+    """Return the conversations of prompts that fit the chat template; count misfits."""
     fitting = []
     for prompt in prompts:
         try:

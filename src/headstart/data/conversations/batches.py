@@ -132,7 +132,7 @@ class TimeBudget:
         self.ended = False
 
     def takes(self, batch: ConversationBatch, is_new: bool) -> bool:
-        """Count a batch, and tell whether it is within the budget: it is new, its midpoint is, or it was before."""
+        """Count a batch if it is within the budget: it is new, its midpoint fits, or it was counted before."""
         if is_new:
             taken = True
         elif self._key in self._ends:

@@ -111,7 +111,7 @@ class ConversationBuild:
     """Existing and missing batches of conversations in the folder `batches` of `shared`; see the module docstring.
 
     Attributes:
-        kept: conversations of each split, with as many `tokens`.
+        kept: conversations of each split; `tokens` counts their tokens.
         batches: existing and written ones, by number; `existing` are the numbers at the start.
         asked: index after the last given prompt that was used.
     """
@@ -247,9 +247,9 @@ class _Planned:
 
 
 class _SplitWriter:
-    """The batches of one split: the plan, the ones that this process writes, and the ones of other processes.
+    """Planner and writer of one split's batches, beside other processes.
 
-    `pending` holds planned batches in order until they are yielded; `running` holds those being written here.
+    `pending` holds planned batches in order until they are yielded; `running` holds futures of batches written here.
     """
 
     def __init__(self, build: ConversationBuild, split: str, count: int, clock: TimeBudget) -> None:
@@ -285,7 +285,7 @@ class _SplitWriter:
                     return
 
     def _begin(self, workers: Workers) -> bool:
-        """Begin the first batch that no process writes, or plan the next one; return False if there is none."""
+        """Begin the first planned batch that no process writes, else plan another; return False if nothing is to do."""
         for planned in self._pending:
             is_missing = planned.batch is None and planned.number not in self._running
             if is_missing and (held := self._claim(planned)) is not None:

@@ -47,7 +47,7 @@ _REMEDIES = {
 _CHARACTERS_PER_TOKEN = 64
 """Upper bound, so that only the start of a long text is tokenised."""
 _TRIES = 1000
-"""Rows at the start of a source after which it is given up if all are of unusable shape."""
+"""Give up a source if this many rows at its start all have an unusable shape."""
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class LeftOut:
 
     @property
     def remedies(self) -> str:
-        """Known remedies, the one for the most frequent reason first."""
+        """Known remedies, by frequency of their reasons."""
         ordered = sorted(self.counts, key=lambda reason: -self.counts[reason])
         found = [next((do for why, do in _REMEDIES.items() if re.search(why, reason)), "") for reason in ordered]
         return "; ".join(dict.fromkeys(filter(None, found)))

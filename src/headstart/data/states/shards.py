@@ -191,7 +191,7 @@ def compute_states(
 
 
 def _compute_shard(kind: StateKind, shards: Path, rows: Mapping[str, Sequence[int]], batch_tokens: int) -> set[str]:
-    """Compute and write a shard of rows, longest first; return the keys of those with non-finite states."""
+    """Compute and write a shard of rows, longest first; return the keys of rows with non-finite states."""
     keys, texts = list(rows), list(rows.values())
     states: dict[int, dict[int, Tensor]] = {}
     for batch in _batches(range(len(texts)), list(map(len, texts)), batch_tokens):

@@ -199,7 +199,7 @@ class Import:
 
 
 def final_norm(target: Target) -> nn.Module:
-    """Find the norm between the last layer's output and the final state; a UserError if there is none."""
+    """Find the norm between the last layer's output and the final state; a UserError without one."""
     (states,) = target.hidden_states([[0, 1]], [target.num_layers, FINAL])
     module: nn.Module
     for module in target.decoder.children():

@@ -188,7 +188,7 @@ class _Batch:
         self._store(self._alive, [0] * len(self._rows), of_all)
 
     def _prefill(self, start: int, stop: int) -> Tensor:
-        """Prefill the uncached tokens of these cache rows; return their last logits [B, V]."""
+        """Prefill the uncached tokens of some cache rows; return the last logits [B, V]."""
         self._continuation.check()
         part, rows = self._cache.part(start, stop), self._alive[start:stop]
         before = list(part.lengths)
@@ -237,7 +237,7 @@ class _Batch:
             batch_BTE[rows_B1, index_BT] = states[layer].to(batch_BTE)
 
     def _keep_turns(self, indices: Iterable[int]) -> None:
-        """Keep the caches of these rows if another turn may follow."""
+        """Keep these rows' caches if another turn may follow."""
         turns = self._continuation.turns
         if turns is None:
             return
