@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import walk
-from headstart.decode.verify import accept_or_draw
+from headstart.decode.verify import accept_or_draw, walk
 from headstart.tree.tree import Tree, TreeBatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,7 +261,7 @@ def budget() -> Drawing:
 
 
 def shift() -> Drawing:
-    """What heads are worth while the traffic shifts and shifts back, as `benchmarks/adapting.py` found."""
+    """Draw the tokens per round of heads while traffic shifts and shifts back, from `results/adapting.json`."""
     drawing = Drawing("Tokens a round while requests shift to a kind that training never saw, and back again.")
     results, updates = _results("adapting"), _results("adapting_updates")["rows"]
     rows, end = results["rows"], sum(results["settings"]["phases"]) / results["settings"]["rate"]

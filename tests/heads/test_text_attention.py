@@ -1,4 +1,4 @@
-"""Attention over long texts: in parts it gives what one table of scores gives, and never makes such a table."""
+"""Attention over long texts: in parts it gives the same as one table of scores, and never makes such a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from headstart.heads.parts import text_attention
 from headstart.heads.parts.text_attention import (
     Part,
-    Sight,
+    VisibleRange,
     attend,
     by_row,
     causal_attention,
@@ -32,13 +32,13 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_attention, "_FEWEST", 3)
 
 
-def sight_of(packed: bool) -> Sight:
+def sight_of(packed: bool) -> VisibleRange:
     """Queries of some positions; the second row has fewer, and is padded with its last one, as `by_row` does."""
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 29, 29, 29])])
-    return Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None)
+    return VisibleRange(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None)
 
 
-def read(sight: Sight, steps: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+def read(sight: VisibleRange, steps: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
 
     def made(*shape: int) -> Tensor:
@@ -51,8 +51,8 @@ def read(sight: Sight, steps: int) -> tuple[Tensor, Tensor, Tensor, list[tuple[T
     return queries, keys, values, chain
 
 
-def by_definition(sight: Sight, *operands: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """With a mask of every query and position, written out; its softmax is in float32."""
+def by_definition(sight: VisibleRange, *operands: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attend with an explicit mask of every query and position; the softmax is in float32."""
     starts = torch.zeros_like(sight.index_BA) if sight.starts_BA is None else sight.starts_BA
     rows = [
         [[not start <= position <= index for position in range(LENGTH)] for index, start in zip(*one, strict=True)]
@@ -66,9 +66,7 @@ def by_definition(sight: Sight, *operands: Tensor, chain: list[tuple[Tensor, Ten
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kernel", [chain_attention, chain_attention_fused])
 @pytest.mark.usefixtures("in_parts")
-def test_in_parts_values_and_gradients_are_those_of_one_table(
-    monkeypatch: pytest.MonkeyPatch, kernel: object, steps: int, packed: bool
-) -> None:
+def test_parts_equal_one_table(monkeypatch: pytest.MonkeyPatch, kernel: object, steps: int, packed: bool) -> None:
     monkeypatch.setattr(text_attention, "chain_attention", kernel)
     sight = sight_of(packed)
     assert len(sight.parts(KV_HEADS * GROUPS)) == 4
@@ -87,33 +85,33 @@ def test_in_parts_values_and_gradients_are_those_of_one_table(
 
 @pytest.mark.parametrize("kernel", [chain_attention, chain_attention_fused])
 @pytest.mark.usefixtures("in_parts")
-def test_beside_drafts_memory_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
-    """And not with its square, though the second kernel has a column for each draft of each query: of a part."""
+def test_memory_beside_drafts_grows_linearly(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    """Linearly, although the fused kernel has a column for each draft of each query of a part."""
     monkeypatch.setattr(text_attention, "chain_attention", kernel)
     most = []
     for length in (200, 400):
         made = [torch.randn(1, heads, length, WIDTH, requires_grad=True) for heads in (KV_HEADS,) * 15]
         queries, (keys, values, *chain) = made[0][:, :, None].expand(-1, -1, GROUPS, -1, -1), made[1:]
-        sight = Sight(torch.arange(length)[None], length)
+        sight = VisibleRange(torch.arange(length)[None], length)
         with Largest() as largest:
             attend(queries, keys, values, sight, list(zip(chain[::2], chain[1::2], strict=False))).sum().backward()
         most.append(largest.numbers)
     assert most[1] <= 2 * most[0] < 200 * 6 * 200
 
 
-def test_parts_leave_out_what_none_of_their_queries_sees(in_parts: None) -> None:
+def test_parts_skip_positions_that_no_query_sees(in_parts: None) -> None:
     index_BA = torch.arange(20, 34)[None]
-    assert Sight(index_BA, LENGTH).parts(1) == [
+    assert VisibleRange(index_BA, LENGTH).parts(1) == [
         Part(slice(0, 7), slice(0, 27)),
         Part(slice(7, 14), slice(0, 34)),
     ]
-    packed = Sight(index_BA, LENGTH, torch.tensor([[20] * 5 + [25] * 9]))
+    packed = VisibleRange(index_BA, LENGTH, torch.tensor([[20] * 5 + [25] * 9]))
     assert [part.seen for part in packed.parts(1)] == [slice(20, 27), slice(25, 34)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_bfloat16_on_a_cpu_shapes_are_few(packed: bool, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float64 is as it is within autocast: it only says that there are shapes to be compiled."""
+    """Autocast leaves float64 as it is, and only signals that shapes are going to be compiled."""
     monkeypatch.setattr(text_attention, "_ALIKE", 16)
     sights = [sight_of(packed) for _ in range(2)]
     queries, keys, values, chain = read(sights[0], 1)
@@ -130,7 +128,7 @@ def test_in_bfloat16_on_a_cpu_shapes_are_few(packed: bool, in_parts: None, monke
 @pytest.mark.usefixtures("in_parts")
 def test_a_row_of_conversations_attends_as_each_alone() -> None:
     index_BT = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    queries, keys, values, _ = read(Sight(index_BT, LENGTH), 0)
+    queries, keys, values, _ = read(VisibleRange(index_BT, LENGTH), 0)
     found = causal_attention(queries, keys, values, STARTS)
     for row, ends in enumerate([(0, 20, 25, 50), (0, 40, 50)]):
         for start, stop in pairwise(ends):

@@ -17,7 +17,7 @@ from headstart.data.served.log import Served
 from headstart.data.served.reading import as_conversation, chosen, read_log
 from headstart.errors import UserError
 from headstart.hub.format import read_heads
-from headstart.servers.client import Endpoint, Later
+from headstart.servers.client import Endpoint, RetryableError
 from headstart.servers.completions import served_by
 from headstart.servers.process import Running
 from headstart.tree.tree import TreeShape
@@ -66,7 +66,7 @@ def drafting(url: str, update: Update) -> Drafting:
     endpoint, remedy = Endpoint(url), "Give the address of an engine that serves the target with heads."
     try:
         served = served_by(endpoint, "")
-    except Later as problem:
+    except RetryableError as problem:
         raise UserError(f"{url} does not answer: {problem}.", remedy) from None
     engine, target = Running(url, endpoint, served.dialect, served.model, remedy), update.target
     before, texts = engine.counters(), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +23,7 @@ from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.servers.names import ENGINES
-from headstart.support.terminal import Commands, DataCommands, Group, format_seconds, program, say, tell
+from headstart.support.terminal import Commands, DataCommands, Group, format_seconds, program, say, show_warning, tell
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
@@ -244,9 +245,9 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     """
     from headstart.pipeline.run import TRAIN
     from headstart.pipeline.together import train_together
-    from headstart.train.processes import one_voice
+    from headstart.train.processes import exit_together
 
-    with one_voice():
+    with exit_together():
         work = _run(recipe, overrides, run_dir)
         train_together(work)
     say(
@@ -459,4 +460,5 @@ def main() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")
+    warnings.showwarning = show_warning
     app(prog_name="headstart")

@@ -260,13 +260,14 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
         for prompt in prompts
     ]
     check(decoder.target, tokens, options)  # every prompt, before the first is answered
-    console, start, count, rounds = Console(stderr=True), perf_counter(), 0, 0
+    console, start, count, rounds, verified = Console(stderr=True), perf_counter(), 0, 0, 0.0
     with progress_bar(console, "answers", len(prompts)) as bar:
         for first in range(0, len(tokens), _TOGETHER):
             seeded = options if options.seed is None else replace(options, seed=options.seed + first)
             answers = decoder.generate_batch(tokens[first : first + _TOGETHER], **_keywords(seeded))
             for prompt, answer in zip(prompts[first:], answers, strict=False):
                 count, rounds = count + len(answer.tokens), rounds + answer.rounds
+                verified += answer.tokens_per_round * answer.rounds
                 line = {
                     "id": prompt.id,
                     "text": answer.text,
@@ -280,7 +281,7 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
             bar.advance(len(answers))
     seconds = perf_counter() - start
     figures = f"{len(prompts)} answers, {count} tokens in {format_seconds(seconds)}, {count / seconds:.1f} tokens/s"
-    tell(console, f"{figures}, τ {(count - len(prompts)) / max(1, rounds):.2f}", style="dim")
+    tell(console, f"{figures}, τ {verified / rounds if rounds else 1:.2f}", style="dim")
 
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:

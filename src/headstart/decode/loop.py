@@ -1,8 +1,8 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-`DecodeLoop._decode` is the loop; `generate` checks the request and calls it with the rows that fit into memory. The
-file also defines the `Drafter` protocol, greedy verification (`Verifier`; sampling is in `verify.py`) and the end of a
-text (`Generation.extend`). Plain decoding is the same loop without a drafter.
+`_Batch.round` is one round. `DecodeLoop.generate` checks the request and decodes the rows that fit into memory. The
+file also defines the `Drafter` protocol and the end of a text (`Generation.extend`); verification is in `verify.py`.
+Plain decoding is the same loop without a drafter.
 
 Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V vocabulary, E hidden size.
 """
@@ -18,25 +18,25 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import MinNewTokensLengthLogitsProcessor
 
 from headstart.decode.budget import Budget, Costs
 from headstart.decode.kept_text import KeptText
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
-from headstart.decode.options import DecodeOptions, Processor, check_kinds, random_seed
+from headstart.decode.options import DecodeOptions, check_kinds, random_seed
 from headstart.decode.sampling import check_processors, check_sampling, warp
-from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
+from headstart.decode.verify import DRAWS, make_verifier
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.kernels import draft_kernels
-from headstart.model.model import Target, TargetOutput
+from headstart.model.model import Target
+from headstart.replay.cache import TreeCache
 from headstart.replay.graphs import captured
 from headstart.support.cores import FreeCores
 from headstart.support.detokenizer import StopStrings
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, union
 
 _NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
-CAUGHT: type[Exception] | tuple[()] = Exception
+DRAFTER_ERRORS: type[Exception] | tuple[()] = Exception
 """Exceptions of a drafter that do not end the text."""
 
 
@@ -229,142 +229,24 @@ class DecodeLoop:
     def _decode(self, call: _Call, numbers: Sequence[int]) -> bool:
         """Decode these rows to their ends, after their tokens so far; false, with nothing done, if they do not fit into
         memory together."""
-        target, options, texts, on_tokens = self.target, call.options, call.texts, call.on_tokens
-        rows = [row for row in numbers if not texts[row].finish_reason]  # those still running
+        rows = [row for row in numbers if not call.texts[row].finish_reason]
         if not rows:
             return True
-        prompts = [[*call.prompts[row], *texts[row].tokens] for row in rows]
-        budget, verifier = self._budget(prompts, options), make_verifier(options, call.prompts, target)
-        verifier.reorder(rows)
-        verifier.go_on_from([texts[row].tokens for row in rows])
-        # Sessions of the drafters still in use, by their number.
-        sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if budget.will_draft else ())
-
-        def ask(number: int, work: Callable[..., Any], *arguments: Any) -> Any:
-            """Call a drafter. One that raises is dropped, and the text goes on without it."""
-            try:
-                return work(*arguments)
-            except CAUGHT as error:
-                if len(rows) > 1 and out_of_memory(error):
-                    raise
-                del sessions[number]
-                for row in rows:
-                    texts[row].drafter_error = _NO_ROOM if out_of_memory(error) else f"{type(error).__name__}: {error}"
-
-        def tell(method: str, *arguments: Any) -> None:
-            for number, session in list(sessions.items()):
-                ask(number, getattr(self.drafters[number], method), session, *arguments)
-
-        def joined(number: int, trees: list[Tree], request: Request) -> list[Tree]:
-            beside = trees if trees is not roots.trees else ()
-            proposed = self.drafters[number].propose(sessions[number], roots, replace(request, beside=beside))
-            return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
-
-        def propose(request: Request) -> list[Tree]:
-            trees = roots.trees
-            for number in list(sessions):
-                trees = ask(number, joined, number, trees, request) or trees
-                if any(tree.drawn for tree in trees):  # one drawn child a node, one draft vocabulary a batch
-                    request = replace(request, draws=False)
-            return trees
-
-        def emit(emitted: Sequence[Sequence[int]]) -> list[int]:
-            """Add to the texts of the running rows; return the indices of rows that go on."""
-            now_ms = 1e3 * (perf_counter() - call.started)
-            for row, tokens in zip(rows, emitted, strict=True):
-                text, before = texts[row], len(texts[row].tokens)
-                text.extend(tokens, row, options, target)
-                added = text.tokens[before:]
-                text.token_ms += [now_ms] * len(added)
-                if on_tokens is not None and added:
-                    on_tokens(row, added, min(len(added), len(tokens) - 1))
-            return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
-
-        most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
-        keep, spare = (
-            sum(getattr(self.drafters[number], name, 0) for number in sessions)
-            for name in ("bytes_per_token", "spare_bytes")
-        )
-        whole = [call.prompts[row] for row in rows]
-        max_nodes = reserve(target, whole, options.max_new_tokens, most_nodes, keep, spare)
-        if not max_nodes:
+        batch = _Batch(self, call, rows)
+        if not batch.prefill():
             return False
-        cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
-        if call.check is not None:
-            cache.watch(call.check)
-        if call.kept_text is None:
-            out = target.prefill(cache, prompts, self._aux_layers(sessions))
-        else:
-            (prompt,) = prompts
-            out = call.kept_text.prefill(target, cache, prompt, self._aux_layers(range(len(self.drafters))))
-        roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
-        for number in list(sessions):
-            session = ask(number, self.drafters[number].prefill, prompts, out.aux_hidden_states)
-            if number in sessions:
-                sessions[number] = session
-        del out  # the states of a long prompt take much memory
-        remaining = emit([[token] for token in roots.root_tokens])
-        while remaining:
-            if len(remaining) < len(rows):  # rows that ended leave the batch
-                rows = [rows[index] for index in remaining]
-                roots = TreeBatch.roots([roots.root_tokens[index] for index in remaining], target.device)
-                for part in (cache, verifier, budget):
-                    part.reorder(remaining)
-                tell("reorder", remaining)
-            start, captured_before, batch = perf_counter(), captured(), roots
-            # The limit is part of the request: pruning afterwards may depend on drawn tokens, which breaks sampling.
-            deepest = target.deepest(cache)
-            bound = max_nodes if deepest is None else min(max_nodes, deepest + 1)
-            drafting_now = budget.drafts and bound > 1 and bool(sessions)
-            if drafting_now:
-                request = Request(
-                    budget.room(bound),
-                    budget.threshold,
-                    budget.level_threshold,
-                    chain=target.chains_only,
-                    draws=verifier.draws,
-                    warp=partial(warp, options),
-                    streams=verifier.draft_streams,
-                    temperature=options.temperature,
-                    check=call.check,
-                )
-                trees = budget.prune(propose(request))
-                if any(tree.size > 1 for tree in trees):
-                    batch = TreeBatch.of(trees, target.device)
-            drafted = perf_counter()
-            # The next answer may draft again.
-            learning = sessions if call.kept_text is None else range(len(self.drafters))
-            out = target.forward_tree(cache, batch, self._aux_layers(learning))
-            committed, roots = verifier.accept(batch, out)
-            verified = perf_counter()
-            cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
-            if call.kept_text is not None:
-                call.kept_text.add(committed)
-            tell("commit", committed)
-            ended = perf_counter()
-            emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
-            remaining = emit(emitted)
-            paused = bool(self.drafters) and options.draft == "auto" and not budget.drafts
-            usual = captured() == captured_before
-            if self.free_cores is not None and self.free_cores.update():
-                budget.threads_changed()
-                usual = False
-            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if usual else None
-            budget.note(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting_now)
-            if not budget.will_draft:
-                sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
-            ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
-            for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
-                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, tree.depth, paused, tree.likeliest))
+        while batch.running:
+            batch.round()
         if call.kept_text is not None:
-            call.kept_text.keep(cache)
+            call.kept_text.keep(batch.cache)
         return True
 
-    def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
+    def aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Layers with states that these drafters read, without duplicates."""
         return tuple(dict.fromkeys(layer for number in numbers for layer in self.drafters[number].aux_layers))
 
-    def _budget(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Budget:
+    def budget(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Budget:
+        """The budget of a batch, with this loop's costs and experience."""
         shares: list[float | None] = [getattr(drafter, "draft_share", None) for drafter in self.drafters]
         known = [share for share in shares if share is not None]
         draft_ms = None
@@ -383,47 +265,167 @@ class DecodeLoop:
         )
 
 
-# -- greedy verification ---------------------------------------------------------------------------------------------
+class _Batch:
+    """Rows that are decoded together: a round drafts, verifies, commits and emits.
 
-
-class Verifier:
-    """Greedy verification: a draft is accepted if it is the target's argmax, so the output is that of plain decoding.
-
-    `draws`: whether drafters draw children, see `Request`; `draft_streams`: each row's random generator for it.
+    Attributes:
+        rows: numbers of the rows still running.
+        running: indices into `rows` that continue after the newest round.
+        sessions: of the drafters still in use, by their number.
+        roots: each row's newest token, which the target has not read yet.
     """
 
-    draws = False
-    draft_streams: Sequence[torch.Generator] = ()
+    cache: TreeCache
+    roots: TreeBatch
+    running: list[int]
 
-    def first(self, logits_BV: Tensor) -> list[int]:
-        """Each row's first token, from the logits after its prompt."""
-        return draft_kernels.argmax(logits_BV).tolist()
+    def __init__(self, loop: DecodeLoop, call: _Call, rows: list[int]) -> None:
+        self.loop, self.call, self.rows = loop, call, rows
+        self.target, self.options, self.drafters = loop.target, call.options, loop.drafters
+        self.prompts = [[*call.prompts[row], *call.texts[row].tokens] for row in rows]
+        self.budget = loop.budget(self.prompts, call.options)
+        self.verifier = make_verifier(call.options, call.prompts, loop.target)
+        self.verifier.reorder(rows)
+        self.verifier.go_on_from([call.texts[row].tokens for row in rows])
+        self.sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if self.budget.will_draft else ())
 
-    def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Decide one round for every row: the committed nodes, and the target's own tokens as the next roots."""
-        choice_BN = draft_kernels.argmax(out.logits_BTV)
-        if choice_BN.device.type == "cpu":
-            paths, next_tokens = walk(batch.trees, choice_BN.tolist())
-            return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
-        return decided_on_device(batch, out, choice_BN)
+    def prefill(self) -> bool:
+        """Read the prompts and emit the first tokens; false if memory does not hold the batch."""
+        target, call, options = self.target, self.call, self.options
+        most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in self.sessions)
+        keep, spare = (
+            sum(getattr(self.drafters[number], name, 0) for number in self.sessions)
+            for name in ("bytes_per_token", "spare_bytes")
+        )
+        full_prompts = [call.prompts[row] for row in self.rows]
+        self.max_nodes = reserve(target, full_prompts, options.max_new_tokens, most_nodes, keep, spare)
+        if not self.max_nodes:
+            return False
+        longest = max(map(len, self.prompts))
+        self.cache = target.new_cache(len(self.prompts), longest + options.max_new_tokens + self.max_nodes)
+        if call.check is not None:
+            self.cache.watch(call.check)
+        if call.kept_text is None:
+            out = target.prefill(self.cache, self.prompts, self.loop.aux_layers(self.sessions))
+        else:
+            (prompt,) = self.prompts
+            # The next answer may draft, even if this one does not.
+            out = call.kept_text.prefill(target, self.cache, prompt, self.loop.aux_layers(range(len(self.drafters))))
+        self.roots = TreeBatch.roots(self.verifier.first(out.logits_BTV[:, 0]), target.device)
+        for number in list(self.sessions):
+            session = self.call_guarded(number, self.drafters[number].prefill, self.prompts, out.aux_hidden_states)
+            if number in self.sessions:
+                self.sessions[number] = session
+        del out  # the states of a long prompt take much memory
+        self.emit([[token] for token in self.roots.root_tokens])
+        return True
 
-    def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
+    def round(self) -> None:
+        """Draft, verify, commit and emit, and tell the budget how it went."""
+        if len(self.running) < len(self.rows):
+            self.drop_ended_rows()
+        start, captured_before = perf_counter(), captured()
+        # The limit is part of the request: pruning afterwards may depend on drawn tokens, which breaks sampling.
+        deepest = self.target.deepest(self.cache)
+        most = self.max_nodes if deepest is None else min(self.max_nodes, deepest + 1)
+        drafting = self.budget.drafts and most > 1 and bool(self.sessions)
+        batch = self.draft(most) if drafting else self.roots
+        drafted = perf_counter()
+        committed, self.roots = self.verify(batch)
+        verified = perf_counter()
+        self.commit(committed)
+        ended = perf_counter()
+        emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, self.roots.root_tokens, strict=True)]
+        self.emit(emitted)
+        paused = bool(self.drafters) and self.options.draft == "auto" and not self.budget.drafts
+        typical = captured() == captured_before
+        if self.loop.free_cores is not None and self.loop.free_cores.update():
+            self.budget.threads_changed()
+            typical = False
+        spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if typical else None
+        self.budget.note(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting)
+        if not self.budget.will_draft:
+            self.sessions.clear()  # so that the remaining plain rounds cost what they do without drafters
+        ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
+        for row, tree, tokens in zip(self.rows, batch.trees, emitted, strict=True):
+            self.call.texts[row].rounds.append(Round(tree.size, len(tokens), *ms, tree.depth, paused, tree.likeliest))
 
-    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Begin after the tokens that each row has emitted."""
+    def draft(self, max_nodes: int) -> TreeBatch:
+        """Trees of all drafters, joined and pruned to the nodes that pay; the roots alone if there are none."""
+        request = Request(
+            self.budget.room(max_nodes),
+            self.budget.threshold,
+            self.budget.level_threshold,
+            chain=self.target.chains_only,
+            draws=self.verifier.draws,
+            warp=partial(warp, self.options),
+            streams=self.verifier.draft_streams,
+            temperature=self.options.temperature,
+            check=self.call.check,
+        )
+        trees = self.roots.trees
+        for number in list(self.sessions):
+            trees = self.call_guarded(number, self._join, number, trees, request) or trees
+            if any(tree.drawn for tree in trees):  # one drawn child a node, one draft vocabulary a batch
+                request = replace(request, draws=False)
+        trees = self.budget.prune(trees)
+        return TreeBatch.of(trees, self.target.device) if any(tree.size > 1 for tree in trees) else self.roots
 
+    def _join(self, number: int, trees: list[Tree], request: Request) -> list[Tree]:
+        """Join the trees with another drafter's."""
+        beside = trees if trees is not self.roots.trees else ()
+        proposed = self.drafters[number].propose(self.sessions[number], self.roots, replace(request, beside=beside))
+        return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
-def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """Follow the target's choice after each node down the trees: each row's accepted nodes, root first, and the choice
-    after the last one."""
-    paths = []
-    for tree, choice in zip(trees, choices, strict=True):
-        index, path = tree.index, [0]
-        while (child := index.get((path[-1], choice[path[-1]]))) is not None:
-            path.append(child)
-        paths.append(path)
-    return paths, [choice[path[-1]] for choice, path in zip(choices, paths, strict=True)]
+    def verify(self, batch: TreeBatch) -> tuple[Committed, TreeBatch]:
+        """Run the target over the trees; return the accepted paths and the next roots."""
+        learning = self.sessions if self.call.kept_text is None else range(len(self.drafters))
+        return self.verifier.accept(batch, self.target.forward_tree(self.cache, batch, self.loop.aux_layers(learning)))
+
+    def commit(self, committed: Committed) -> None:
+        """Keep the accepted nodes in the cache and pass them to the drafters."""
+        self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
+        if self.call.kept_text is not None:
+            self.call.kept_text.add(committed)
+        self.notify("commit", committed)
+
+    def emit(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Append to the texts of the running rows, and set `running`."""
+        call = self.call
+        now_ms = 1e3 * (perf_counter() - call.started)
+        for row, tokens in zip(self.rows, emitted, strict=True):
+            text, before = call.texts[row], len(call.texts[row].tokens)
+            text.extend(tokens, row, self.options, self.target)
+            added = text.tokens[before:]
+            text.token_ms += [now_ms] * len(added)
+            if call.on_tokens is not None and added:
+                call.on_tokens(row, added, min(len(added), len(tokens) - 1))
+        self.running = [index for index, row in enumerate(self.rows) if not call.texts[row].finish_reason]
+
+    def drop_ended_rows(self) -> None:
+        """Keep only the running rows, everywhere."""
+        self.rows = [self.rows[index] for index in self.running]
+        self.roots = TreeBatch.roots([self.roots.root_tokens[index] for index in self.running], self.target.device)
+        for part in (self.cache, self.verifier, self.budget):
+            part.reorder(self.running)
+        self.notify("reorder", self.running)
+
+    def call_guarded(self, number: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a drafter. One that raises is dropped, and the text goes on without it."""
+        try:
+            return work(*arguments)
+        except DRAFTER_ERRORS as error:
+            if len(self.rows) > 1 and out_of_memory(error):
+                raise
+            del self.sessions[number]
+            message = _NO_ROOM if out_of_memory(error) else f"{type(error).__name__}: {error}"
+            for row in self.rows:
+                self.call.texts[row].drafter_error = message
+
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method of every drafter in use."""
+        for number, session in list(self.sessions.items()):
+            self.call_guarded(number, getattr(self.drafters[number], method), session, *arguments)
 
 
 # -- before the loop ---------------------------------------------------------------------------------------------------
@@ -436,6 +438,11 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
     if options.min_new_tokens < 0:
         raise UserError(f"min_new_tokens is {options.min_new_tokens}.", "Use 0 for none, or a number of tokens.")
+    if options.min_new_tokens > options.max_new_tokens:
+        raise UserError(
+            f"min_new_tokens is {options.min_new_tokens}, and max_new_tokens {options.max_new_tokens}.",
+            "Raise --max-new-tokens, or lower --min-new-tokens.",
+        )
     check_sampling(options)
     if options.verifier != "auto" and options.verifier not in DRAWS:
         raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *DRAWS]))
@@ -472,24 +479,3 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
                 f"context of {target.max_length}.",
                 "Shorten the prompt, or lower --max-new-tokens.",
             )
-
-
-def make_verifier(
-    options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
-) -> Verifier | SamplingVerifier:
-    """The verifier for these options."""
-    not_yet = keeping_on(options, prompts, target)
-    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not not_yet:
-        return Verifier()
-    draws = not options.greedy if options.verifier == "auto" else DRAWS[options.verifier]
-    assert options.seed is not None, "drawn by now"
-    return SamplingVerifier(options, prompts, options.seed, draws, not_yet)
-
-
-def keeping_on(options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target) -> list[Processor]:
-    """For each prompt a processor that bans end tokens before `min_new_tokens`; an empty list if none is needed."""
-    ends = sorted({*target.end_tokens, *options.stop_token_ids})
-    if not options.min_new_tokens or not ends:
-        return []
-    count, device = options.min_new_tokens, target.device
-    return [MinNewTokensLengthLogitsProcessor(len(prompt), count, ends, device=device) for prompt in prompts]

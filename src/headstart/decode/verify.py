@@ -1,8 +1,8 @@
-"""Sampling verification, and the walk down trees on a device (`decided_on_device`), which greedy verification shares.
+"""Verification: greedy (`Verifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
 
-On a CPU, and with processors that need the text, it walks down the trees of all rows, one depth after the other, and
-computes the target's distribution only at visited nodes. On other devices launches cost more than arithmetic: it draws
-the next token at every node at once, then follows the trees as in greedy verification, with one wait for the device.
+Sampling on a CPU, or with processors that need the text, walks down the trees of all rows depth by depth and computes
+the target's distribution only at visited nodes. On other devices launches cost more than arithmetic: it draws the next
+token at every node at once, then follows the trees as in greedy verification, with one wait for the device.
 
 Sampling is lossless when its output, continued by the target alone, is distributed as the target's own text whatever
 was drafted. `tests/reference.py` states the rule for one node; the tests prove it by enumeration and compare this code
@@ -25,18 +25,60 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import MinNewTokensLengthLogitsProcessor
 
-from headstart.decode.options import Processor, SamplingOptions
+from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, warp
-from headstart.model.model import TargetOutput
+from headstart.kernels import draft_kernels
+from headstart.model.model import Target, TargetOutput
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.support.uploads import upload
-from headstart.tree.tree import Committed, TreeBatch, decided
+from headstart.tree.tree import Committed, Tree, TreeBatch, decided
 
 DRAWS = {"top_k": False, "greedy_draft": True}
 """Whether drafters draw, by the name in `DecodeOptions.verifier`. `greedy_draft` (arXiv 2502.18779): a node's last
-child is drawn, the others are the most likely ones. `top_k` (unrelated to the option top_k): none is drawn. The output
-has the same distribution; `greedy_draft` accepts more, and `top_k` draws the same text as plain sampling."""
+child is drawn, its siblings are the most likely tokens. `top_k` (unrelated to the option top_k): none is drawn. The
+output has the same distribution; `greedy_draft` accepts more, and `top_k` draws the same text as plain sampling."""
+
+
+class Verifier:
+    """Greedy verification: a draft is accepted if it is the target's argmax, so the output equals plain decoding.
+
+    `draws`: whether drafters draw children, see `Request`; `draft_streams`: each row's random generator for it.
+    """
+
+    draws = False
+    draft_streams: Sequence[torch.Generator] = ()
+
+    def first(self, logits_BV: Tensor) -> list[int]:
+        """Each row's first token, from the logits after its prompt."""
+        return draft_kernels.argmax(logits_BV).tolist()
+
+    def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+        """Decide one round for every row: the committed nodes, and the target's own tokens as the next roots."""
+        choice_BN = draft_kernels.argmax(out.logits_BTV)
+        if choice_BN.device.type == "cpu":
+            paths, next_tokens = walk(batch.trees, choice_BN.tolist())
+            return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
+        return decided_on_device(batch, out, choice_BN)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+
+    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Begin after the tokens that each row has emitted."""
+
+
+def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+    """Follow the target's choice after each node down the trees: each row's accepted nodes, root first, and the choice
+    after the last one."""
+    paths = []
+    for tree, choice in zip(trees, choices, strict=True):
+        index, path = tree.index, [0]
+        while (child := index.get((path[-1], choice[path[-1]]))) is not None:
+            path.append(child)
+        paths.append(path)
+    return paths, [choice[path[-1]] for choice, path in zip(choices, paths, strict=True)]
 
 
 class SamplingVerifier:
@@ -186,7 +228,7 @@ class SamplingVerifier:
                 used.skip(len(added))
 
     def _distributions(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """The distribution after each of these rows' texts and its path, float [M, V]."""
+        """The distribution after each row's text and path, float [M, V]."""
         if self._prefixes is not None:
             logits_MV = self._prefixes.process(logits_MV, rows, paths)
         return warp(self._sampling, logits_MV)
@@ -249,7 +291,7 @@ class _Drawn:
         return children, indices
 
     def q_draft(self, index_M: Tensor) -> Tensor:
-        """The distributions of these drawn nodes over the target's vocabulary, [M, V]."""
+        """The distributions of drawn nodes over the target's vocabulary, [M, V]."""
         if index_M.device.type == "cpu":  # stack only the needed ones
             q_draft_MD = torch.stack([self._drawn[index].q_draft_D for index in index_M.tolist()])
         else:
@@ -263,7 +305,7 @@ class _Drawn:
 
 
 def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
-    """`walk` (`loop.py`) and `decided` (`tree.py`) in device operations, given the token after each node; the host
+    """`walk` and `decided` (`tree.py`) in device operations, given the token after each node; the host
     waits once, for the result."""
     if batch.size == 1:  # nothing was drafted
         zeros_BP = batch.depths_BN.expand(len(choice_BN), 1)
@@ -289,3 +331,24 @@ def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) ->
     paths_BP = paths_BN[:, : max(map(len, paths))]
     committed = Committed(batch, paths, paths_BP, counts_B1[:, 0], out.aux_hidden_states, out.logits_BTV)
     return committed, TreeBatch.roots([token for _, token, *_ in on_host], on_device=next_B1[:, 0])
+
+
+def make_verifier(
+    options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
+) -> Verifier | SamplingVerifier:
+    """The verifier for these options."""
+    not_yet = min_length_processors(options, prompts, target)
+    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not not_yet:
+        return Verifier()
+    draws = not options.greedy if options.verifier == "auto" else DRAWS[options.verifier]
+    assert options.seed is not None, "drawn by now"
+    return SamplingVerifier(options, prompts, options.seed, draws, not_yet)
+
+
+def min_length_processors(options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target) -> list[Processor]:
+    """For each prompt a processor that bans end tokens before `min_new_tokens`; an empty list if none is needed."""
+    ends = sorted({*target.end_tokens, *options.stop_token_ids})
+    if not options.min_new_tokens or not ends:
+        return []
+    count, device = options.min_new_tokens, target.device
+    return [MinNewTokensLengthLogitsProcessor(len(prompt), count, ends, device=device) for prompt in prompts]

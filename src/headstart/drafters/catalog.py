@@ -81,15 +81,6 @@ def parts_of(name: str) -> list[str]:
     return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
 
 
-def kinds_of(name: str) -> set[str]:
-    """The joined drafters without arguments.
-
-    >>> sorted(kinds_of("mtp:2+ngram"))
-    ['mtp', 'ngram']
-    """
-    return {part.partition(":")[0] for part in parts_of(name)}
-
-
 def _single(name: str, target: Target, heads: Drafter | None, answers: Path | None) -> Drafter:
     kind, colon, argument = name.partition(":")
     match kind:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.decode.loop import keeping_on
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import process
+from headstart.decode.verify import min_length_processors
 from headstart.model.model import Target
 
 EXACT_MARGIN = 1e-3
@@ -126,7 +126,7 @@ class Judge:
         if text not in self._last:  # drafters often diverge at the same near-tie
             self._last[text] = self._exact_logits(text, 1)[0]
         logits_V = self._last[text]
-        not_yet = keeping_on(self._options, [prompt], self._target)
+        not_yet = min_length_processors(self._options, [prompt], self._target)
         options = replace(self._options, processors=[*not_yet, *self._options.processors])
         if options.needs_prefix:
             logits_V = process(options, logits_V, text)

@@ -323,7 +323,7 @@ class DraftHead(nn.Module, ABC):
         layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
 
-    def light(self, function: Callable[..., R], *inputs: Any) -> R:
+    def checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
         """Call a deterministic function; with `gradient_checkpointing` only its inputs are kept for the backward."""
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
@@ -345,8 +345,8 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting after a prefill of these prompts with states {layer: [B, T, E]}, padded on the right; returns
-        the session for `draft_step`, `commit` and `reorder`."""
+        """Start drafting after a prefill of these prompts with states {layer: [B, T, E]}, padded on the right; the
+        returned session is passed to `draft_step`, `commit` and `reorder`."""
 
     def read_text(self, session: Any, check: Callable[[], None] | None) -> None:
         """Read a long pending prompt piece by piece, calling `check` before each; a no-op if `prefill` has read it."""

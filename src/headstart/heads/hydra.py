@@ -89,7 +89,7 @@ class HydraStep(nn.Module):
 
 @register
 class HydraHead(ResidualHead):
-    """K heads, each reading one drafted token more than the one before."""
+    """K heads; each reads one drafted token more than its predecessor."""
 
     family: ClassVar[str] = "hydra"
     Config: ClassVar[type[HeadConfig]] = HydraConfig
@@ -146,7 +146,7 @@ class HydraHead(ResidualHead):
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
             origin_M = origins(batch, step)
-            hidden_ME = self.light(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
+            hidden_ME = self.checkpointed(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
             origin_M = origins(batch, step)
             input_EF, weight_LEE, bias_LE, lm_head_DE = part
             seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
-            hidden_ME = self.light(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
+            hidden_ME = self.checkpointed(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
             yield self.prediction(hidden_ME, lm_head_DE, origin_M, step)
 
     @property

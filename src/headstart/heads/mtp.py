@@ -109,7 +109,7 @@ def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
 
 @register
 class MtpHead(FinalStateHead):
-    """One module; embeddings and LM head are the target's, or the ones it ships for the module."""
+    """One module; embeddings and LM head are the target's or the module's own."""
 
     family: ClassVar[str] = "mtp"
     Config: ClassVar[type[LayerConfig]] = MtpConfig
@@ -202,7 +202,7 @@ class MtpHead(FinalStateHead):
                 return causal_attention(queries, keys, values, text.starts_BT)
             return attend(queries, *text.kv[0], text.sight, [*text.chains[0], (keys, values)])
 
-        stream, keys, values = self.light(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
+        stream, keys, values = self.checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
         (text.kv if first else text.chains[0]).append((keys, values))
         return text.of_origins(stream) if first else stream
 

@@ -173,7 +173,7 @@ def _read(folder: Path, config: dict[str, Any], target: Target | None) -> tuple[
     shape = _shape(read_json(folder / TREE, AGAIN), heads, folder)
     calibration = read_json(folder / CALIBRATION, AGAIN)
     if not isinstance(calibration, dict):
-        raise _not_ours(folder / CALIBRATION)
+        raise UserError(f"{folder / CALIBRATION} is damaged: it does not hold a JSON object.", AGAIN)
     calibration = {**calibration, "paths": [list(path) for path in shape.paths]}
     with _naming(folder / CALIBRATION):
         Tuning.from_json(calibration)
@@ -241,7 +241,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise no_heads(folder)
     version = config.get("format_version") if isinstance(config, dict) and config.get("format") == FORMAT else None
     if not isinstance(version, int) or version < 1:
-        raise _not_ours(path)
+        raise UserError(f"{path} was not written by headstart export.", "Give a folder that headstart export wrote.")
     if version > FORMAT_VERSION:
         raise UserError(
             f"{folder} has format version {version}, written by headstart {config.get('headstart_version')}; "
@@ -291,12 +291,11 @@ def named(target: FrozenModel) -> str:
     return target.named(path.resolve().name if target.spec and path.exists() else target.model_name)
 
 
-def _not_ours(path: Path) -> UserError:
-    return UserError(f"{path} was not written by headstart export.", "Give a folder that headstart export wrote.")
-
-
 def refuse_other_files(folder: Path) -> None:
     """Raise a UserError if a folder to replace holds anything but exported heads."""
     refuse_others(folder, {name.partition("/")[0] for name in FILES})
-    if folder.exists() and any(folder.iterdir()):
-        read_config(folder)
+    if folder.exists() and any(folder.iterdir()) and not ((folder / CONFIG).is_file() and is_ours(folder)):
+        raise UserError(
+            f"{folder} holds files that headstart export did not write, and they would be lost.",
+            "Move them away, or choose another folder.",
+        )

@@ -288,15 +288,15 @@ class Recurrent:
             self._weights.vocabulary, self._weights.normed_stream = len(entering.table_VE), entering.normed_stream
 
     def read(
-        self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, sights: Sequence[Sight]
+        self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, views: Sequence[KVView]
     ) -> tuple[Tensor, Tensor]:
         """Run a level from the first layer's input and the residual stream: logits [B, asked of a row, D] and feedback
         [.., E]."""
         read_BWI, stream_BWE = read_BWI.contiguous(), stream_BWE.contiguous()
-        return self._level(functions, stream_BWE, stream_BWE.shape, (read_BWI, stream_BWE, None, None, None), sights)
+        return self._level(functions, stream_BWE, stream_BWE.shape, (read_BWI, stream_BWE, None, None, None), views)
 
     def enter(
-        self, functions: Any, tokens_BW: Tensor, parents: array[int] | None, above_BWX: Tensor, sights: Sequence[Sight]
+        self, functions: Any, tokens_BW: Tensor, parents: array[int] | None, above_BWX: Tensor, views: Sequence[KVView]
     ) -> tuple[Tensor, Tensor]:
         """Run a level from tokens (int64) through `entering`. `above_BWX` is the previous level's feedback, indexed by
         `parents` over all rows, or without parents the target states before each token.
@@ -305,7 +305,7 @@ class Recurrent:
             IndexError: the table has no such token.
         """
         tokens_BW, above_BWX = tokens_BW.contiguous(), above_BWX.contiguous()
-        return self._level(functions, above_BWX, tokens_BW.shape, (None, None, tokens_BW, parents, above_BWX), sights)
+        return self._level(functions, above_BWX, tokens_BW.shape, (None, None, tokens_BW, parents, above_BWX), views)
 
     @property
     def grows(self) -> bool:
@@ -313,16 +313,16 @@ class Recurrent:
         return self.entering is not None and self.entering.fusion is not None
 
     def grow(
-        self, functions: Any, pending: array[int], above_1PX: Tensor, sights: Sequence[Sight], how: Growth
+        self, functions: Any, pending: array[int], above_1PX: Tensor, views: Sequence[KVView], how: Growth
     ) -> Tree:
         """Grow one row's tree; the last pending token is its root. `above_1PX` are the target states before each of
-        them, `sights` describe their entries.
+        them, `views` describe their entries.
 
         Raises:
             IndexError: the table has no such token.
         """
         above_1PX, most = above_1PX.contiguous(), how.request.max_nodes
-        at = (_Sight * len(sights))(*(sight.for_c(above_1PX.dtype) for sight in sights))
+        at = (_Sight * len(views))(*(sight.for_c(above_1PX.dtype) for sight in views))
         nodes, probs, drafted = array("q", bytes(8 * 4 * most)), array("d", bytes(8 * 2 * most)), ctypes.c_int64()
         nodes[0] = pending[-1]
         weights, rules = ctypes.byref(self._weights), ctypes.byref(how.for_c())
@@ -340,14 +340,14 @@ class Recurrent:
         like: Tensor,
         shape: Sequence[int],
         inputs: Sequence[Tensor | array[int] | None],
-        sights: Sequence[Sight],
+        views: Sequence[KVView],
     ) -> tuple[Tensor, Tensor]:
-        asks = shape[1] if sights[-1].last_B is None else 1
+        asks = shape[1] if views[-1].last_B is None else 1
         feedback, logits = (
             like.new_empty(shape[0], asks, size) for size in (self._weights.lm_head.inputs, self._lm_head.outputs)
         )
         pointers = (part.buffer_info()[0] if isinstance(part, array) else _pointer(part) for part in inputs)
-        at = (_Sight * len(sights))(*(sight.for_c(like.dtype) for sight in sights))
+        at = (_Sight * len(views))(*(sight.for_c(like.dtype) for sight in views))
         outputs = feedback.data_ptr(), logits.data_ptr(), torch.get_num_threads()
         if functions.level(ctypes.byref(self._weights), *pointers, at, *outputs):
             raise IndexError(f"the table has {self._weights.vocabulary} rows")
@@ -364,7 +364,7 @@ def _pointer(weight: Tensor | None) -> int | None:
     return None if weight is None else weight.data_ptr()
 
 
-class Sight(NamedTuple):
+class KVView(NamedTuple):
     """New entries of a layer, and the slots they attend to.
 
     Attributes:
@@ -392,7 +392,7 @@ class Sight(NamedTuple):
         return _Sight(*pointers, entries.buffer_info()[0], last, *sizes)
 
 
-def attend(functions: Any, qkv_BWHd: Tensor, sight: Sight) -> Tensor:
+def attend(functions: Any, qkv_BWHd: Tensor, sight: KVView) -> Tensor:
     """Attend with joined queries, keys and values: [B, asked of a row, heads * d]."""
     qkv_BWHd = qkv_BWHd.contiguous()
     rows, width, _, size = qkv_BWHd.shape

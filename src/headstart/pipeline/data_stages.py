@@ -121,15 +121,15 @@ def _need_room_for_states(run: Run) -> None:
 
 def aux_layers(run: Run) -> list[int]:
     """Return the hidden states that the heads read, FINAL included. Cached in a file: later calls load no model."""
-    file, record = run.folder / "data" / "taps.json", run.whole_record("target")
+    file, record = run.folder / "data" / "aux_layers.json", run.whole_record("target")
     key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record else ""}
     if file.is_file() and (known := read_json(file)).items() >= key.items():
-        return [int(layer) for layer in known["taps"]]
+        return [int(layer) for layer in known["aux_layers"]]
     target = run.described if record is None else run.frozen()
     config = make_config(run.recipe.heads, target)
     with torch.device("meta"):
         needed = sorted({*family(config.family)(config).aux_layers, FINAL})
-    write_json(file, {**key, "target": target.whole_identity, "taps": needed})
+    write_json(file, {**key, "target": target.whole_identity, "aux_layers": needed})
     return needed
 
 

@@ -33,7 +33,7 @@ from headstart.recipes.sections import FREE_TO_CHANGE
 from headstart.support.artifacts import artifact, held, refer
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
-from headstart.train.processes import count_processes, is_main, on_main, tell_all, together
+from headstart.train.processes import broadcast_from_main, count_processes, is_main, on_main, raise_on_all_ranks
 from headstart.train.trainer import train
 from headstart.train.training_artifact import AMOUNT, RESULT, finished, go_on_from_shorter, training, weights_hash
 from headstart.tuning.tune import Tuning, tune
@@ -51,22 +51,22 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 def _train(run: Run) -> Outcome:
     # Runs on every rank; the main process writes.
-    with together():
+    with raise_on_all_ranks():
         target, stores = _frozen_and_stores(run)
         made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
         if is_main():
             check_formats(run, target)
     with on_main(held(made, run.console, wait=count_processes() == 1)):
-        with together():
+        with raise_on_all_ranks():
             if is_main() and not finished(made.folder):  # before the reference to the shorter training is replaced
                 go_on_from_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
                 refer(run.folder, "train", made, TRAIN)
-        if not tell_all(finished(made.folder)):
+        if not broadcast_from_main(finished(made.folder)):
             train(run.recipe, target, *stores, made.folder, run.console)
-    with together():
+    with raise_on_all_ranks():
         result = read_json(made.folder / RESULT) if is_main() else None
-    result = tell_all(result)
+    result = broadcast_from_main(result)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 
 

@@ -15,7 +15,7 @@ from headstart.pipeline.data_stages import help_with_data
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
 from headstart.support.lock import Busy
-from headstart.train.processes import count_processes, is_main, join_processes, tell_all, together
+from headstart.train.processes import broadcast_from_main, count_processes, is_main, join_processes, raise_on_all_ranks
 
 _IDLE = 0.5
 """Seconds between polls of an idle process."""
@@ -49,7 +49,7 @@ def train_together(run: Run) -> None:
     check_inputs(run.recipe, [training])
     run.device = join_processes(run.recipe.target.device)
     run.console.quiet |= not is_main()
-    with together():
+    with raise_on_all_ranks():
         unfinished = left_to_do(run, data) if is_main() else {}
         check_inputs(run.recipe, [stage for stage in data if stage.name in unfinished])
         if unfinished and count_processes() > 1:
@@ -60,7 +60,7 @@ def train_together(run: Run) -> None:
                 "Write it first: headstart data build, with the same recipe, settings and --run-dir.",
             )
     if not is_main():
-        told = tell_all(None)
+        told = broadcast_from_main(None)
         if isinstance(told, tuple):
             raise UserError(*told)
         if told:
@@ -70,14 +70,14 @@ def train_together(run: Run) -> None:
 
     def work(run: Run) -> Outcome:
         nonlocal begun
-        begun = tell_all(True)
+        begun = broadcast_from_main(True)
         return training.work(run)
 
     try:
         execute(run, [*data, replace(training, work=work)])
     except UserError as refusal:
         if not begun:
-            tell_all((refusal.problem, refusal.remedy))
+            broadcast_from_main((refusal.problem, refusal.remedy))
         raise
     if not begun:
-        tell_all(False)
+        broadcast_from_main(False)

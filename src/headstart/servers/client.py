@@ -64,7 +64,7 @@ class Stopped(Exception):
     """Raised by cancelled work."""
 
 
-class Later(Exception):
+class RetryableError(Exception):
     """A transient failure; the server may be `busy` (429) and ask for a retry after `seconds`."""
 
     def __init__(self, problem: str, busy: bool = False, seconds: float = 0.0) -> None:
@@ -101,12 +101,12 @@ class Endpoint:
     def send(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
     ) -> httpx.Response:
-        """Send a request with a JSON body; return the reply with any status, or raise `Later` without a reply."""
+        """Send a request with a JSON body; return the reply with any status; no reply raises `RetryableError`."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
-            raise Later(f"{type(error).__name__}: {error}") from None
+            raise RetryableError(f"{type(error).__name__}: {error}") from None
 
     def ask(
         self,
@@ -118,7 +118,7 @@ class Endpoint:
     ) -> dict[str, Any]:
         """Return the JSON object of the reply, or `absent` (unless None) if the server lacks the page.
 
-        Raises `Later` for a transient failure, a UserError for a permanent one.
+        Raises `RetryableError` for a transient failure, a UserError for a permanent one.
         """
         return self.read(self.send(method, path, body, seconds), absent)
 
@@ -130,7 +130,7 @@ class Endpoint:
             return absent
         if status in _WAITING or status >= 500:
             after = _seconds_asked(reply.headers.get("retry-after", ""))
-            raise Later(f"{status} {words}".strip(), status == 429, after)
+            raise RetryableError(f"{status} {words}".strip(), status == 429, after)
         if not reply.is_success:
             remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
             if status in (401, 403):
@@ -140,9 +140,9 @@ class Endpoint:
         try:
             page = reply.json()
         except ValueError:
-            raise Later(f"a reply that is no JSON: {words[:100]!r}") from None
+            raise RetryableError(f"a reply that is no JSON: {words[:100]!r}") from None
         if not isinstance(page, dict):
-            raise Later(f"a reply that is none: {words[:100]!r}")
+            raise RetryableError(f"a reply that is none: {words[:100]!r}")
         return page
 
     def once(self, find: Callable[[Endpoint], T]) -> T:
@@ -151,7 +151,7 @@ class Endpoint:
             self._known = find(self)
         return cast(T, self._known)
 
-    def failed(self, problem: Later, began: float, jitter: float) -> None:
+    def failed(self, problem: RetryableError, began: float, jitter: float) -> None:
         """Record a failure of a request started at `began`; concurrent failures count once."""
         now = monotonic()
         seconds = problem.seconds
@@ -188,8 +188,8 @@ class Pool:
     ) -> Generator[tuple[int, T | Refused], None, None]:
         """Yield (question number, answer or refusal) as they arrive; close the generator to cancel the other questions.
 
-        `ask` sends a question to a server and raises `Later` for a retry. `check` is polled while waiting and aborts by
-        raising. Questions of several threads share one first-in, first-out queue.
+        `ask` sends a question to a server and raises `RetryableError` for a retry. `check` is polled while waiting and
+        aborts by raising. Questions of several threads share one first-in, first-out queue.
 
         Raises:
             UserError: retries are exhausted.
@@ -222,7 +222,7 @@ class Pool:
         """Return the answers of all servers that answer at once, or the first answer after retries."""
         answers = []
         for endpoint in self._endpoints:
-            with suppress(Later):
+            with suppress(RetryableError):
                 answers.append(ask(endpoint))
         for _, answer in self.answers(0 if answers else 1, lambda _, endpoint: ask(endpoint)):
             if isinstance(answer, Refused):
@@ -257,7 +257,7 @@ class Pool:
             began = monotonic()
             try:
                 answer = ask(endpoint)
-            except Later as problem:
+            except RetryableError as problem:
                 tries += 1
                 with self._lock:
                     endpoint.failed(problem, began, self._jitter.uniform(0.5, 1.0))

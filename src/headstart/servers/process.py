@@ -19,7 +19,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, Self
 
 from headstart.errors import UserError
-from headstart.servers.client import Endpoint, Later
+from headstart.servers.client import Endpoint, RetryableError
 from headstart.servers.completions import Ask, Dialect
 from headstart.servers.engines import ServingEngine
 
@@ -63,7 +63,7 @@ class Running:
             return EngineAnswer(tuple(self._dialect.read(self._endpoint.read(reply)).tokens), seconds)
         except UserError as error:
             problem = error.problem
-        except (Later, KeyError, IndexError, TypeError) as error:
+        except (RetryableError, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{self._name} did not answer: {problem[:300]}", self._remedy)
 
@@ -76,7 +76,7 @@ class Running:
         """Return its counters since the start; see `read_counters`."""
         try:
             return read_counters(self._endpoint.send("GET", "/metrics").text)
-        except Later as error:
+        except RetryableError as error:
             raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
 
 
@@ -141,7 +141,7 @@ class Server(Running):
         path, key = self.engine.version_page
         try:
             return str(self._endpoint.ask("GET", path)[key])
-        except (Later, UserError, KeyError):
+        except (RetryableError, UserError, KeyError):
             return ""
 
     def _start(self) -> None:
@@ -181,7 +181,7 @@ class Server(Running):
         assert self._process is not None
         until = monotonic() + self._seconds
         while monotonic() < until:
-            with suppress(Later):
+            with suppress(RetryableError):
                 if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:

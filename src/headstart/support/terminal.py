@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -43,6 +44,11 @@ LINE_SECONDS = 60.0
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
+
+
+def show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Print a warning without the line of code that raised it, for `warnings.showwarning`."""
+    Console(stderr=True).print(f"[yellow]Warning:[/yellow] {escape(str(message))}", highlight=False, soft_wrap=True)
 
 
 class Group(TyperGroup):

@@ -104,7 +104,7 @@ def describe_processes(accelerator: Accelerator) -> str:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Raise a UserError of one rank on all ranks; the block must not contain collectives."""
     refusal: UserError | None = None
     try:
@@ -123,19 +123,19 @@ def together() -> Iterator[None]:
 def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
     """Enter a context on the main rank only; its UserError is raised on all ranks."""
     with ExitStack() as stack:
-        with together():
+        with raise_on_all_ranks():
             if is_main():
                 stack.enter_context(hold)
         yield
 
 
-def tell_all(message: Any) -> Any:
+def broadcast_from_main(message: Any) -> Any:
     """Broadcast the main rank's value; collective."""
     return broadcast_object_list([message])[0] if dist.is_initialized() else message
 
 
 @contextmanager
-def one_voice() -> Iterator[None]:
+def exit_together() -> Iterator[None]:
     """Make all ranks exit together with one exit code and a single error message."""
     if count_processes() == 1:
         yield

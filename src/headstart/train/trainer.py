@@ -54,7 +54,14 @@ from headstart.train.joint import Drift, Joint
 from headstart.train.losses import LOSSES
 from headstart.train.machine import Interrupt
 from headstart.train.optimizers import learning_rate_now, make_optimizers
-from headstart.train.processes import describe_processes, is_main, make_accelerator, on_device, tell_all, together
+from headstart.train.processes import (
+    broadcast_from_main,
+    describe_processes,
+    is_main,
+    make_accelerator,
+    on_device,
+    raise_on_all_ranks,
+)
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
 from headstart.train.tensor_memory import keeping_memory
@@ -129,7 +136,7 @@ class _Trainer:
         self.rank, self.ranks = int(accelerator.process_index), int(accelerator.num_processes)
         self.loss = LOSSES[self.section.loss]
         set_seed(self.section.seed)
-        with together():
+        with raise_on_all_ranks():
             self.heads = self._build_heads()
             self.coverage = draftable_share(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
             copies = 4 * (self.section.keep_checkpoints + 1)
@@ -138,8 +145,8 @@ class _Trainer:
             self.settings = self._settings()
             # Other ranks may see a stale shared disk: the main rank chooses for all.
             newest = checkpoint.find(self.folder / "checkpoints", self.settings, log.say) if is_main() else None
-        self.newest, settings = tell_all((newest, self.settings))
-        with together():
+        self.newest, settings = broadcast_from_main((newest, self.settings))
+        with raise_on_all_ranks():
             self._check_same(settings)
             if self.newest is not None:
                 checkpoint.wait_for(*self.newest)
@@ -498,9 +505,9 @@ class _Trainer:
         self.seconds_before = state.elapsed
         if state.budget and state.budget != self._budget:
             state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
-        with together():
+        with raise_on_all_ranks():
             rows = list(read_jsonl(self.folder / "metrics.jsonl")) if self.accelerator.is_main_process else []
-        self.records = tell_all([row for _, row in rows if row["step"] <= state.step])
+        self.records = broadcast_from_main([row for _, row in rows if row["step"] <= state.step])
         if self.accelerator.is_main_process:  # discard records after the checkpoint
             checkpoint.restore_best(path, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)

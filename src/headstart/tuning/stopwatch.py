@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.loop import Verifier
+from headstart.decode.verify import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
@@ -28,7 +28,7 @@ from headstart.tree.tree import Committed, RankPath, Request, Tree, TreeBatch, T
 _CLEARLY = 0.95
 """Relative draft time below which int8 weights are worth their small loss of acceptance."""
 _ENOUGH = 3
-"""Rounds after which a measurement may end when its time is over."""
+"""Rounds that a measurement takes at least, even if its time is over."""
 _STEADY = 1.25
 """Factor between two equal measurements, seconds apart, that shows a busy machine."""
 _FEW = 12

@@ -221,7 +221,7 @@ def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[C
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
         "dtype": target.dtype_name,
-        "taps": list(kind.aux_layers),
+        "aux_layers": list(kind.aux_layers),
         "hidden_size": target.hidden_size,
         "shards": os.path.relpath(index.folder.resolve(), folder.resolve()),
         "files": [{"file": file, "bytes": (index.folder / file).stat().st_size} for file in files],
@@ -252,7 +252,7 @@ class ShardIndex:
         try:
             with safe_open(file, framework="pt") as handle:  # refuses a file of another length than in its header
                 metadata = handle.metadata() or {}
-            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
+            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "aux_layers"))
         except (SafetensorError, OSError, ValueError, KeyError):
             return False
         if metadata.get("owner") == self.owner:
@@ -309,7 +309,7 @@ def _write_shard(
     lengths = list(map(len, rows))
     metadata = {
         "owner": kind.owner,
-        "taps": json.dumps(list(kind.aux_layers)),
+        "aux_layers": json.dumps(list(kind.aux_layers)),
         "keys": json.dumps([tokens_key(row) for row in rows]),
         "lengths": json.dumps(lengths),
     }

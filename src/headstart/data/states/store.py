@@ -169,7 +169,7 @@ class StateStore(States):
         self.fingerprint = manifest["fingerprint"]
         self.target_fingerprint = manifest["target_fingerprint"]
         self.dtype: str = manifest["dtype"]
-        self.aux_layers = tuple(manifest["taps"])
+        self.aux_layers = tuple(manifest["aux_layers"])
         self.hidden_size = manifest["hidden_size"]
         self.states_dtype: str = manifest["states_dtype"]
         self._dtype: torch.dtype = getattr(torch, manifest["dtype"])

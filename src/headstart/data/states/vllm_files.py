@@ -32,7 +32,7 @@ from headstart.errors import UserError
 from headstart.model.identity import dtype_name
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.servers.client import Endpoint, Later, Pool, Refused
+from headstart.servers.client import Endpoint, Pool, Refused, RetryableError
 from headstart.servers.completions import Ask, served_by
 from headstart.support.files import need_disk
 
@@ -289,7 +289,7 @@ def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
             "shared_storage_path has to be a folder that the server and this machine both see under this name.",
         )
     if not file.is_file():
-        raise Later(f"it did not write {file}")
+        raise RetryableError(f"it did not write {file}")
     return file
 
 

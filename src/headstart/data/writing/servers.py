@@ -17,7 +17,7 @@ from typing import Any
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
 from headstart.model.model import Target
-from headstart.servers.client import REQUESTS, Endpoint, Later, Pool, Refused
+from headstart.servers.client import REQUESTS, Endpoint, Pool, Refused, RetryableError
 from headstart.servers.completions import Ask, NoTokenIds, ServedModel, served_by
 
 _PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
@@ -132,9 +132,9 @@ class Servers:
                 "Use vLLM (0.10.2 or newer) or llama-server.",
             ) from None
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise Later(f"a reply that is none: {str(page)[:200]}") from None
+            raise RetryableError(f"a reply that is none: {str(page)[:200]}") from None
         if reply.aborted:
-            raise Later("the server gave up in the middle of an answer")
+            raise RetryableError("the server gave up in the middle of an answer")
         prompt = list(ask.prompt)
         if reply.prompt not in (None, prompt) or reply.prompt_length not in (None, len(prompt)):
             length = len(reply.prompt) if reply.prompt is not None else reply.prompt_length

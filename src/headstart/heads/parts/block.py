@@ -35,7 +35,7 @@ from headstart.heads.parts.block_layer import LAYERS, BlockConfig, BlockLayer
 from headstart.heads.parts.cache import LayerCache, cached_attention
 from headstart.heads.parts.graphed import GraphedHead, Numbers
 from headstart.heads.parts.layer import Rotary, angles, normed, refused_layers, start_from_last_layers
-from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
+from headstart.heads.parts.text_attention import VisibleRange, attend_blocks, by_row, positions_of
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
 from headstart.replay.attention import PIECE
@@ -153,11 +153,11 @@ class BlockHead(GraphedHead):
             yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
-        """LM head inputs of the blocks of these origins (ascending), [M, S, E]."""
+        """LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
         context_BTE = self.read_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
-        text = [self.light(layer.context, context_BTE, rotary) for layer in self.stack]
+        text = [self.checkpointed(layer.context, context_BTE, rotary) for layer in self.stack]
         parts = [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS)
         return torch.cat([self._blocks(batch, part_M, text, context_BTE) for part_M in parts])
 
@@ -166,7 +166,7 @@ class BlockHead(GraphedHead):
     ) -> Tensor:
         run = Blocks(self, batch, origin_M, like)
         for layer, (keys, values) in zip(self.stack, text, strict=True):
-            run.stream_BXE = self.light(layer.write, run.stream_BXE, run.mix(layer, keys, values))
+            run.stream_BXE = self.checkpointed(layer.write, run.stream_BXE, run.mix(layer, keys, values))
         return normed(self.norm, run.drafted(run.stream_BXE))
 
     # -- exchange ------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class Blocks:
         self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape, slots)
         starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
         self.sights = {
-            layer.window: Sight(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))
+            layer.window: VisibleRange(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))
             for layer in heads.stack
         }
         first_BA = 1 + (self.index_BA if starts_BA is None else self.index_BA - starts_BA)
@@ -336,7 +336,7 @@ class Blocks:
 
     def mix(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
         """Attention output of every slot in a layer, [B, N, G, X, d]."""
-        queries, own_keys, own_values = self.heads.light(layer.read, self.stream_BXE, self.rotary)
+        queries, own_keys, own_values = self.heads.checkpointed(layer.read, self.stream_BXE, self.rotary)
         slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
         own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))

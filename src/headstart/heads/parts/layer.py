@@ -148,7 +148,7 @@ class Rotary:
 
 
 def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [B, T, d] of these positions, clamped to the end of the table."""
+    """(cos, sin) [B, T, d] of the positions, clamped to the end of the table."""
     cos, sin = table
     positions_BT = positions_BT.clamp(max=len(cos) - 1)
     return cos[positions_BT], sin[positions_BT]
@@ -298,7 +298,7 @@ class DraftLayer(nn.Module):
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
         return draft_kernels.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
-    def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: draft_kernels.Sight) -> Tensor:
+    def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: draft_kernels.KVView) -> Tensor:
         """The stream after this layer in C, for a few rows on a CPU; only the `last_B` entries if given."""
         found_BTH = draft_kernels.attend(functions, self.unturned(read_BTI), sight)
         if sight.last_B is not None:

@@ -43,7 +43,14 @@ from headstart.heads.int8_weights import in_panels, linear
 from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, normed, with_own
-from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of, rounded_up
+from headstart.heads.parts.text_attention import (
+    VisibleRange,
+    attend,
+    by_row,
+    causal_attention,
+    positions_of,
+    rounded_up,
+)
 from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.replay.attention import PIECE
@@ -255,10 +262,11 @@ class RecurrentHead(GraphedHead):
         """Run the layers over the next training step of every origin and append keys and values to `text`; returns the
         last layer's stream, [B, A, E]."""
         first, index_BA = not text.kv, text.sight.index_BA
-        queries, keys, values, stream = self.light(self.enter, text.feedback_BAE, tokens, rotary, text.learning[0])
+        inputs = text.feedback_BAE, tokens, rotary, text.learning[0]
+        queries, keys, values, stream = self.checkpointed(self.enter, *inputs)
         for number, layer in enumerate(self.stack):
             if number:
-                queries, keys, values = self.light(layer.read, stream, rotary, text.learning[number])
+                queries, keys, values = self.checkpointed(layer.read, stream, rotary, text.learning[number])
             alone = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
             own_values, values = values[:, :alone], values[:, alone:]
             if first:
@@ -274,7 +282,7 @@ class RecurrentHead(GraphedHead):
             else:
                 text.chains[number].append((keys, values))
                 mixed = attend(queries, *text.kv[number], text.sight, text.chains[number])
-            stream = self.light(layer.write, stream, with_own(own_values, mixed))
+            stream = self.checkpointed(layer.write, stream, with_own(own_values, mixed))
         return stream
 
     # -- drafting ------------------------------------------------------------------------------------------------
@@ -404,13 +412,13 @@ class RecurrentHead(GraphedHead):
 
     def _sights(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
-    ) -> list[draft_kernels.Sight]:
+    ) -> list[draft_kernels.KVView]:
         """What each layer's new entries see; the last layer only queries each row's `last` entry, if given."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
         asked_B = None if last is None else array("q", last)
         numbers, heads, final = (entries.numbers, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
         return [
-            draft_kernels.Sight(numbers, asked_B if number == final else None, kv, table, heads)
+            draft_kernels.KVView(numbers, asked_B if number == final else None, kv, table, heads)
             for number, kv in enumerate(cache.kv)
         ]
 
@@ -586,10 +594,10 @@ class UnrolledText:
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
         self.learning = [layer.learning() for layer in heads.stack]
         starts_BA = None if self.starts_BT is None else self.starts_BT.gather(1, index_BA)
-        self.sight = Sight(index_BA, self.tokens_BT.shape[1], starts_BA)
+        self.sight = VisibleRange(index_BA, self.tokens_BT.shape[1], starts_BA)
 
     def keep(self, origin_M: Tensor) -> None:
-        """Continue with these origins only; the others are dropped when compaction is worth a copy."""
+        """Continue with these origins only; the rest is dropped when compaction is worth a copy."""
         index_BA = self.sight.index_BA
         rows, maximum = index_BA.shape
         row_B1 = torch.arange(rows, device=origin_M.device)[:, None]

@@ -47,7 +47,7 @@ class Part:
     seen: slice
 
 
-class Sight:
+class VisibleRange:
     """Visible range of each query: positions `starts_BA` (default 0) to `index_BA` of a row of `length` T; `index_BA`
     ascends in each row up to its padding.
 
@@ -106,10 +106,10 @@ class Sight:
             ]
         return self._parts
 
-    def columns(self, row_B1: Tensor, column_BA: Tensor) -> Sight:
+    def columns(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
         """Select queries."""
         starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
-        sight = Sight(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window)
+        sight = VisibleRange(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window)
         if self._hidden_BAT is not None:
             sight._hidden_BAT = self._hidden_BAT[row_B1, column_BA]
         return sight
@@ -154,7 +154,10 @@ def causal_attention(
     """Causal attention over complete texts, [B, N, G, T, d]; for `starts_BT` see `HeadBatch`."""
     if starts_BT is not None:
         return attend(
-            queries_BNGTd, keys_BNTd, values_BNTd, Sight(positions_of(starts_BT, None), len(starts_BT[0]), starts_BT)
+            queries_BNGTd,
+            keys_BNTd,
+            values_BNTd,
+            VisibleRange(positions_of(starts_BT, None), len(starts_BT[0]), starts_BT),
         )
     keys, values = (part[:, :, None].expand_as(queries_BNGTd).flatten(1, 2) for part in (keys_BNTd, values_BNTd))
     mixed = F.scaled_dot_product_attention(queries_BNGTd.flatten(1, 2), keys, values, is_causal=True)
@@ -165,7 +168,7 @@ def attend(
     queries_BNGAd: Tensor,
     keys_BNTd: Tensor,
     values_BNTd: Tensor,
-    sight: Sight,
+    sight: VisibleRange,
     chain: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """Attend from each query (a column of the sight) to its visible text and draft so far, [B, N, G, A, d]. `chain` has
@@ -179,7 +182,7 @@ def attend_blocks(
     queries_BNARd: Tensor,
     keys_BNTd: Tensor,
     values_BNTd: Tensor,
-    sight: Sight,
+    sight: VisibleRange,
     own: tuple[Tensor, Tensor],
     causal: bool = False,
 ) -> Tensor:
@@ -193,7 +196,7 @@ def attend_blocks(
 
 def _attend(
     kernels: tuple[Kernel, Kernel],
-    sight: Sight,
+    sight: VisibleRange,
     scores: tuple[int, int],
     text: tuple[Tensor, Tensor],
     columns: Sequence[tuple[Tensor, int]],
@@ -302,7 +305,7 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[Kernel, Sight, Sequence[Part]],
+        how: tuple[Kernel, VisibleRange, Sequence[Part]],
         dims: Sequence[int],
         keys_BNTd: Tensor,
         values_BNTd: Tensor,
@@ -317,7 +320,7 @@ class _InParts(torch.autograd.Function):
         }
         ctx.save_for_backward(keys_BNTd, values_BNTd, *columns)
         made = []
-        for part in reversed(parts):  # largest first: the others reuse its memory
+        for part in reversed(parts):  # largest first: the smaller ones reuse its memory
             queries, *own = (_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True))
             keys, values = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
             made.append(kernel(queries, keys, values, sight.hidden(part), *own))
