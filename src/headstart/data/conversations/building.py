@@ -293,7 +293,7 @@ class _SplitWriter:
                 return True
         if self._is_ended or (planned_next := self._plan()) is None:
             return False
-        if (held := self._claim(planned_next)) is not None:
+        if planned_next.batch is None and (held := self._claim(planned_next)) is not None:
             known = [planned.batch.share for planned in self._pending if planned.batch is not None]
             if self._clock.is_over(len(self._pending), sum(known)):
                 self._is_ended = True

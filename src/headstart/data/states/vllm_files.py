@@ -40,7 +40,7 @@ _COMPARED = 128
 """Leading tokens to compare; their states in a causal model do not depend on the rest."""
 
 
-class Unusable(Exception):
+class UnusableFile(Exception):
     """A file that cannot be imported, with the reason."""
 
 
@@ -63,7 +63,7 @@ def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder:
     return shlex.join(words)
 
 
-class NotFinite(Unusable):
+class NotFinite(UnusableFile):
     """A file with states that are not finite."""
 
 
@@ -115,7 +115,7 @@ class Import:
         for number, file in enumerate(files, start=1):
             try:
                 self.take(file)
-            except Unusable as problem:
+            except UnusableFile as problem:
                 self.left_out.setdefault(str(problem), []).append(file.name)
             advance(number, len(files))
         self.close()
@@ -123,13 +123,13 @@ class Import:
     def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
         """Import a file with the states of the tokens `asked` (None: any waiting conversation).
 
-        Raises `Unusable` if it is truncated, has other tokens, layers or sizes, or non-finite or unwritten states.
+        Raises `UnusableFile` if it is truncated, has other tokens, layers or sizes, or non-finite or unwritten states.
         """
         tokens, states_TLE = self._read(file)
         if asked is not None and tokens != list(asked):
-            raise Unusable("it is of other token ids than were asked for")
+            raise UnusableFile("it is of other token ids than were asked for")
         if (key := tokens_key(tokens)) not in self._wanted:
-            raise Unusable("its token ids are of no conversation that lacks states")
+            raise UnusableFile("its token ids are of no conversation that lacks states")
         conversation, layers = self._wanted[key]
         states = {layer: self._state(states_TLE, layer) for layer in layers}
         if not all(bool(state.isfinite().all()) for state in (states_TLE, *states.values())):
@@ -152,25 +152,25 @@ class Import:
         try:
             tensors = load_file(file)
         except FileNotFoundError:
-            raise Unusable("it is not there") from None
+            raise UnusableFile("it is not there") from None
         except (SafetensorError, OSError):
-            raise Unusable("it is cut short or no safetensors file") from None
+            raise UnusableFile("it is cut short or no safetensors file") from None
         if not {"hidden_states", "token_ids"} <= tensors.keys():
-            raise Unusable("it has no hidden_states and token_ids, so vLLM's connector did not write it")
+            raise UnusableFile("it has no hidden_states and token_ids, so vLLM's connector did not write it")
         tokens, states_TLE = tensors["token_ids"].tolist(), tensors["hidden_states"]
         shape = (len(tokens), len(self._engine_layers), self.target.hidden_size)
         if tuple(states_TLE.shape) != shape:
-            raise Unusable(
+            raise UnusableFile(
                 f"its states are {list(states_TLE.shape)} and not {list(shape)} (tokens, layers, size): vLLM was not "
                 f"started with the layers {', '.join(map(str, self._engine_layers))}, or serves another model"
             )
         if states_TLE.dtype != self.target.dtype:
-            raise Unusable(
+            raise UnusableFile(
                 f"its states are {dtype_name(states_TLE.dtype)} and those of the run {self.target.dtype_name}: start "
                 f"vLLM with --dtype {self.target.dtype_name}"
             )
         if not states_TLE.any(dim=-1).all():
-            raise Unusable("it has states that were never written")
+            raise UnusableFile("it has states that were never written")
         return tokens, states_TLE
 
     def _state(self, states_TLE: Tensor, layer: int) -> Tensor:
@@ -254,7 +254,7 @@ def take_from_servers(
                     taken += 1
                 except NotFinite:
                     work.left_out.setdefault("its states are not finite", []).append(waiting[number].id)
-                except Unusable as problem:
+                except UnusableFile as problem:
                     raise UserError(f"{file}, which vLLM wrote: {problem}.", _RESTART) from None
                 for path in (file, _lock_of(file)):
                     with suppress(OSError):
