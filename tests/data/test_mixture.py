@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations import part_writer
+from headstart.data.conversations import batch_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import begun_at, identity, pinned
 from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
@@ -114,7 +114,7 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
         asked.append(count)
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 20, "heldout": 4, "validation": 8, "max_new_tokens": 8, "batch_size": 8}
     few = {"source": write(tmp_path / "few.jsonl", *(f"a {i}" for i in range(16))), "weight": 3}
     data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
@@ -125,8 +125,8 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]
     assert asked == [2, 3, 3, 8, 8], "with files left a few more than wanted, then complete batches"
-    written = identity(tiny_target, data.model_dump(mode="json"))
-    assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}).model_dump(mode="json"))
+    written = identity(tiny_target, data)
+    assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -136,13 +136,13 @@ def test_fractions_of_a_prompt_add_up_across_a_restart(
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 40, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": batch_size}
     given = {"source": write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(60))), "weight": 9}
     data = DataSection.model_validate({"prompts": [given, "self"], **sizes})
     splits = build_conversations(tiny_target, data, tmp_path / "data")
     assert 3 <= sum(item.category == "own" for item in splits.train) <= 5
-    for file in sorted((tmp_path / "data" / "parts").glob("*.jsonl"))[7:]:
+    for file in sorted((tmp_path / "data" / "batches").glob("*.jsonl"))[7:]:
         file.unlink()
     assert everything(build_conversations(tiny_target, data, tmp_path / "data")) == everything(splits)
 
@@ -172,7 +172,7 @@ def test_edited_exclusion_rebuilds(tiny_target_folder: Path, sources: list[dict[
 
 def test_identity_follows_weights_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     def of(*given: dict[str, Any]) -> dict[str, Any]:
-        settings = DataSection.model_validate({"prompts": list(given)}).model_dump(mode="json")
+        settings = DataSection.model_validate({"prompts": list(given)})
         return identity(tiny_target, settings)
 
     one, other = sources
@@ -216,22 +216,24 @@ def test_the_identity_follows_every_setting_of_the_content_and_no_other(
     tiny_target: Target, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sources are a file, which has no revision, and the target itself."""
-    settings = DataSection.model_validate({"prompts": [sources[0], "self"]}).model_dump(mode="json")
+    data = DataSection.model_validate({"prompts": [sources[0], "self"]})
     monkeypatch.setattr("headstart.data.conversations.depends_on.has_template", lambda _: False)
-    assert CHANGES.keys() == settings.keys() - {"prompts", "exclude", "server"}
-    known = identity(tiny_target, settings)
-    followed = {name for name, value in CHANGES.items() if identity(tiny_target, {**settings, name: value}) != known}
+    assert CHANGES.keys() == DataSection.model_fields.keys() - {"prompts", "exclude", "server"}
+    known = identity(tiny_target, data)
+    changed = {name: identity(tiny_target, data.model_copy(update={name: value})) for name, value in CHANGES.items()}
+    followed = {name for name, other in changed.items() if other != known}
     assert followed == DataSection.names(Role.CONTENT) - {"prompts", "exclude", "revision"}
 
 
 def test_settings_without_effect_are_not_part_of_the_identity(
     tiny_target: Target, sources: list[dict[str, Any]]
 ) -> None:
-    def followed(prompts: Any) -> set[str]:
-        settings = DataSection.model_validate({"prompts": prompts}).model_dump(mode="json")
-        known = identity(tiny_target, settings)
-        names = ("split", "regenerate", "seed_prompts", "prefix_tokens")
-        return {name for name in names if identity(tiny_target, {**settings, name: CHANGES[name]}) != known}
+    def followed(prompts: str) -> set[str]:
+        data = DataSection(prompts=prompts)
+        known, names = identity(tiny_target, data), ("split", "regenerate", "seed_prompts", "prefix_tokens")
+        assert known == identity(tiny_target, DataSection(prompts=(PromptSource(source=prompts),)))
+        changed = {name: identity(tiny_target, data.model_copy(update={name: CHANGES[name]})) for name in names}
+        return {name for name in names if changed[name] != known}
 
     assert followed("self") == {"seed_prompts"}
     assert followed(sources[0]["source"]) == {"split", "regenerate"}
@@ -239,7 +241,7 @@ def test_settings_without_effect_are_not_part_of_the_identity(
 
 def test_int8_changes_the_identity_unless_a_server_writes(tiny_target: Target) -> None:
     def known(**settings: Any) -> dict[str, Any]:
-        return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
+        return identity(tiny_target, DataSection.model_validate(settings))
 
     assert known(writing_dtype="int8") != known() == known(writing_dtype="auto")
     server = "http://localhost:8000"
@@ -253,15 +255,15 @@ def test_run_keeps_the_commits_it_began_with(monkeypatch: pytest.MonkeyPatch, ti
         lambda source, revision: Origin(source, commit=revision or newest),
     )
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
-    settings = data.model_dump(mode="json")
+    settings = data
     begun = identity(tiny_target, settings)
     fixed = pinned(data, begun)
     assert [one.revision for one in fixed.sources] == ["1" * 40, "2" * 40]
     newest = "3" * 40
     assert identity(tiny_target, settings) != begun
     assert identity(tiny_target, begun_at(settings, begun)) == begun
-    other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b"))).model_dump(mode="json")
-    assert [one["revision"] for one in begun_at(other, begun)["prompts"]] == [None, "2" * 40]
+    other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b")))
+    assert [one.revision for one in begun_at(other, begun).sources] == [None, "2" * 40]
 
 
 @pytest.mark.parametrize(

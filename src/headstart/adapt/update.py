@@ -27,7 +27,7 @@ from headstart.adapt.options import LEAST, AdaptOptions
 from headstart.adapt.service import BUSY, Service
 from headstart.data.conversations.records import Conversation, read_conversations, tokens_key, write_conversations
 from headstart.data.prompts.loading import LeftOut
-from headstart.data.prompts.sources import drawn
+from headstart.data.prompts.sources import shuffled
 from headstart.data.served.log import PLAN, UPDATE, Served, delete_update
 from headstart.data.served.reading import as_conversation, chosen, read_log
 from headstart.data.states.shards import StateKind, Work, build_store
@@ -162,7 +162,7 @@ class Update:
         first_later = len(recent) - len(recent) // _LATER
         learnt = chosen(recent[:first_later], self.options.per_source, left_out)
         own, share = conversations(self.run, "train"), self.options.mix / (1 - self.options.mix)
-        own = drawn(own, self.service.next_number)[: round(share * len(learnt))]
+        own = shuffled(own, self.service.next_number)[: round(share * len(learnt))]
         texts = {"traffic": list(map(as_conversation, learnt)), "own": own}
         held = self._share_held([text for part in texts.values() for text in part])
         if held < 1:  # the same share of both, keeping the newest requests

@@ -27,7 +27,6 @@ from headstart.errors import UserError, close, nearest
 from headstart.heads.exchange.published import SHARED, Layout, Published, detached, fill
 from headstart.heads.int8_weights import drop_int8
 from headstart.heads.settings import FromTarget, HeadSettings, recipe_error, section_fields
-from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import Finish
 from headstart.model.model import Target
@@ -202,8 +201,6 @@ class DraftHead(nn.Module, ABC):
 
     def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Embed tokens [...] as the target does, [..., E], in the dtype and on the device of `like`."""
-        if (table_VE := self.embedding_table(like)) is not None and (functions := draft_kernels.serves(like)):
-            return draft_kernels.embedding(functions, table_VE, tokens)
         table_VE = self.target_embeddings
         return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
 

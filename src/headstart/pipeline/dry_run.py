@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from headstart.data.conversations.jobs import Workers
+from headstart.data.workers import Workers
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import DecodeLoop

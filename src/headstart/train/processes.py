@@ -23,7 +23,7 @@ from headstart.support.terminal import complain, explained
 _SPEAKERS = "headstart/speakers"
 """Key in the distributed store: number of ranks with an error to report."""
 _PATIENCE = 10.0
-"""Seconds that the main rank, which may host the store, waits for the others."""
+"""Seconds that the main rank, which may host the store, waits for other ranks."""
 _MEETING = timedelta(seconds=30)
 LOST_CONTACT = (
     "Another process of this training has ended.",

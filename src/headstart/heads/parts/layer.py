@@ -298,13 +298,6 @@ class DraftLayer(nn.Module):
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
         return draft_kernels.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
-    def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: draft_kernels.KVView) -> Tensor:
-        """The stream after this layer in C, for a few rows on a CPU; only the `last_B` entries if given."""
-        found_BTH = draft_kernels.attend(functions, self.unturned(read_BTI), sight)
-        if sight.last_B is not None:
-            stream_BTE = stream_BTE[range(len(stream_BTE)), sight.last_B.tolist()][:, None]
-        return self.write_found(stream_BTE, found_BTH)
-
     def inside(self, stream_BTE: Tensor) -> Tensor:
         """Input of the MLP's down projection, [B, T, F]."""
         gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)

@@ -357,9 +357,9 @@ class RecurrentHead(GraphedHead):
         entries = Entries.of_text(session.cache.lengths, pending)
         entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
         session.cache.reserve(entries.stop)
-        sights = self._sights(session.cache, entries, [pending - 1], above_1PX)
+        views = self._views(session.cache, entries, [pending - 1], above_1PX)
         how = draft_kernels.Growth(request, self.draft_to_target_D, levels, ranks, base)
-        return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, sights, how)
+        return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, views, how)
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
         seen_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
@@ -398,19 +398,19 @@ class RecurrentHead(GraphedHead):
         is returned."""
         heads, (tokens_BW, parents_BW) = session.in_8_bits, nodes
         assert heads is not None, "weights are in 8 bits"
-        sights = self._sights(session.cache, entries, last, above_BWX)
+        views = self._views(session.cache, entries, last, above_BWX)
         if heads.entering is None or (parents_BW is None and heads.entering.fusion is None):
             fed_BWE = self.project(above_BWX) if parents_BW is None else _fed(above_BWX, parents_BW)
-            return heads.read(functions, *self.layer_input(fed_BWE, self.embedded(tokens_BW, fed_BWE)), sights)
+            return heads.read(functions, *self.layer_input(fed_BWE, self.embedded(tokens_BW, fed_BWE)), views)
         index = None
         if parents_BW is not None:
             count, rows = above_BWX.shape[1], enumerate(parents_BW.tolist())
             index = array(
                 "q", (row * count + (0 if count == 1 else parent) for row, parents in rows for parent in parents)
             )
-        return heads.enter(functions, tokens_BW, index, above_BWX, sights)
+        return heads.enter(functions, tokens_BW, index, above_BWX, views)
 
-    def _sights(
+    def _views(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
     ) -> list[draft_kernels.KVView]:
         """What each layer's new entries see; the last layer only queries each row's `last` entry, if given."""
@@ -434,8 +434,11 @@ class RecurrentHead(GraphedHead):
         cache, slots, like = session.cache, entries.stop, feedback_BWE
         if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.serves(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
-            for layer, sight in zip(self.stack, self._sights(cache, entries, last, like), strict=True):
-                read_BWI = stream_BWE = layer.over_few(functions, read_BWI, stream_BWE, sight)
+            for layer, view in zip(self.stack, self._views(cache, entries, last, like), strict=True):
+                found_BWH = draft_kernels.attend(functions, layer.unturned(read_BWI), view)
+                if view.last_B is not None:
+                    stream_BWE = stream_BWE[range(len(stream_BWE)), view.last_B.tolist()][:, None]
+                read_BWI = stream_BWE = layer.write_found(stream_BWE, found_BWH)
             return stream_BWE
         table = self._rotary.table(slots, like.device, like.dtype)
         starts = entries.slots_BW[:, 0].tolist()
