@@ -456,7 +456,8 @@ H = TypeVar("H", bound=type[DraftHead])
 
 
 def register(head: H) -> H:
-    """Class decorator: register a family under its `family` name."""
+    """Class decorator: register a family under the name in its config."""
+    head.family = head.Config.model_fields["family"].default
     _FAMILIES[head.family] = head
     return head
 

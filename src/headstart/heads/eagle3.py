@@ -140,7 +140,6 @@ class Eagle3Config(RecurrentConfig):
 class Eagle3Head(RecurrentHead):
     """Fusion, decoder layers, norm and LM head."""
 
-    family: ClassVar[str] = "eagle3"
     Config: ClassVar[type[LayerConfig]] = Eagle3Config
     publishes: ClassVar[Layout | None] = Layout.EAGLE3
     config: Eagle3Config

@@ -91,7 +91,6 @@ class HydraStep(nn.Module):
 class HydraHead(ResidualHead):
     """K heads; each reads one drafted token more than its predecessor."""
 
-    family: ClassVar[str] = "hydra"
     Config: ClassVar[type[HeadConfig]] = HydraConfig
     config: HydraConfig
     lm_head_DE: Tensor

@@ -78,7 +78,6 @@ class MedusaConfig(ResidualConfig):
 class MedusaHead(ResidualHead, OneForwardHead):
     """K stacks of residual blocks, each with its own LM head or the target's."""
 
-    family: ClassVar[str] = "medusa"
     Config: ClassVar[type[HeadConfig]] = MedusaConfig
     publishes: ClassVar[Layout | None] = Layout.MEDUSA
     config: MedusaConfig

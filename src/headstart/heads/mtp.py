@@ -27,25 +27,24 @@ from headstart.errors import UserError
 from headstart.heads.base import make_config, register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
-from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed_beside
+from headstart.heads.parts.final_state import FinalStateHead
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_scale, normed_beside
 from headstart.heads.parts.native_module import (
     Attend,
     NativeModule,
-    NativeRotary,
     NativeSettings,
     native_fields,
     other_weights,
-    state_layer,
 )
-from headstart.heads.parts.recurrent import UnrolledText
+from headstart.heads.parts.recurrent import RecurrentConfig, UnrolledText
 from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.model.frozen import FrozenModel
 from headstart.model.shipped import shipped_files
 from headstart.recipes.sections import FromTarget
+from headstart.replay.patch import FINAL
 
 
-class MtpConfig(FinalStateConfig):
+class MtpConfig(RecurrentConfig):
     """Settings of MTP heads."""
 
     family: str = "mtp"
@@ -55,7 +54,7 @@ class MtpConfig(FinalStateConfig):
         "multi-token-prediction module that the target ships (native), which keeps its own kind of layer.",
     )
     native: Annotated[NativeSettings | None, FromTarget(settable=False)] = Field(
-        None, description="With init=native, what the target's module is like."
+        None, description="With init=native, the architecture of the target's module."
     )
 
     @property
@@ -111,7 +110,6 @@ def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
 class MtpHead(FinalStateHead):
     """One module; embeddings and LM head are the target's or the module's own."""
 
-    family: ClassVar[str] = "mtp"
     Config: ClassVar[type[LayerConfig]] = MtpConfig
     config: MtpConfig
 
@@ -120,7 +118,7 @@ class MtpHead(FinalStateHead):
             super().__init__(config, MtpModule(config))
         else:
             super().__init__(config, cast(DraftLayer, NativeModule(config.native)))
-            self._rotary = NativeRotary(config, config.native)
+            self._rotary = Rotary(config, config.native.rotary)
 
     @property
     def module(self) -> MtpModule:
@@ -134,14 +132,14 @@ class MtpHead(FinalStateHead):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        return (state_layer(self.config.native),)
+        return (FINAL if self.config.native is None else self.config.native.state_layer,)
 
     @property
     def joining_map(self) -> Linear:
         return self.module.eh_proj
 
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        return states[state_layer(self.config.native)]
+        return states[self.aux_layers[0]]
 
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         return normed_beside([self.module.enorm, self.module.hnorm], [embedded, feedback])

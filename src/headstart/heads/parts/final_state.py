@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, supervised_origins
@@ -25,19 +24,12 @@ from headstart.model.frozen import FrozenModel
 from headstart.replay.patch import FINAL
 
 
-class FinalStateConfig(RecurrentConfig):
-    """Settings of heads that go from final state to final state."""
-
-    init: str = Field("target", description="What they start from; each family says what there is.")
-
-
 class FinalStateHead(RecurrentHead):
     """Joining map and decoder layer; families define the map's inputs and the use of the layer's output."""
 
     drafts_features: ClassVar[bool] = True
-    config: FinalStateConfig
 
-    def __init__(self, config: FinalStateConfig, layer: DraftLayer) -> None:
+    def __init__(self, config: RecurrentConfig, layer: DraftLayer) -> None:
         super().__init__(config, [layer])
         self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
 
@@ -102,6 +94,3 @@ class FinalStateHead(RecurrentHead):
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         stream: Tensor = self.joining_map(self.joined_inputs(feedback, embedded))
         return stream, stream
-
-    def feature(self, feedback_ME: Tensor) -> Tensor:
-        return feedback_ME

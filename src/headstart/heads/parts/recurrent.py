@@ -72,6 +72,7 @@ class RecurrentConfig(LayerConfig):
     """Settings of heads that feed their own state back."""
 
     draft_steps: int = Field(5, ge=1, le=DEEPEST, description="Drafts in a row, in training and in decoding.")
+    init: str = Field("target", description="Initial weights, see each family.")
 
 
 @dataclass
@@ -156,7 +157,7 @@ class RecurrentMemory(KeyMemory):
         with torch.inference_mode(False):
             self.seen_BPX = torch.zeros(rows, widest, read, dtype=seen_BPX.dtype, device=seen_BPX.device)
             self.fed_BWE, self.feedback_BWE = self.seen_BPX.new_zeros(2, rows, widest, size).unbind()
-        self.rotary = heads.rotary_table(capacity, seen_BPX)
+        self.rotary = heads._rotary.table(capacity, seen_BPX.device, seen_BPX.dtype)
 
     def clear(self) -> None:
         super().clear()
@@ -204,14 +205,14 @@ class RecurrentHead(GraphedHead):
         """Attention input of the first layer [..., I], and its residual stream [..., E]."""
 
     @property
-    @abstractmethod
     def output_norm(self) -> nn.RMSNorm | None:
-        """The norm between the last layer's stream and the LM head."""
+        """The norm between the last layer's stream and the LM head, if any."""
+        return None
 
     @property
-    @abstractmethod
     def feeds_normed(self) -> bool:
         """Whether the stream is fed back after that norm."""
+        return False
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """LM head input and feedback from the last layer's stream, both [..., E]."""
@@ -230,10 +231,6 @@ class RecurrentHead(GraphedHead):
     @abstractmethod
     def lm_head_DE(self) -> Tensor:
         """LM head over the draft vocabulary."""
-
-    def feature(self, feedback_ME: Tensor) -> Tensor | None:
-        """The feedback if it predicts the target's FINAL state, else None."""
-        return None
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -255,7 +252,7 @@ class RecurrentHead(GraphedHead):
             else:
                 text.keep(origin_M)
             hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
-            feature_ME = self.feature(text.feedback_BAE[text.real_BA])
+            feature_ME = text.feedback_BAE[text.real_BA] if self.drafts_features else None
             yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
 
     def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -480,9 +477,6 @@ class RecurrentHead(GraphedHead):
         return stream_BWE
 
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
-
-    def rotary_table(self, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rotary.table(stop, like.device, like.dtype)
 
     def new_memory(self, session: RecurrentSession, rows: int, capacity: int) -> RecurrentMemory:
         return RecurrentMemory(self, session.seen_BPX, rows, capacity)
