@@ -134,7 +134,7 @@ class Decoder:
         if deterministic and any(part.startswith("memory:") for part in parts_of(drafter)):
             raise UserError(
                 "Deterministic decoding does not depend on earlier answers, and memory:FILE does.",
-                "Write memory, for those of the training alone.",
+                "Write memory, which reads the answers of the training alone.",
             )
         drafts = drafts and drafter != "none"
         with self._lock:

@@ -150,8 +150,8 @@ class ShippedDrafter(HeadDrafter):
 
 
 _Candidate = tuple[int, int, float, float, float]
-"""A possible child: its index in the draft vocabulary, its token, its acceptance probability given its parent, the one
-of a child drawn in its place, and its probability under the heads; the last two matter where children are drawn."""
+"""A possible child: index in the draft vocabulary, token, and acceptance probability given its parent; for drawing also
+the acceptance probability of a child drawn in its place, and its probability under the heads."""
 
 
 @torch.no_grad()

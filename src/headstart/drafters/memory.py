@@ -48,7 +48,7 @@ WEIGHTS = (0.0, 0.0, 0.42, 0.53, 0.7, 1.3, 1.6, 1.8, 2.0, 2.9, 3.4, 3.8, 4.5, 12
 """Weight of a place, by the length of its match.
 
 Fitted (maximum likelihood) to greedy answers of SmolLM2-135M-Instruct to 54 prompts of its own, 6,600 tokens, beside
-1,145 answers that it was trained on: 77 % of these tokens had a place, and the probability that any continuation is
+1,145 answers that it was trained on: 77 % of the 6,600 had a place, and the probability that any continuation is
 right agrees within 0.02 with the measured frequency, for each match length.
 """
 

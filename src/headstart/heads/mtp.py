@@ -2,7 +2,7 @@
 
 The module norms the next token's embedding and the current state, joins them by a linear map (`eh_proj`), runs a
 decoder layer and norms its output for the target's frozen LM head. One module serves all draft steps, as in serving
-engines: its output stands in for the next final state and is fed back, see `headstart.heads.parts.recurrent`. On tokens
+engines: its output replaces the next final state and is fed back, see `headstart.heads.parts.recurrent`. On tokens
 a b c d e (positions 0-4), the draft from the state after `b`:
 
     step 0   state(b), emb(c) -> d               sees the entries of a, b (b's is step 0)
@@ -228,7 +228,7 @@ class MtpHead(FinalStateHead):
     def _run_native(
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the target's own module; returns its stream, and the keys and values of these entries."""
+        """Run the target's own module; returns its stream, keys and values."""
         assert self.native is not None, "the module is the target's"
         joined, _ = self.layer_input(feedback, self.embedded(tokens, feedback))
         kept: list[tuple[Tensor, Tensor]] = []

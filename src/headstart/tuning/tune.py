@@ -114,12 +114,7 @@ class Tuning:
         return replace(
             self,
             paths=self.paths if same else tuple(TreeShape.from_paths(paths).paths),
-            widths=costs.widths,
-            verify_ms=costs.verify_ms,
-            draft_ms=costs.draft_ms,
-            level_ms=costs.level_ms,
-            read_ms=costs.read_ms,
-            packed=measured.packed,
+            **_cost_fields(measured),
             chain=_best_chain(list(accumulate(along_best)), costs),
             tree="dynamic" if self.calibration and not same else self.tree,
             curve=curve,
@@ -227,9 +222,7 @@ def tune(
     drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
     return Tuning(
         paths=tuple(TreeShape.from_paths(paths).paths),
-        widths=costs.widths,
-        verify_ms=costs.verify_ms,
-        draft_ms=costs.draft_ms,
+        **_cost_fields(measured),
         acceptance=_acceptance(ranks_OK, max_rank),
         predicted=predicted,
         curve=curve,
@@ -246,11 +239,15 @@ def tune(
         tree="dynamic" if paths and not target.chains_only else "static",
         chain=chain,
         calibration=fit_calibration(*drafts.arrays).knots() | fit_calibration(*drawn.arrays).knots("sampled_"),
-        level_ms=costs.level_ms,
-        packed=measured.packed,
-        read_ms=costs.read_ms,
         kinds=by_kind(drafts, [getattr(text, "category", "") for text in conversations]),
     )
+
+
+def _cost_fields(measured: Measured) -> dict[str, Any]:
+    """`measured` as fields of `Tuning`."""
+    fields = asdict(measured.costs) | {"packed": measured.packed}
+    del fields["levels"]  # as many as `acceptance` has
+    return fields
 
 
 def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The draft decoder layer: Llama's architecture, warm-started from a layer of the target.
 
-Training reads complete conversations (`text_attention`), drafting one tree level at a time with a KV cache (`cache`),
-with equal results.
+Training reads complete conversations (`text_attention`); drafting reads tree levels with a KV cache (`cache`), with
+equal results.
 
 Shape suffixes: B rows, T tokens, E hidden size, I inputs of queries, keys and values, G query heads per key head, N key
 heads, H all heads, d head size, F width of the MLP, R rows of a weight.
@@ -45,7 +45,7 @@ _MIN_POSITIONS = 256
 
 
 class LayerConfig(HeadConfig):
-    """Settings of families with decoder layers of their own; what a recipe leaves out is taken from the target."""
+    """Settings of families with decoder layers of their own. Settings that a recipe omits come from the target."""
 
     intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, le=1 << 24, description="Width of a layer's MLP.")
     num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, le=4096, description="Query heads.")
@@ -108,7 +108,7 @@ class LayerConfig(HeadConfig):
 
 
 class Rotary:
-    """Rotary tables that grow on demand, from transformers' rotary module for Llama or the one that `build` returns."""
+    """Rotary tables that grow on demand, from transformers' rotary module for Llama or from `build`."""
 
     def __init__(self, config: LayerConfig, build: Callable[[], nn.Module] | None = None) -> None:
         self._config, self._build = config, build or partial(_llama_rotary, config)

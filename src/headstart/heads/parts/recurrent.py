@@ -1,7 +1,7 @@
 """The base of autoregressive heads: unrolling in training, drafting level by level.
 
 Entry t of such a head reads the target's state after token t and the embedding of token t + 1, and drafts token t + 2.
-The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output stands in for the
+The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output replaces the
 next state: with the drafted token's embedding it is the entry of the next step. On tokens a b c d e (positions 0-4),
 the draft from the state after `b` (origin 1):
 
@@ -224,7 +224,7 @@ class RecurrentHead(GraphedHead):
         return None
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
-        """Number of a layer's leading own-position heads, for which the C kernels skip attention."""
+        """Number of a layer's leading own-position heads; the C kernels skip their attention."""
         return 0
 
     @property
@@ -410,7 +410,7 @@ class RecurrentHead(GraphedHead):
     def _sights(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
     ) -> list[draft_kernels.KVView]:
-        """What each layer's new entries see; the last layer only queries each row's `last` entry, if given."""
+        """Each layer's view of the cache; the last layer only queries each row's `last` entry, if given."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
         asked_B = None if last is None else array("q", last)
         numbers, heads, final = (entries.numbers, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
