@@ -70,17 +70,14 @@ class Decoder:
         answers: Path | None = None,
     ) -> None:
         self.target = target
-        self._loaded = heads
-        self.shape = shape or TreeShape.chain(0)
-        self.calibration = calibration or {}
-        self.answers = answers
-        self.tuning = Tuning.from_json(calibration) if calibration else None
+        self._loaded: DraftHead | None = None
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
         self._models: dict[str, Drafter] = {}  # drafters that loaded a model
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning with costs for these conditions
         self._there: Tuning | None = None  # the tuning with stored costs, once requested
         self._lock = threading.RLock()
+        self.swap(heads, shape or TreeShape.chain(0), calibration or {}, answers)
         self.log: RequestLog | None = None
         self.newer: Callable[[], Loaded | None] | None = None
         target.record()  # now, so that no first answer is delayed
@@ -93,7 +90,7 @@ class Decoder:
         return self._loaded
 
     def swap(
-        self, heads: DraftHead, shape: TreeShape, calibration: dict[str, Any], answers: Path | None = None
+        self, heads: DraftHead | None, shape: TreeShape, calibration: dict[str, Any], answers: Path | None = None
     ) -> None:
         """Draft with other heads from the next request on; running requests finish with the old ones.
 
@@ -102,7 +99,8 @@ class Decoder:
         """
         tuning = Tuning.from_json(calibration) if calibration else None
         with self._lock:
-            same, here = self._loaded is not None and self._loaded.config == heads.config, self._here
+            same = self._loaded is not None and heads is not None and self._loaded.config == heads.config
+            here = self._here
             self._here = None
             if not same or tuning is None:
                 self._conditions = None
@@ -295,7 +293,6 @@ class Decoder:
             return self._here
 
     def _tuned_there(self) -> Tuning | None:
-        """The tuning with its stored costs."""
         if self.tuning is not None and self._there is None:
             self._there = tuned_there(self.tuning, Conditions.of(self.target))
         return self._there
@@ -341,7 +338,6 @@ class Decoder:
         return self.target.identity().fingerprint, template_version(self.target.tokenizer)
 
     def _served(self, prompt: Sequence[int], answer: Answer, asked: DecodeOptions) -> Served:
-        """The log entry of an answer."""
         names = () if asked.greedy else ("temperature", "top_k", "top_p", "min_p")
         sampling: dict[str, Any] = {name: getattr(asked, name) for name in names}
         if asked.processors or asked.repetition_penalty != 1.0:

@@ -148,7 +148,6 @@ class Index:
         return count
 
     def holds(self, answer: Sequence[int]) -> bool:
-        """Whether the answer was added before."""
         return hash(tuple(answer)) in self._held
 
     @property

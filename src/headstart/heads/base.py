@@ -82,7 +82,6 @@ class HeadBatch:
     starts_BT: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> HeadBatch:
-        """Apply `change` to every tensor."""
         optional = (self.subsampled_steps_BT, self.starts_BT)
         return HeadBatch(
             change(self.tokens_BT),

@@ -138,9 +138,6 @@ class MtpHead(FinalStateHead):
     def joining_map(self) -> Linear:
         return self.module.eh_proj
 
-    def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        return states[self.aux_layers[0]]
-
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         return normed_beside([self.module.enorm, self.module.hnorm], [embedded, feedback])
 
@@ -163,9 +160,6 @@ class MtpHead(FinalStateHead):
             return super().layer_output(stream)
         hidden = self.native.norm(stream)
         return hidden, hidden
-
-    def stream_for(self, final_ME: Tensor) -> Tensor:
-        return final_ME / self.module.norm.weight.float()
 
     def bind(self, target: FrozenModel) -> None:
         super().bind(target)

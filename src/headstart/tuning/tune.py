@@ -88,7 +88,6 @@ class Tuning:
 
     @property
     def costs(self) -> Costs:
-        """The measured costs."""
         return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance), self.read_ms)
 
     @property

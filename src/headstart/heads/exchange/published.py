@@ -119,12 +119,10 @@ class Published:
 
     @property
     def sliding(self) -> list[bool]:
-        """Whether each layer has the sliding window."""
         return [bool(self.sliding_window) and number not in self.full_layers for number in range(self.num_layers)]
 
     @property
     def causal_layers(self) -> list[bool]:
-        """Whether each layer is causal within a block."""
         return [self.causal and slides == bool(self.sliding_window) for slides in self.sliding]
 
     @property

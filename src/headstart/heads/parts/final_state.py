@@ -42,10 +42,6 @@ class FinalStateHead(RecurrentHead):
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         """Inputs of the joining map, [..., J], embedding first."""
 
-    def stream_for(self, final_ME: Tensor) -> Tensor:
-        """The stream that yields these final states."""
-        return final_ME
-
     @property
     def lm_head_DE(self) -> Tensor:
         return self._frozen_DE
@@ -78,7 +74,8 @@ class FinalStateHead(RecurrentHead):
             final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
             origin_M = supervised_origins(batch.supervised_BT, 0)
             joined_MJ = self.joined_inputs(final_XE[origin_M], self.embedded(tokens_X[origin_M + 1], final_XE))
-            return joined_MJ, [self.stream_for(final_XE[origin_M + 1])]
+            wanted_ME, norm = final_XE[origin_M + 1], self.output_norm
+            return joined_MJ, [wanted_ME if norm is None else wanted_ME / norm.weight.float()]
 
         joining_map = self.joining_map
         start = LinearStart([joining_map.in_features], joining_map.out_features, self.target_embeddings.device)
@@ -86,7 +83,7 @@ class FinalStateHead(RecurrentHead):
             joining_map.weight.copy_(map_EJ)
 
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        return states[FINAL]
+        return states[self.aux_layers[0]]
 
     def project(self, seen: Tensor) -> Tensor:
         return seen

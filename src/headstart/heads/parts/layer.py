@@ -469,6 +469,5 @@ def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
 
 
 def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
-    first, second = x_BHTd.chunk(2, dim=-1)
-    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-second, first], dim=-1) * sin_BTd[:, None]
+    rotated: Tensor = x_BHTd * cos_BTd[:, None] + rotate_half(x_BHTd) * sin_BTd[:, None]
     return rotated
