@@ -47,7 +47,6 @@ class Decoder:
     """Generates losslessly with a target and its heads.
 
     Args:
-        target: the frozen model.
         heads: bound to it, in its dtype and on its device; None for a target alone, with other drafters.
         shape: the static tree; with the root alone, decoding with heads is plain.
         calibration: see `Tuning.to_json`; without it the heads always draft the static tree.
@@ -299,17 +298,17 @@ class Decoder:
 
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = parts_of(name)
+        heads: HeadDrafter | None = None
         if parts == ["heads"]:
             _ = self.heads  # a UserError without heads
-        heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
+        if "heads" in parts and self._loaded is not None:
+            if tuning is not None:
+                heads = tuning.drafter(self._loaded, tree)
+            elif self.shape.size > 1:
+                heads = HeadDrafter(self._loaded, self.shape, tree or "static")
         if "heads" in parts and heads is None:  # no tree pays: the other drafters work alone
             name = "+".join(part for part in parts if part != "heads") or "none"
         return make_drafters(name, self.target, heads, self.answers, self._models)
-
-    def _heads(self, tree: TreeKind | None, tuning: Tuning | None) -> HeadDrafter | None:
-        if tuning is not None:
-            return tuning.drafter(self.heads, tree)
-        return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
     def _answer(self, prompt: Sequence[int], generation: Generation, asked: DecodeOptions, loop: DecodeLoop) -> Answer:
         rounds = len(generation.rounds)
@@ -328,21 +327,13 @@ class Decoder:
             seed=generation.seed,
             heads=next(drafting, ""),
         )
-        if self.log is not None:
-            self.log.add(self._served(prompt, answer, asked))
-        return answer
-
-    @cached_property
-    def _stamp(self) -> tuple[str, str]:
-        """The log's fingerprints of the target and its chat template."""
-        return self.target.identity().fingerprint, template_version(self.target.tokenizer)
-
-    def _served(self, prompt: Sequence[int], answer: Answer, asked: DecodeOptions) -> Served:
+        if self.log is None:
+            return answer
         names = () if asked.greedy else ("temperature", "top_k", "top_p", "min_p")
         sampling: dict[str, Any] = {name: getattr(asked, name) for name in names}
         if asked.processors or asked.repetition_penalty != 1.0:
             sampling["processed"] = True
-        return Served(
+        served = Served(
             list(prompt),
             answer.tokens,
             answer.finish_reason,
@@ -353,6 +344,13 @@ class Decoder:
             heads=answer.heads,
             rounds=answer.rounds,
         )
+        self.log.add(served)
+        return answer
+
+    @cached_property
+    def _stamp(self) -> tuple[str, str]:
+        """The log's fingerprints of the target and its chat template."""
+        return self.target.identity().fingerprint, template_version(self.target.tokenizer)
 
 
 def _check_drafting(drafter: str, tree: TreeKind | None) -> None:

@@ -50,7 +50,6 @@ class HeadDrafter:
     """Draft with trained heads of any family.
 
     Args:
-        heads: the trained heads.
         shape: the static tree, at most as deep as the heads and as wide as their draft vocabulary.
         tree: "static" drafts `shape`; "dynamic" chooses nodes each round; "chain" the best draft of each depth of
             `shape`.
@@ -323,7 +322,9 @@ def _worth_it(
     grown: list[tuple[float, int, int]] = []  # (-path probability, parent's index, rank), best first
     for above, leaf in enumerate(row.level):
         path_prob = _prob(row.tree, leaf.node)
-        for rank, marginal in enumerate(_marginals(tables[above], request.draws)):
+        candidates = tables[above]
+        marginals = _marginals(candidates) if request.draws else [prob for _, _, prob, _, _ in candidates]
+        for rank, marginal in enumerate(marginals):
             accept_prob = path_prob * marginal
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
@@ -356,11 +357,9 @@ def _in_room(grown: list[tuple[float, int, int]], below: Sequence[float], room: 
     return grown
 
 
-def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterator[float]:
-    """Yield how much each further child adds to the probability that one is accepted, never increasing."""
-    if not draws:
-        yield from (prob for _, _, prob, _, _ in candidates)
-        return
+def _marginals(candidates: Sequence[_Candidate]) -> Iterator[float]:
+    """Yield how much each further child adds to the probability that one is accepted if the last is drawn, never
+    increasing."""
     before, marginal = 0.0, 1.0
     for count in range(1, len(candidates) + 1):
         together = sum(_probs(candidates[:count], True))

@@ -297,10 +297,8 @@ class MemoryDrafter(TextDrafter):
     """Draft continuations of the same words in the target's earlier answers.
 
     Args:
-        vocab_size: of the target.
         shipped: file of answers that came with the heads, if any.
         served: answers that `remember` and other processes add to; None keeps nothing.
-        limits: see `TextDrafter`.
     """
 
     def __init__(

@@ -34,7 +34,6 @@ from headstart.heads.parts.native_module import (
     NativeModule,
     NativeSettings,
     native_fields,
-    other_weights,
 )
 from headstart.heads.parts.recurrent import RecurrentConfig, UnrolledText
 from headstart.heads.parts.text_attention import attend, causal_attention
@@ -165,7 +164,10 @@ class MtpHead(FinalStateHead):
         super().bind(target)
         if self.native is None:
             return
-        lm_head_VE, embedding_VE = other_weights(target)
+        try:
+            lm_head_VE, embedding_VE = shipped_files(target).other_weights()
+        except UserError:  # no files: an in-memory target, or only sizes are needed
+            return
         if lm_head_VE is not None:
             self._frozen_DE = lm_head_VE.to(self._frozen_DE)
         if embedding_VE is not None:

@@ -48,11 +48,7 @@ class Tuning:
 
     Attributes:
         paths: rank paths of the chosen tree without the root; empty means plain decoding is fastest.
-        widths: timed tree widths (root included).
-        verify_ms: for each width, milliseconds of a tree forward, choice and commit, at batch 1.
-        draft_ms: milliseconds of a draft at full depth with a tree of up to 16 nodes.
-        level_ms: the part of each level after the first.
-        read_ms: extra milliseconds of a draft for each token of the text that the heads have yet to read.
+        widths, verify_ms, draft_ms, level_ms, read_ms: see `Costs`; at batch 1, and drafts with up to 16 nodes.
         packed: whether int8 weights drafted clearly faster; the milliseconds are then theirs.
         acceptance: for each depth and rank, how often that draft is right after right drafts of rank 0.
         predicted: `tokens_per_round` (τ, replayed on the validation answers), `speedup` over plain decoding,

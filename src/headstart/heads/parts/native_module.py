@@ -195,12 +195,3 @@ def native_fields(target: FrozenModel) -> dict[str, Any]:
     settings = NativeSettings.of(target)
     heads, size = settings.cache_shape()
     return {"native": settings, "num_key_value_heads": heads, "head_dim": size}
-
-
-def other_weights(target: FrozenModel) -> tuple[Tensor | None, Tensor | None]:
-    """LM head and embeddings that the target ships for its module only, if any."""
-    try:
-        lm_head_VE, embedding_VE = shipped_files(target).other_weights()
-    except UserError:  # no files: an in-memory target, or only sizes are needed
-        return None, None
-    return lm_head_VE, embedding_VE
