@@ -285,8 +285,7 @@ class DraftHead(nn.Module, ABC):
         """Settings of heads that can hold the published tensors."""
         shared = {name: getattr(published, name) for name in SHARED}
         given = {**published.head_settings, **shared, "draft_steps": published.steps}
-        own = {name: value for name, value in given.items() if name in cls.Config.model_fields}
-        return {**own, "family": cls.family}
+        return {name: value for name, value in given.items() if name in cls.Config.model_fields}
 
     @classmethod
     @torch.no_grad()
