@@ -241,7 +241,7 @@ def tune(
 def _cost_fields(measured: Measured) -> dict[str, Any]:
     """`measured` as fields of `Tuning`."""
     fields = asdict(measured.costs) | {"packed": measured.packed}
-    del fields["levels"]  # as many as `acceptance` has
+    del fields["levels"]  # the length of `acceptance`
     return fields
 
 
