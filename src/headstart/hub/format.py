@@ -29,7 +29,7 @@ import headstart
 from headstart.data.prompts.chat import has_variable, template_kwargs, with_template_kwargs
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
-from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, version_of, write_weights
+from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, version_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.hub.engine_tuning import read_engine_tunings
@@ -127,7 +127,7 @@ def export_heads(
             **({} if adapter is None else {"adapter": {"spec": "" if bundled else adapter.spec, "hash": adapter.hash}}),
             **({"chat_template_kwargs": variables} if variables else {}),
         },
-        "heads": settings_of(heads),
+        "heads": heads.config.model_dump(mode="json"),
         "training": dict(facts.get("training") or {}),
     }
 
