@@ -332,7 +332,7 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
         busy = engine(*address)
         measured.set()
         asking.join()
-        assert busy.exit_code == 2 and "answered others meanwhile" in busy.output
+        assert busy.exit_code == 2 and "answered other requests meanwhile" in busy.output
     gone = engine(*address)
     assert gone.exit_code == 2 and "Start vllm with" in gone.output, "there is no server"
 
@@ -413,7 +413,7 @@ def test_falls_that_are_not_excluded_are_refused() -> None:
     good, flat, fell, few = figures(0.01, 0.05), figures(-0.01, 0.0), figures(-0.03, -0.01), figures(None, 0.3)
     assert not refusals(good, {"a": flat}, 0.02)
     assert len(refusals(flat, {"a": flat}, 0.02)) == 1
-    assert "beside a" in refusals(good, {"a": fell, "b": flat}, 0.02)[0]
+    assert "compared with a" in refusals(good, {"a": fell, "b": flat}, 0.02)[0]
     assert "not clearly better" in refusals(few, {"a": flat}, 0.02)[0]
     assert "an interval needs 5" in refusals(good, {"a": few}, 0.02)[0]
 
@@ -507,7 +507,7 @@ def test_a_run_that_was_trained_again_begins_anew(place: Path) -> None:
     update = update_of(place)
     file = place / "run" / "heads" / "heads.safetensors"
     of_another_version(file)
-    with pytest.raises(UserError, match="are others than when adapting began") as caught:
+    with pytest.raises(UserError, match="have changed since adapting began") as caught:
         update.train()
     assert caught.value.remedy.endswith(f"rm -r {update.service.folder}")
 
@@ -520,7 +520,7 @@ def test_states_that_find_no_room_are_left_out_of_both_alike(place: Path) -> Non
     update.train()
     plan = json.loads((update.folder / "plan.json").read_text())
     assert 0 < plan["requests"] < 96 and 0 < plan["own_conversations"] < 20
-    assert plan["left_out"] == {"that data.cache_gigabytes has no room for": 96 - plan["requests"]}
+    assert plan["left_out"] == {"beyond data.cache_gigabytes": 96 - plan["requests"]}
 
 
 def test_a_full_disk_leaves_the_heads_in_service(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

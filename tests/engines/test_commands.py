@@ -57,7 +57,7 @@ def test_the_printed_commands_render_prompts_as_in_training(target: Target, tmp_
         words = shlex.split(done.commands[engine])
         assert json.loads(words[words.index(option) + 1]) == variables
         assert shlex.join([option, json.dumps(variables)]) in (tmp_path / "served" / "README.md").read_text()
-    assert "takes them as `chat_template_kwargs` of each request" in (tmp_path / "served" / "README.md").read_text()
+    assert "set `chat_template_kwargs` in each request" in (tmp_path / "served" / "README.md").read_text()
 
 
 def test_what_vllm_needs_on_a_cpu_is_said_where_there_is_no_gpu(
@@ -112,7 +112,7 @@ def test_numbers_that_are_not_finite_are_found(made: Made, target: Target, tmp_p
     del config["headstart"]
     (served / "config.json").write_text(json.dumps(config))
     result = call("export", "--check", served)
-    assert result.exit_code == 1 and "holds numbers that are not finite" in " ".join(result.stdout.split())
+    assert result.exit_code == 1 and "it holds NaN or infinity" in " ".join(result.stdout.split())
     said = refused("import", served, "--target", target.spec, "--out", tmp_path / "back")
     assert "not finite" in said and not (tmp_path / "back").exists()
 

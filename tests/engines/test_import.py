@@ -415,14 +415,14 @@ def test_a_shorter_context_is_told_and_goes_on_to_the_end(
 def test_settings_that_headstart_does_not_have_are_named(theirs: Path, target: Target, tmp_path: Path) -> None:
     eagle = json.loads((theirs / "config.json").read_text())["eagle_config"]
     for settings, said in (
-        ({"model_type": "gemma3_text"}, "layers are those of gemma3_text"),
+        ({"model_type": "gemma3_text"}, "has gemma3_text layers"),
         ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation = 'gelu_pytorch_tanh'"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5"),
         ({"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({"rope_interleave": True}, "rope_interleave = True"),
         ({"parallel_drafting": True}, "parallel_drafting = True"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding window of the text"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "a sliding window"),
         ({"eagle_config": {**eagle, "use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state = False"),
         ({"eagle_config": {**eagle, "use_last_layernorm": False}}, "eagle_config.use_last_layernorm = False"),
         ({"eagle_config": {**eagle, "new_gate": "on"}}, "eagle_config.new_gate = 'on', which headstart does not know"),

@@ -40,8 +40,8 @@ def test_figures_and_settings(tmp_path: Path, tiny_target: Target) -> None:
         "4 November 2026, 09:07 UTC",
         "| tokens/s, the heads | 71.2 |",
         "1.42x (95 % interval 1.37 to 1.47)",
-        "| draft 2 accepted, when those before it were | 45 % (41–49 %) of 620 rounds |",
-        "2, of which 0 not explained by rounding",
+        "| draft 2 accepted, given the earlier drafts were | 45 % (41–49 %) of 620 rounds |",
+        "2, 0 not explained by rounding",
         "written by the target itself \\| greedy",
         tiny_target.identity().fingerprint,
         "headstart generate HEADS",
@@ -74,10 +74,10 @@ def test_the_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target)
 def test_without_measurements_it_says_so(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "h", tiny_target)
     card = (tmp_path / "h" / "README.md").read_text()
-    assert "Nothing has been measured yet" in card
+    assert "Not measured yet" in card
     assert "tokens/s" not in card
     write_card(tmp_path / "h", FACTS)
-    assert "Nothing has been measured" not in (tmp_path / "h" / "README.md").read_text()
+    assert "Not measured yet" not in (tmp_path / "h" / "README.md").read_text()
 
 
 def test_metadata_of_a_packaged_target_and_of_a_hub_model(tmp_path: Path, tiny_target: Target) -> None:
@@ -123,7 +123,7 @@ def test_a_card_names_no_package_that_may_be_anyones(
     files = [file.read_text() for file in (tmp_path / "h").rglob("*") if file.suffix in (".md", ".py", ".txt")]
     commands = [line for file in files for line in file.splitlines() if "pip install" in line]
     assert commands == ([] if requirement is None else [f"pip install '{requirement}'"])
-    assert ("has to be installed" in files[0] + files[1]) == (requirement is None)
+    assert ("from its authors" in files[0] + files[1]) == (requirement is None)
 
 
 def test_transformers_says_that_headstart_is_missing_and_names_no_package(tmp_path: Path, tiny_target: Target) -> None:
@@ -134,7 +134,7 @@ def test_transformers_says_that_headstart_is_missing_and_names_no_package(tmp_pa
     done = subprocess.run(
         [sys.executable, "-I", "-S", file], capture_output=True, text=True
     )  # the standard library alone
-    assert "README.md beside them says where it is from" in done.stderr and "pip" not in done.stderr
+    assert "see README.md in their folder" in done.stderr and "pip" not in done.stderr
 
 
 def test_the_packaged_target_is_named_for_what_it_is(tmp_path: Path, tiny_target: Target) -> None:

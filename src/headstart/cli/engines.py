@@ -75,10 +75,7 @@ def export(
     formats = listed(format) or ("headstart",)
     if alone := next((name for name in formats if name in ("headstart", "checkpoint")), None):
         if len(formats) > 1:
-            raise UserError(
-                f"The format {alone} has its own config.json, which goes with no other format.",
-                "Write it to a folder of its own.",
-            )
+            raise UserError(f"The format {alone} goes with no other format.", "Write it to a separate folder.")
         if dtype is not None:
             kept = "the heads have" if alone == "headstart" else "each tensor of the checkpoint has"
             raise UserError(f"The format {alone} keeps the dtype that {kept}.", "Leave out --dtype.")

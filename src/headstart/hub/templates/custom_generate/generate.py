@@ -1,4 +1,4 @@
-"""Lets transformers decode with the draft heads of this repository, losslessly; README.md says where headstart is from.
+"""Lossless decoding in transformers with the draft heads of this repository; to install headstart see README.md.
 
 model.generate(**inputs, custom_generate="USER/HEADS", trust_remote_code=True)
 """
@@ -8,8 +8,6 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "headstart":
         raise
-    raise ImportError(
-        "These heads decode with headstart, which is not installed here: README.md beside them says where it is from."
-    ) from None
+    raise ImportError("These heads need headstart, which is not installed: see README.md in their folder.") from None
 
 __all__ = ["generate"]
