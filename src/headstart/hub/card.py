@@ -201,7 +201,7 @@ def _interval(ratio: Mapping[str, float | None]) -> str:
     return f"{ratio['mean']:.2f}x{interval}"
 
 
-def _rendered(name: str, measured: Mapping[str, EngineTuning], metadata: Any = None, **variables: Any) -> str:
+def _rendered(template: str, measured: Mapping[str, EngineTuning], metadata: Any = None, **variables: Any) -> str:
     """Render a template with YAML metadata and measurements in serving engines."""
     environment = Environment(  # Markdown, not HTML: escapes only the bars of tables
         loader=PackageLoader("headstart.hub"),
@@ -212,7 +212,7 @@ def _rendered(name: str, measured: Mapping[str, EngineTuning], metadata: Any = N
         keep_trailing_newline=True,
     )
     environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
-    return environment.get_template(name).render(
+    return environment.get_template(template).render(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
         engine_rows=engine_rows(measured),
         engine_setting=setting_of(measured),

@@ -93,7 +93,8 @@ def engine_limits(
 def unchanged(published: Published, written: Written, facts: TargetFacts | None) -> Faults:
     """Check a file of ours against its note: same heads, same target."""
     if digest(published) != written.digest:
-        yield "The file changed since headstart wrote it (settings or weights).", "Export the heads again."
+        problem = "The file changed since headstart wrote it: layer ids, rotary base, norms, d2t or weights."
+        yield problem, "Export the heads again."
     theirs = written.target.get("fingerprint")
     if facts is not None and facts.fingerprint and theirs and theirs != facts.fingerprint:
         problem = f"The heads are for {written.target.get('name')}; {facts.name} is another model."
