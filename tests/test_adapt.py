@@ -318,7 +318,7 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
         assert (after := engine(*address)).exit_code == 0, after.output
 
         def tokens_a_round(result: Any) -> float:
-            return float(re.search(r"([\d.]+) tokens a round", result.output)[1])
+            return float(re.search(r"([\d.]+) tokens per round", result.output)[1])
 
         assert tokens_a_round(after) > tokens_a_round(old) == tokens_a_round(before)
         measured = threading.Event()
@@ -577,7 +577,7 @@ def test_what_a_log_holds_and_how_it_is_deleted(place: Path) -> None:
     done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log])
     assert done.exit_code == 0 and "Requests: 128" in done.output and "lines that are half-written" in done.output
     done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log, "--delete"])
-    assert done.exit_code == 0 and "left there: engine.jsonl" in done.output
+    assert done.exit_code == 0 and "not written by headstart: engine.jsonl" in done.output
     assert {file.name for file in (place / "log").iterdir()} == {"engine.jsonl", "lock", "log.json"}
     done = CliRunner().invoke(app, ["adapt", "log", run, "--log", f"{log}s", "--delete"])
     assert done.exit_code == 2 and "nothing was deleted" in done.output and not Path(f"{log}s").exists()

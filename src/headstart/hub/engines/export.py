@@ -83,7 +83,7 @@ def export_for(
     for format in asked:
         if dtype and dtype not in format.dtypes:
             raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
-    refuse_used(out)
+    refuse_others(out, ENGINE_FILES if is_engine_folder(out) else ())
     published, facts = publish(heads, target, trust_remote_code)
     measured = read_engine_tunings(heads_folder(heads))
     engines, remarks = _served(asked, published, facts)
@@ -179,11 +179,6 @@ def _spec(facts: TargetFacts) -> str:
     if not facts.spec:
         raise UserError(f"This export reads weights of {facts.name}, not on this machine.", SAY_WHERE)
     return facts.spec
-
-
-def refuse_used(out: Path) -> None:
-    """Raise a UserError if a folder holds anything but an earlier engine export."""
-    refuse_others(out, ENGINE_FILES if is_engine_folder(out) else ())
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

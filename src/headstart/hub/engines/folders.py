@@ -209,7 +209,7 @@ def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
-        **(facts.tokens or {}),
+        **facts.tokens,
     }
     if published.layout in BLOCKS:
         window, causal = published.sliding_window, published.causal_layers

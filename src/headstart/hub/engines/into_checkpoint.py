@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,8 @@ def export_checkpoint(
     facts = facts_of_heads(folder, target, trust_remote_code)
     source = _source(facts)
     changed = _changed(source, tensors)
-    files = list(_files(source))
+    paths = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file()]
+    files = [file for file in paths if not any(part.startswith(".") for part in file.parts[:-1])]  # no .git, .cache
     copied = sum((source / file).stat().st_size for file in files if str(file) in changed or file.suffix not in _LINKED)
     need_disk(out.parent, copied, "The changed part of the checkpoint", "or choose another --out")
 
@@ -112,14 +113,6 @@ def _source(facts: TargetFacts) -> Path:
         problem = f"{facts.gguf} is a GGUF file, which cannot hold another module."
         raise UserError(problem, "Name the published checkpoint with safetensors files by --target.")
     return Path(facts.folder) if Path(facts.folder).is_dir() else fetch(facts.folder, files=None)
-
-
-def _files(source: Path) -> Iterator[Path]:
-    """Yield relative paths of a checkpoint's files, without folders such as .git and .cache."""
-    for path in sorted(source.rglob("*")):
-        file = path.relative_to(source)
-        if path.is_file() and not any(part.startswith(".") for part in file.parts[:-1]):
-            yield file
 
 
 def _changed(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
