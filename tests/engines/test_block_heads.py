@@ -220,7 +220,7 @@ def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target:
         ({"dflash_config": {"target_layer_ids": [1, 3, 6]}}, "mask_token_id is None"),
         ({"block_size": None}, "block_size is None"),
         ({"block_size": 1}, "block_size is 1"),
-        ({"draft_vocab_size": 40}, "an LM head of its own"),
+        ({"draft_vocab_size": 40}, "its own LM head"),
         ({"rope_theta": None, "rope_parameters": None}, "says no rope_theta"),
         ({"hidden_size": 32}, "its config asks for"),
         ({"architectures": ["DFlash2DraftModel"]}, "architectures is ['DFlash2DraftModel']"),
@@ -236,7 +236,7 @@ def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target:
             assert said in finding.problem and "Correct" not in finding.remedy, "another name would not make them these"
         (theirs / "config.json").write_text(json.dumps(config))
     (theirs / "mask_embedding.pt").touch()
-    assert "an embedding of its own for the mask token" in problem(theirs, target)
+    assert "a separate embedding for the mask token" in problem(theirs, target)
 
 
 def test_settings_of_dspark_may_be_nested(made: Made, target: Target, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Its files are in the folder of the log, so that deleting the log deletes them to
     LOG/update/plan.json                       written after these: their provenance
     LOG/update/states, train, heads            hidden states, training, and the trained heads
 
-Each step completes what exists: a killed update resumes. Once judged, the update moves to the run's folder and this
+A killed update resumes. Once judged, the update moves to the run's folder and this
 folder is deleted.
 """
 

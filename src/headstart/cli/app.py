@@ -309,7 +309,7 @@ def push(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder of heads, or the folder of a run.")],
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
     private: Annotated[bool, typer.Option(help="Make the repository private.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="List what would be uploaded, and upload nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="List the files, and upload nothing.")] = False,
     revision: Annotated[
         str | None, typer.Option(help="Upload to this branch; it is created if missing.", show_default="main")
     ] = None,
@@ -376,7 +376,7 @@ def recipes(ctx: typer.Context) -> None:
     table = Table(box=None)
     table.add_column("recipe", style="bold")
     table.add_column("target")
-    table.add_column("what it is")
+    table.add_column("description")
     for name in packaged_recipes():
         values = read_values(name)  # loads neither torch nor transformers
         table.add_row(name, values["target"]["spec"], values["description"])

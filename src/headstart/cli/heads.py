@@ -169,7 +169,7 @@ def chat(
 ) -> None:
     """Chat with the target. Each answer is followed by its tokens/s and its tokens per round (τ).
 
-    With --raw each line is a text of its own, which the target continues.
+    With --raw the target continues each line as plain text.
 
     Example: headstart chat runs/quickstart
     """

@@ -212,7 +212,7 @@ def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
     if late > 0 and item.mask == padding + expected[:-late]:
         return f"The mask is {size} late: the beginning of each answer is not learned.", late
     if late < 0 and item.mask == expected[-late:] + padding:
-        return f"The mask is {size} early: the heads learn what the template writes before each answer.", late
+        return f"The mask is {size} early: the heads learn the template's text before each answer.", late
     index = common_beginning([[int(flag) for flag in flags] for flags in (item.mask, expected)])
     if not item.mask[index]:
         if not any(expected[index + 1 : index + 2]):

@@ -121,7 +121,7 @@ def equality(subject: Subject) -> Finding:
                 largest = max(largest, difference)
                 if difference > _TOLERANCE:
                     return bad(
-                        f"Decoding does not draft what training taught: after the prefill and {rounds} committed "
+                        f"Drafting does not match training: after the prefill and {rounds} committed "
                         f"rounds, the logits of draft {step + 1} of {heads.draft_steps} differ from the training "
                         f"unroll at the same position ({difference:.1%} of the largest; token {origin} of "
                         f"{item.id!r}).",
@@ -270,7 +270,7 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     rows = [loop.generate([prompt], options)[0] for prompt in prompts]
     if error := next((row.drafter_error for row in rows if row.drafter_error), None):
         raise UserError(
-            f"The drafter fails in decoding ({error}); decoding then goes on plainly.",
+            f"The drafter fails in decoding ({error}); decoding then continues without drafts.",
             "Fix the family's prefill, draft_step (depth_logits) or commit.",
         )
     accepted = [done.emitted - 1 for row in rows for done in row.rounds]

@@ -186,7 +186,7 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
     return Compared(row, texts[1], same=sum(map(eq, *texts)))
 
 
-# -- beside the heads --------------------------------------------------------------------------------------------------
+# -- stored with the heads ---------------------------------------------------------------------------------------------
 
 
 def write_engine_tuning(folder: Path, tuning: EngineTuning) -> None:

@@ -278,7 +278,6 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
 
 
 def _absolute(spec: str) -> str:
-    """Make the path of a local target absolute."""
     path = Path(spec).expanduser()
     return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
 

@@ -120,7 +120,7 @@ class Format(ABC):
 
     @abstractmethod
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
-        """Report what an engine rejects, ignores, or leaves random; a UserError where checks cannot go on."""
+        """Report problems an engine has with a folder's files; a UserError if the checks cannot continue."""
 
     def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
         """Collect all faults of a folder, NaN and infinity included."""
@@ -136,5 +136,4 @@ class Format(ABC):
 
 
 def rounded(published: Published, dtype: str) -> Published:
-    """Round the heads to a dtype."""
     return published.with_tensors({name: tensor.to(DTYPES[dtype]) for name, tensor in published.tensors.items()})

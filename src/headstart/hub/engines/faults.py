@@ -19,11 +19,11 @@ from headstart.hub.engines.parsing import (
     block_setting,
     draft_ids,
     kind_of_map,
+    optional_tensors,
     proposed_steps,
     read_published,
     samples_from_anchor,
     settings_of,
-    tensors_beside,
 )
 from headstart.hub.target_facts import TargetFacts
 
@@ -105,7 +105,7 @@ def unchanged(published: Published, written: Written, facts: TargetFacts | None)
 
 
 def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
-    """Report all problems an engine has with a folder of heads; a UserError where checks cannot go on."""
+    """Report all problems an engine has with a folder of heads; a UserError if the checks cannot continue."""
     sound = True
     for fault in _faults(checkpoint, KNOWN_ENGINES[engine], facts):
         sound = False
@@ -123,33 +123,35 @@ def _faults(checkpoint: Checkpoint, traits: EngineTraits, facts: TargetFacts | N
         yield from _rotary(checkpoint.settings)
         yield from short_context(settings, facts)
     if layout is Layout.EAGLE3:
-        yield from _layer_ids(checkpoint)
-        yield from _vocabulary_map(checkpoint, settings)
+        yield from _eagle3(checkpoint, settings)
     if layout in traits.faults:
         yield from traits.faults[layout](checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     wanted, shapes = settings.expected(), checkpoint.shapes
-    beside = tensors_beside(settings, shapes)
+    optional = optional_tensors(settings, shapes)
     match layout:
         case Layout.EAGLE3:
-            beside |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
+            optional |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
             if checkpoint.settings.get("attention_bias"):
-                beside |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}
+                optional |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}
             if LM_HEAD not in shapes and settings.draft_ids_D is None and traits.lends_lm_head:
                 wanted.pop(LM_HEAD)
         case Layout.EAGLE:
-            bias = beside.pop("fc.bias")
+            bias = optional.pop("fc.bias")
             if traits.adds_bias:
                 wanted["fc.bias"] = bias
         case Layout.MEDUSA:
-            beside["token_map"] = (settings.draft_width,)
+            optional["token_map"] = (settings.draft_width,)
         case _:
             yield from _block(checkpoint, settings, traits.name)
             for name in ("d2t", "t2d"):
                 shapes.pop(name, None)
             if traits.holds_verifier:
-                beside |= {"verifier_lm_head.weight": beside[LM_HEAD], "verifier_norm.weight": (settings.hidden_size,)}
-    yield from tensor_faults(wanted, beside, shapes, traits)
+                optional |= {
+                    "verifier_lm_head.weight": optional[LM_HEAD],
+                    "verifier_norm.weight": (settings.hidden_size,),
+                }
+    yield from tensor_faults(wanted, optional, shapes, traits)
 
 
 def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
@@ -215,18 +217,12 @@ def short_context(settings: Published, facts: TargetFacts | None) -> Faults:
         )
 
 
-def _layer_ids(checkpoint: Checkpoint) -> Faults:
+def _eagle3(checkpoint: Checkpoint, settings: Published) -> Faults:
+    """`d2t` must hold offsets, and only for a reduced vocabulary."""
     top, nested = checkpoint.aux_ids
     if top and nested and [layer + 1 for layer in nested] != list(top):
-        yield (
-            f"The layer ids disagree: {list(top)} at the top (vLLM, llama.cpp) and {list(nested)} in eagle_config "
-            "(SGLang), which should be one less each.",
-            CORRECT,
-        )
-
-
-def _vocabulary_map(checkpoint: Checkpoint, settings: Published) -> Faults:
-    """`d2t` must hold offsets, and only for a reduced vocabulary."""
+        ids = f"{list(top)} at the top (vLLM, llama.cpp), {list(nested)} in eagle_config (SGLang)"
+        yield f"The layer ids disagree: {ids}, which should be one less each.", CORRECT
     names = checkpoint.names
     if "d2t" not in names:
         return

@@ -177,7 +177,18 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
                 config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(held)}
             config |= {"block_size": held.block_size, "num_target_layers": facts.num_layers}
         case Layout.MEDUSA:
-            config = _medusa_config(held, dtype)
+            config = {  # vLLM up to 0.32 renames all other keys with "num" and "heads" or "layers" in them
+                "architectures": ["MedusaModel"],
+                "model_type": "medusa",
+                "hidden_size": held.hidden_size,
+                "vocab_size": held.vocab_size,
+                "truncated_vocab_size": held.draft_width,
+                "num_heads": held.steps,
+                "num_hidden_layers": held.num_layers,
+                "medusa_fc_bias": True,
+                "original_lm_head": LM_HEAD in held.tensors,
+                "torch_dtype": dtype,
+            }
             if LM_HEAD in tensors:
                 tensors["lm_heads.0.weight"] = tensors.pop(LM_HEAD)
     return config, tensors
@@ -265,22 +276,6 @@ def _markov_keys(published: Published) -> dict[str, Any]:
         "markov_head_type": "vanilla",
         "enable_confidence_head": published.confidence,
         "confidence_head_with_markov": published.confidence,
-    }
-
-
-def _medusa_config(published: Published, dtype: str) -> dict[str, Any]:
-    """For vLLM up to 0.32, which renames all other keys with "num" and "heads" or "layers" in them."""
-    return {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": published.hidden_size,
-        "vocab_size": published.vocab_size,
-        "truncated_vocab_size": published.draft_width,
-        "num_heads": published.steps,
-        "num_hidden_layers": published.num_layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": LM_HEAD in published.tensors,
-        "torch_dtype": dtype,
     }
 
 

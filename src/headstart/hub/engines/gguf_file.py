@@ -267,7 +267,7 @@ def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) ->
     """Report missing, unknown or misshapen tensors."""
     assert settings.layer is not None, "these heads have decoder layers"
     whole = (settings.vocab_size, settings.hidden_size)
-    beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
-    beside |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
+    optional = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
+    optional |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
     wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
-    return tensor_faults(wanted, beside, shapes, LLAMA_CPP)
+    return tensor_faults(wanted, optional, shapes, LLAMA_CPP)

@@ -142,7 +142,6 @@ def _changed(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str,
 
 
 def _commands(folder: Path, drafts: int, facts: TargetFacts) -> dict[str, str]:
-    """Return command lines to serve the copy, by engine."""
     config = json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
     chain = ["--speculative-num-steps", drafts, "--speculative-eagle-topk", 1]
     words = {

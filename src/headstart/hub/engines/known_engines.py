@@ -71,16 +71,16 @@ OURS = EngineTraits("headstart", when_missing="needs it")
 
 
 def tensor_faults(
-    wanted: Mapping[str, tuple[int, ...]],
-    beside: Mapping[str, tuple[int, ...]],
+    required: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     traits: EngineTraits,
 ) -> Faults:
-    """Report missing, unknown and misshapen tensors: `wanted` are required, `beside` optional."""
-    for name in wanted:
+    """Report missing, unknown and misshapen tensors."""
+    for name in required:
         if name not in shapes:
             yield f"The tensor {name} is missing, and {traits.name} {traits.when_missing}.", AGAIN
-    expected = {**beside, **wanted}
+    expected = {**optional, **required}
     for name, shape in sorted(shapes.items()):
         if name not in expected:
             yield f"{traits.name} has no tensor {name} in these heads, and {traits.when_unknown}.", AGAIN

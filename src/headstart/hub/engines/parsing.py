@@ -204,7 +204,7 @@ def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -
     config = checkpoint.settings
     count, anchor = config.get("draft_vocab_size", vocab), samples_from_anchor(config, layout)
     if count not in (None, vocab):
-        raise UserError(f"The checkpoint drafts from {count} of {vocab} tokens with an LM head of its own.", ANOTHER)
+        raise UserError(f"The checkpoint drafts from {count} of {vocab} tokens with its own LM head.", ANOTHER)
     if anchor is None:
         raise _missing(checkpoint, "sample_from_anchor", "true in speculators, false in vLLM and llama.cpp")
     if anchor != (layout is Layout.DSPARK):
@@ -218,7 +218,7 @@ def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -
     if block_setting(config, "enable_confidence_head") and with_markov is False:
         raise UserError("The checkpoint's confidence head ignores the previous token (headstart's reads it).", ANOTHER)
     if (checkpoint.folder / _MASK).exists():
-        raise UserError(f"The checkpoint has an embedding of its own for the mask token ({_MASK}).", ANOTHER)
+        raise UserError(f"The checkpoint has a separate embedding for the mask token ({_MASK}).", ANOTHER)
 
 
 def _missing(checkpoint: Checkpoint, name: str, defaults: str) -> UserError:
@@ -392,7 +392,7 @@ def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     """Read the tensors by published name, after a check of names and shapes."""
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
-    for problem, remedy in tensor_faults(settings.expected(), tensors_beside(settings, shapes), shapes, OURS):
+    for problem, remedy in tensor_faults(settings.expected(), optional_tensors(settings, shapes), shapes, OURS):
         raise UserError(f"{checkpoint.folder}: {problem}", remedy)
     tensors = {}
     for name in shapes:
@@ -403,20 +403,20 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     return tensors
 
 
-def tensors_beside(settings: Published, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def optional_tensors(settings: Published, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of optional tensors."""
     size, whole_vocabulary = settings.hidden_size, (settings.vocab_size, settings.hidden_size)
-    beside: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole_vocabulary}
+    optional: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole_vocabulary}
     if settings.layout in BLOCKS:
-        beside[LM_HEAD] = whole_vocabulary
+        optional[LM_HEAD] = whole_vocabulary
     if settings.layout is Layout.EAGLE:
-        beside["fc.bias"] = (size,)
+        optional["fc.bias"] = (size,)
     if settings.layout is Layout.MEDUSA:
-        beside |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
+        optional |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
         blocks = [name for name in names if name.startswith("blocks.")]
         # A checkpoint may hold more heads than its config uses.
-        beside |= {name: (size,) if name.endswith(".bias") else (size, size) for name in blocks}
-    return beside
+        optional |= {name: (size,) if name.endswith(".bias") else (size, size) for name in blocks}
+    return optional
 
 
 # -- masks of block drafters -------------------------------------------------------------------------------------------
