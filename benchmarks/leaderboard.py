@@ -1,9 +1,9 @@
-"""Make an entry for the leaderboard: tokens a round, from nothing in an hour of two cores.
+"""Make a leaderboard entry: tokens per round of heads that were trained from scratch in an hour on two cores.
 
     python benchmarks/leaderboard.py quickstart minutes=60 --name my-heads --by "My name"
 
-trains a recipe within the budget, on two cores, and measures the heads on the 40 fixed questions. The entry,
-out/leaderboard/NAME.json, holds all that is needed to repeat it. docs/leaderboard.md has the rules.
+The command trains a recipe within the budget on two cores and measures the heads on 40 fixed questions. The entry,
+out/leaderboard/NAME.json, holds everything needed to repeat it. docs/leaderboard.md has the rules.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ ENTRIES = ROOT / "benchmarks" / "results" / "leaderboard"
 
 @dataclass(frozen=True)
 class Rules:
-    """What every entry keeps to.
+    """Conditions of an entry.
 
     Attributes:
-        target: that is drafted for, as it is.
-        prompts: where its conversations may come from.
-        seconds: from the start of the command until the heads can be loaded.
-        cores: that all work is done on.
-        questions: asked of the file, from the first one on.
+        target: unmodified target.
+        prompts: permitted sources of conversations.
+        seconds: limit from the start of the command to loadable heads.
+        cores: for all work.
+        questions: number of questions, from the start of the file.
         max_new_tokens: longest answer.
     """
 
@@ -67,10 +67,10 @@ RULES = Rules()
 
 def main(arguments: Sequence[str] | None = None, rules: Rules = RULES) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="packaged, or a YAML file")
+    parser.add_argument("recipe", help="packaged recipe or YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--name", required=True, help="of the entry, and of its file")
-    parser.add_argument("--by", required=True, help="who enters it")
+    parser.add_argument("--name", required=True, help="name of the entry and its file")
+    parser.add_argument("--by", required=True, help="author")
     parser.add_argument("--out", type=Path, default=Path("out/leaderboard"))
     options = parser.parse_intermixed_args(arguments)
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None, rules: Rules = RULES) -> None:
         raise UserError(f"The recipe breaks a rule: {broken[0]}.", "See docs/leaderboard.md.")
     folder = options.out / options.name / "run"
     if folder.parent.exists():
-        raise UserError(f"{folder.parent} is there already.", "An entry starts from nothing: choose another --name.")
+        raise UserError(f"{folder.parent} exists already.", "An entry starts from scratch: choose another --name.")
     pin(rules.cores)
     run, began = Run(recipe, folder, Console()), perf_counter()
     stages = stages_until("export")
@@ -88,11 +88,12 @@ def main(arguments: Sequence[str] | None = None, rules: Rules = RULES) -> None:
     seconds = perf_counter() - began
     if seconds > rules.seconds:
         taken, allowed = format_seconds(seconds), format_seconds(rules.seconds)
-        raise UserError(f"This took {taken}, and {allowed} are allowed.", "Lower minutes.")
+        raise UserError(f"Training took {taken}; the limit is {allowed}.", "Lower minutes.")
 
-    print(f"Measuring {rules.questions} answers in float32, which takes some minutes and no longer counts.")
+    print(f"Measuring {rules.questions} answers in float32. This takes minutes and does not count.")
     loaded = load(folder / HEADS, target=rules.target, dtype="float32", device="cpu")
-    decoder = Decoder(loaded.target, loaded.heads, TreeShape.chain(loaded.heads.draft_steps))  # no tuning: no clock
+    # Without a tuning, so that timing has no influence.
+    decoder = Decoder(loaded.target, loaded.heads, TreeShape.chain(loaded.heads.draft_steps))
     results = evaluate(decoder, read_questions(QUESTIONS)[: rules.questions], measuring(rules, options.name), Console())
     summary = results["summary"]
     row = {
@@ -116,16 +117,16 @@ def main(arguments: Sequence[str] | None = None, rules: Rules = RULES) -> None:
     }
     file = options.out / f"{options.name}.json"
     what = (
-        f"{options.name}, by {options.by}: heads from nothing on {rules.cores} cores, then a greedy chain in float32."
+        f"{options.name}, by {options.by}: heads from scratch on {rules.cores} cores, then a greedy chain in float32."
     )
     record(file, what, [row], results["environment"], __file__, arguments, asdict(rules), details)
     for problem in problems(read_json(file), rules):
-        print(f"Not to be entered: {problem}.")
-    print(f"{file}: {row['tokens_per_round']:.3f} tokens a round, made in {format_seconds(seconds)}")
+        print(f"Not valid: {problem}.")
+    print(f"{file}: {row['tokens_per_round']:.3f} tokens per round, trained in {format_seconds(seconds)}")
 
 
 def entered(recipe: Recipe, name: str) -> Recipe:
-    """The recipe under the entry's name, on CPUs, with the questions kept out of its data."""
+    """Return the recipe with the entry's name, on CPUs, excluding the questions from its data."""
     exclude = (*recipe.data.exclude, str(QUESTIONS))
     update = {
         "name": name,
@@ -136,14 +137,14 @@ def entered(recipe: Recipe, name: str) -> Recipe:
 
 
 def measuring(rules: Rules, name: str) -> EvalOptions:
-    """How every entry is measured: a greedy chain as deep as the heads draft, in every round. No clock decides."""
+    """Return the options of every entry: a greedy chain of full depth in every round, independent of timing."""
     return EvalOptions(
         max_new_tokens=rules.max_new_tokens, drafter="heads", draft="on", baselines=False, heads_name=name
     )
 
 
 def broken_by(recipe: Recipe, rules: Rules = RULES) -> list[str]:
-    """The rules that a recipe breaks, as phrases."""
+    """Return the rules that a recipe breaks, as phrases."""
     target, data, train = recipe.target, recipe.data, recipe.train
     prompts = data.prompts
     sources = {prompts} if isinstance(prompts, str) else {source.source for source in prompts}
@@ -162,25 +163,25 @@ def broken_by(recipe: Recipe, rules: Rules = RULES) -> list[str]:
 
 
 def problems(entry: Mapping[str, Any], rules: Rules = RULES) -> list[str]:
-    """Why an entry cannot stand in the table, as phrases."""
+    """Return the reasons against an entry, as phrases."""
     details, (row,) = entry["details"], entry["rows"]
     recipe = parse_recipe(details["recipe"])
     checks = {
-        "its rules are other ones": entry["settings"] == json.loads(json.dumps(asdict(rules))),
-        "its questions are not those of today": details["files"] == {_relative(QUESTIONS): content(QUESTIONS)},
+        "its rules have changed": entry["settings"] == json.loads(json.dumps(asdict(rules))),
+        "its questions have changed": details["files"] == {_relative(QUESTIONS): content(QUESTIONS)},
         "it took too long": row["seconds"] <= rules.seconds,
         "it used more cores": entry["machine"]["threads"] <= rules.cores,
-        "its answers are not plain decoding's": row["outputs_different"] == 0,
-        "it has not answered every question": len(details["per_prompt"]) == rules.questions,
-        "its code is in no commit": bool(entry["commit"]) and not entry["commit"].endswith("+"),
+        "its answers differ from plain decoding": row["outputs_different"] == 0,
+        "some questions are unanswered": len(details["per_prompt"]) == rules.questions,
+        "its code is not committed": bool(entry["commit"]) and not entry["commit"].endswith("+"),
     }
     return [*broken_by(recipe, rules), *(problem for problem, kept in checks.items() if not kept)]
 
 
 def pin(cores: int) -> None:
-    """Keep this process and those that it starts to so many cores."""
+    """Restrict this process and its children to some cores."""
     if not hasattr(os, "sched_setaffinity"):
-        raise UserError("This system cannot keep a process to some cores.", "Make the entry on Linux.")
+        raise UserError("This system cannot restrict a process to some cores.", "Make the entry on Linux.")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     torch.set_num_threads(cores)
 
@@ -190,7 +191,7 @@ def _relative(file: Path) -> str:
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
-    """The command that made the heads, as the run keeps it."""
+    """Return the provenance of the command that made the heads."""
     return dict(read_json(folder / PROVENANCE)["commands"][-1])
 
 

@@ -1,24 +1,22 @@
-"""Is drafting ever slower than plain decoding? Every condition, batch size and answer length in one table.
+"""Compare drafting with plain decoding in every condition, batch size and answer length.
 
     python benchmarks/never_slower.py runs/quickstart/heads
     python benchmarks/never_slower.py runs/quickstart/heads --quick
 
-Each cell decodes the same prompts plainly, with the heads, with the default drafter and plainly once more, in turns,
-another one going first each time, and all of it --repeats times with loops that have learned nothing yet. What it
-says is tokens a second over those of all plain runs; the second plain runs over the first say how far the hour's noise
-reaches. Where no round drafted, the same was computed as plainly, and what differs from 1 is noise. The default drafter
-runs once more with draft="on", which verifies every round: where drafts pay, what deciding keeps is "default" over
-"always". The conditions:
+Each cell decodes the same prompts plainly, with the heads, with the default drafter and plainly again, in rotating
+order, --repeats times with loops that have learned nothing. Speeds are relative to all plain runs of the cell. "plain
+again", the second plain runs over the first, shows the noise. "always" is the default drafter with draft="on": compare
+it with the default to see the effect of the budget. The conditions:
 
     as tuned           bfloat16, all threads
     float32            the same heads in float32
-    one thread         bfloat16 with one thread
-    claims: ...        costs that are wrong and claim to be of this machine: only what rounds take can tell
-    tuned elsewhere    costs of another machine that say so: measured again before the clock starts
-    nothing accepted   drafts that are always wrong, at the price of right ones
-    N tokens           answers cut so short
+    one thread         bfloat16, one thread
+    claims: ...        wrong costs that claim to be of this machine; only timed rounds can correct them
+    tuned elsewhere    wrong costs of another machine, measured again before the clock starts
+    nothing accepted   drafts that are always wrong, at the usual cost
+    N tokens           short answers
 
-The bar is 0.97 in every cell. Run it on a quiet machine; --conditions and --batches choose a part.
+The bar is 0.97 in every cell. Run it on a quiet machine; --conditions and --batches select a part.
 """
 
 from __future__ import annotations
@@ -32,10 +30,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest import mock
 
 import torch
-from record import record
-from tables import table
+from record import in_turn, record
+from tables import figures
 
 import headstart
 from headstart.api import Decoder
@@ -70,14 +69,14 @@ PROMPTS = (
     "How does a refrigerator work?",
 )
 WHAT = (
-    "Heads in every condition, the methods in turns. Machine, dtype and threads are those of the first condition; "
-    '"plain again" is the second plain runs over the first: the noise of the hour. "always" is the default, drafting '
-    "every round."
+    "Tokens/s over all plain runs of the cell: heads and the default; noise is a second plain run over the first. "
+    "Greedy, methods in turns, no costs learned before."
 )
 DRAFTERS = ("heads", DEFAULT)
 NOISE = "plain again"
 ALWAYS = "always"
-"""The default drafter, which drafts every round whatever that costs."""
+
+Tuning = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,10 @@ class Condition:
 
     Attributes:
         name: of the row.
-        dtype: of the target and the heads; None for the one that was asked for.
-        threads: that torch computes with; None for all.
-        tokens: of an answer at most; None for what was asked for.
-        tuning: changes what the heads say was measured.
+        dtype: of the target and the heads; None for the requested dtype.
+        threads: of torch; None for all.
+        tokens: longest answer; None for the requested length.
+        tuning: changes the calibration of the heads.
         wrong: whether drafts are always wrong.
     """
 
@@ -97,37 +96,40 @@ class Condition:
     dtype: str | None = None
     threads: int | None = None
     tokens: int | None = None
-    tuning: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    tuning: Callable[[Tuning], Tuning] | None = None
     wrong: bool = False
 
 
-def flat(tuning: dict[str, Any]) -> dict[str, Any]:
-    """A GPU's: trees cost no more than a token."""
-    return {**tuning, "verify_ms": [tuning["verify_ms"][0]] * len(tuning["widths"])}
-
-
-def steep(tuning: dict[str, Any]) -> dict[str, Any]:
-    """Each token of a tree costs as much as a token alone."""
-    return {**tuning, "verify_ms": [tuning["verify_ms"][0] * width for width in tuning["widths"]]}
-
-
-def drafts(factor: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Drafts that cost so many times what was measured."""
+def verify(factor: Callable[[int], float]) -> Callable[[Tuning], Tuning]:
+    """Set the cost of a tree to a multiple of the cost of one token."""
     return lambda tuning: {
         **tuning,
-        **{key: factor * tuning.get(key, 0.0) for key in ("draft_ms", "level_ms", "read_ms")},
+        "verify_ms": [tuning["verify_ms"][0] * factor(width) for width in tuning["widths"]],
     }
 
 
+def drafts(factor: float) -> Callable[[Tuning], Tuning]:
+    """Multiply the costs of drafting."""
+    keys = ("draft_ms", "level_ms", "read_ms")
+    return lambda tuning: {**tuning, **{key: factor * tuning.get(key, 0.0) for key in keys}}
+
+
+def elsewhere(tuning: Tuning) -> Tuning:
+    """Attribute a tuning to another machine."""
+    conditions = {**tuning["settings"]["conditions"], "machine": "another machine"}
+    return {**tuning, "settings": {**tuning["settings"], "conditions": conditions}}
+
+
+FREE = verify(lambda width: 1.0)
 CONDITIONS = (
     Condition("as tuned"),
     Condition("float32", dtype="float32"),
     Condition("one thread", threads=1),
-    Condition("claims: a GPU's trees", tuning=flat),
-    Condition("claims: dear trees", tuning=steep),
+    Condition("claims: free trees", tuning=FREE),
+    Condition("claims: expensive trees", tuning=verify(float)),
     Condition("claims: cheap drafts", tuning=drafts(0.1)),
-    Condition("claims: dear drafts", tuning=drafts(10.0)),
-    Condition("tuned elsewhere", tuning=lambda tuning: elsewhere(flat(tuning))),
+    Condition("claims: expensive drafts", tuning=drafts(10.0)),
+    Condition("tuned elsewhere", tuning=lambda tuning: elsewhere(FREE(tuning))),
     Condition("nothing accepted", wrong=True),
     *(Condition(f"{tokens} tokens", tokens=tokens) for tokens in (8, 20, 40)),
 )
@@ -136,110 +138,84 @@ CONDITIONS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", help="a folder of heads")
-    parser.add_argument("--out", type=Path, default=Path("out/never_slower.json"), help="for all figures")
-    parser.add_argument("--questions", type=Path, help="JSONL, as of `headstart eval`; by default a few of our own")
-    parser.add_argument(
-        "--limit", type=int, default=len(PROMPTS), help="prompts of each cell; more than a batch's rows"
-    )
+    parser.add_argument("--out", type=Path, default=Path("out/never_slower.json"), help="file for the figures")
+    parser.add_argument("--questions", type=Path, help="JSONL, as for `headstart eval`; default: 16 built-in prompts")
+    parser.add_argument("--limit", type=int, default=len(PROMPTS), help="prompts per cell")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--repeats", type=int, default=1, help="times that each cell starts anew; more give less noise")
+    parser.add_argument("--repeats", type=int, default=1, help="fresh starts of each cell; more give less noise")
     parser.add_argument("--conditions", nargs="+", choices=[condition.name for condition in CONDITIONS], metavar="NAME")
-    parser.add_argument("--target", help="where it is, when it is not where the heads say")
-    parser.add_argument("--dtype", default="auto", help="that the heads were tuned in")
-    parser.add_argument("--quick", action="store_true", help="two prompts, batches of 1 and 2, 8 tokens: does it run?")
+    parser.add_argument("--target", help="target; default: as recorded in the heads")
+    parser.add_argument("--dtype", default="auto", help="dtype that the heads were tuned in")
+    parser.add_argument("--quick", action="store_true", help="smoke test: two prompts, batches of 1 and 2, 8 tokens")
     options = parser.parse_args(arguments)
     if options.quick:
         options.limit, options.batches, options.max_new_tokens = 2, [1, 2], 8
 
-    chosen = [
-        condition for condition in CONDITIONS if options.conditions is None or condition.name in options.conditions
-    ]
     rows: list[dict[str, Any]] = []
-    threads, targets = torch.get_num_threads(), dict[str, Target]()
-    machine: dict[str, Any] = {}
-    settings = {
-        "bar": BAR,
-        "max_new_tokens": options.max_new_tokens,
-        "prompts": options.limit,
-        "repeats": options.repeats,
-    }
+    threads, targets, machine = torch.get_num_threads(), dict[str, Target](), dict[str, Any]()
+    settings = {"bar": BAR, "prompts": options.limit, "repeats": options.repeats}
+    settings["max_new_tokens"] = options.max_new_tokens
     with tempfile.TemporaryDirectory() as cache:
-        for condition in chosen:
+        for condition in CONDITIONS:
+            if options.conditions and condition.name not in options.conditions:
+                continue
             torch.set_num_threads(condition.threads or threads)
             dtype = condition.dtype or options.dtype
             if dtype not in targets:
-                targets = {dtype: options_target(options, dtype)}
-            decoder = decoder_of(condition, options.heads, targets[dtype], Path(cache))
+                targets = {dtype: load(options, dtype)}
+            decoder = decoder_of(condition, options.heads, targets[dtype], cache)
             machine = machine or environment(decoder.target)
             prompts = prompts_of(decoder.target, options.questions, options.limit)
             tokens = min(condition.tokens or options.max_new_tokens, options.max_new_tokens)
+            rows.append({"condition": condition.name, "tokens": tokens})
             for batch in options.batches:
-                rows.append(
-                    {
-                        "condition": condition.name,
-                        "batch": batch,
-                        **cell(decoder, prompts, batch, tokens, options.repeats),
-                    }
-                )
-                print(line(rows[-1]), flush=True)
+                for key, value in cell(decoder, prompts, batch, tokens, options.repeats).items():
+                    rows[-1].setdefault(key, {})[str(batch)] = value
+                print(condition.name, batch, rows[-1]["over_plain"][str(batch)], flush=True)
                 record(options.out, WHAT, rows, machine, __file__, arguments, settings)
     torch.set_num_threads(threads)
     print(report(rows))
 
 
-def options_target(options: argparse.Namespace, dtype: str) -> Target:
-    """The target that the heads name, or the one asked for."""
+def load(options: argparse.Namespace, dtype: str) -> Target:
+    """Load the requested target; by default the target that the heads name."""
     return load_target(options.target, dtype) if options.target else headstart.load(options.heads, dtype=dtype).target
 
 
-def decoder_of(condition: Condition, heads: str, target: Target, cache: Path) -> Decoder:
-    """The heads under a condition, with everything measured that has to be."""
+def decoder_of(condition: Condition, heads: str, target: Target, cache: str) -> Decoder:
+    """Return the heads under a condition, with all costs measured."""
     decoder = headstart.load(heads, target)
-    tuning = here(decoder.calibration, target) if condition.tuning else decoder.calibration
+    tuning = decoder.calibration
     if condition.tuning:
-        tuning = condition.tuning(tuning)
+        settings = {**tuning["settings"], "conditions": Conditions.of(target).to_json()}
+        tuning = condition.tuning({**tuning, "settings": settings})
     drafting = wrong(decoder.heads) if condition.wrong else decoder.heads
     decoder = Decoder(target, drafting, decoder.shape, tuning)
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(cache)  # measured now, once, and never taken from an earlier hour
-    try:
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):  # ignores costs that earlier runs cached
         assert decoder.costs is not None, "exported heads have a tuning"
-    finally:
-        os.environ.pop("XDG_CACHE_HOME") if before is None else os.environ.update(XDG_CACHE_HOME=before)
     return decoder
 
 
-def here(tuning: dict[str, Any], target: Target) -> dict[str, Any]:
-    """A tuning that claims to be of this machine."""
-    return {**tuning, "settings": {**tuning["settings"], "conditions": Conditions.of(target).to_json()}}
-
-
-def elsewhere(tuning: dict[str, Any]) -> dict[str, Any]:
-    """A tuning that says that it is of another machine."""
-    conditions = {**tuning["settings"]["conditions"], "machine": "another machine"}
-    return {**tuning, "settings": {**tuning["settings"], "conditions": conditions}}
-
-
 def wrong(heads: DraftHead) -> DraftHead:
-    """Heads that mean the neighbour of each token that they draft: as dear as before, and never right."""
+    """Return heads that draft the neighbour of each token: equally expensive and never right."""
     other = copy.deepcopy(heads)
     other.draft_to_target_D.copy_(heads.draft_to_target_D.roll(1))
     return other
 
 
 def prompts_of(target: Target, questions: Path | None, limit: int) -> list[list[int]]:
-    """Prompts as the target reads them."""
+    """Return prompts as tokens."""
     texts = [item.turns[0] for item in read_questions(questions)] if questions else list(PROMPTS)
     return [prompt_tokens([{"role": "user", "content": text}], target.tokenizer) for text in texts[:limit]]
 
 
 def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int, repeats: int) -> dict[str, Any]:
-    """One cell: all methods in turns over all prompts, so many at a time."""
+    """Measure all methods in turns over all prompts, `batch` at once."""
     names, options = ["plain", *DRAFTERS, ALWAYS, NOISE], DecodeOptions(tokens)
     seconds, emitted = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     rounds, drafted, errors = dict.fromkeys(names, 0), dict.fromkeys(names, 0), set[str]()
-    # Small batches come twice, so that what the first call learns is not all there is; large ones are filled up.
+    # At least two calls, because a loop learns from its first; large batches wrap around the prompts.
     count = max(2, -(-len(prompts) // batch))
     for number in range(count * repeats):
         if number % count == 0:
@@ -249,8 +225,7 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
             for loop in loops.values():
                 loop.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
         asked = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(names, number):
             start = perf_counter()
             outputs = loops[name].generate(asked, replace(options, draft="on") if name == ALWAYS else options)
             seconds[name] += perf_counter() - start
@@ -260,14 +235,11 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
             errors |= {output.drafter_error for output in outputs if output.drafter_error}
     speeds = {name: emitted[name] / seconds[name] for name in names}
     plainly = (emitted["plain"] + emitted[NOISE]) / (seconds["plain"] + seconds[NOISE])
+    over_plain = {name: speeds[name] / plainly for name in (*DRAFTERS, ALWAYS)}
     return {
-        "tokens": tokens,
         "calls": count * repeats,
         "tokens_per_second": speeds,
-        "over_plain": {
-            **{name: speeds[name] / plainly for name in (*DRAFTERS, ALWAYS)},
-            NOISE: speeds[NOISE] / speeds["plain"],
-        },
+        "over_plain": {**over_plain, NOISE: speeds[NOISE] / speeds["plain"]},
         "rounds_drafted": {name: drafted[name] / max(1, rounds[name]) for name in DRAFTERS},
         "tokens_per_round": {name: emitted[name] / max(1, rounds[name]) for name in DRAFTERS},
         "drafter_errors": sorted(errors),
@@ -275,44 +247,29 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
 
 
 def anew(loop: DecodeLoop) -> DecodeLoop:
-    """The same drafters and costs, and nothing learned."""
+    """Return a loop with the same drafters and costs that has learned nothing."""
     return DecodeLoop(loop.target, *loop.drafters, costs=loop.costs)
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """A cell as it comes."""
-    over = ", ".join(f"{name} {ratio:.3f}" for name, ratio in row["over_plain"].items())
-    drafted = " and ".join(f"{share:.0%}" for share in row["rounds_drafted"].values())
-    return f"{row['condition']}, batch {row['batch']}: {over}; {drafted} of rounds drafted"
-
-
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table, and what fell below the bar."""
-    head = ["condition", "tokens", "batch", "plain tokens/s", *DRAFTERS, ALWAYS, NOISE, "rounds drafted"]
-    lines = [
-        [
-            row["condition"],
-            row["tokens"],
-            row["batch"],
-            f"{row['tokens_per_second']['plain']:.1f}",
-            *(f"{row['over_plain'][name]:.2f}x" for name in (*DRAFTERS, ALWAYS, NOISE)),
-            " / ".join(f"{row['rounds_drafted'][name]:.0%}" for name in DRAFTERS),
-        ]
+    """Return the table, and the cells below the bar."""
+    batches = list(rows[0]["over_plain"])
+    columns = [f"over_plain.{batch}.{name}" for batch in batches for name in (*DRAFTERS, ALWAYS, NOISE)]
+    cells = [
+        (f"{row['condition']}, batch {batch}, {name}", row["over_plain"][batch][name])
         for row in rows
+        for batch in batches
+        for name in DRAFTERS
     ]
-    below = [(row, name) for row in rows for name in DRAFTERS if row["over_plain"][name] < BAR]
-    noise = [row["over_plain"][NOISE] for row in rows]
-    parts = [
-        table(head, lines),
-        f"Plain over plain, which is the noise of this hour: {min(noise):.2f} to {max(noise):.2f}.",
-        f"{2 * len(rows) - len(below)} of {2 * len(rows)} cells are at {BAR} or above.",
-        *(
-            f"Below: {row['condition']}, batch {row['batch']}, {name}: {row['over_plain'][name]:.3f}."
-            for row, name in below
-        ),
-        *(f"Failed: {row['condition']}: {error}" for row in rows for error in row["drafter_errors"]),
+    below = [f"Below: {name}: {ratio:.3f}." for name, ratio in cells if ratio < BAR]
+    failed = [
+        f"Failed: {row['condition']}: {error}"
+        for row in rows
+        for errors in row["drafter_errors"].values()
+        for error in errors
     ]
-    return "\n\n".join(parts)
+    reached = f"{len(cells) - len(below)} of {len(cells)} cells are at {BAR} or above."
+    return "\n\n".join([figures(rows, ["condition", *columns]), reached, *below, *failed])
 
 
 if __name__ == "__main__":

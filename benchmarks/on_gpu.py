@@ -1,13 +1,12 @@
-"""What has to hold on a GPU, and what it brings there, in one command of less than an hour.
+"""Check correctness on a GPU and measure speed there, in one command of less than an hour.
 
     python benchmarks/on_gpu.py                                    # a random model of Llama 3 8B's shape, in bfloat16
     python benchmarks/on_gpu.py --target FOLDER --heads FOLDER
-    python benchmarks/on_gpu.py --device cpu --quick --out out/on_gpu.json         # does it run?
+    python benchmarks/on_gpu.py --device cpu --quick --out out/on_gpu.json         # smoke test
 
-Sections run one after the other, see `SECTIONS`. One that fails is recorded, and the others go on; the exit code is
-then 1. The results are written after each. Texts are compared on a small random model in float32, speeds measured on
-the target. Without --heads its heads are untrained: their drafts cost what those of trained heads cost, and hardly any
-is accepted.
+`SECTIONS` run in order, and the results are written after each. A failed section is recorded, the others still run, and
+the exit code is 1. Texts are compared on a small random model in float32, speeds are measured on the target. Without
+--heads its heads are untrained: drafting costs the same, but hardly any draft is accepted.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from unittest import mock
 
 import psutil
 import torch
-from forward import clock, compared
-from record import record
+from record import in_turn, record
 from tables import written
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -53,36 +51,43 @@ from headstart.model.loading import load_target
 from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.replay.patch import FINAL
+from headstart.replay.recorded import Recorded
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Tree, TreeBatch, TreeShape
 
 OUT = Path(__file__).parent / "results" / "on_gpu.json"
-WHAT = "Every section of the acceptance on a GPU: what was checked, and what was measured."
+WHAT = "Checks and measurements on a GPU, by section."
 TREE = TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-"""What untrained heads draft."""
+"""Tree of untrained heads."""
 SPREAD = 5.0
-"""Standard deviation of the logits of the small model: so large that some texts are likely, and ties are rare."""
+"""Standard deviation of the small model's logits: large enough for likely texts and rare ties."""
 ROOM = 0.75
-"""Share of the memory of a batch in which it must run out, and a half of it must not."""
+"""Fraction of a batch's memory that is too little for the batch, and enough for half of it."""
 COUNTED = 16
-"""Tokens of the texts whose waits are counted: the profiler takes a second for every few of them."""
+"""Tokens of the texts for counting waits: the profiler takes seconds per token."""
 GIGABYTE = 1e9
 PARTS = ("draft", "verify", "host")
-"""Of a round."""
+"""Parts of a round."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: with models of which shapes, in which batches, after and up to how many tokens, how often.
+    """Sizes of the models and of the work.
 
     Attributes:
-        small: of the float32 model.
+        target: shape of the random target.
+        small: shape of the float32 model.
+        batches: rows.
+        widths: nodes of a tree.
+        context: tokens of a prompt.
+        new_tokens: tokens of an answer.
+        repeats: of each timing.
         samples: of each sampling test.
-        texts: of a training step, and the tokens of each.
+        texts: number of texts in a training step, and tokens of each.
     """
 
     target: Mapping[str, int]
@@ -97,7 +102,7 @@ class Sizes:
 
 
 def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int) -> dict[str, int]:
-    """Sizes of a Llama, by their names in transformers; four query heads share a key head."""
+    """Return the sizes of a Llama by their names in transformers, with four query heads per key head."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -133,11 +138,7 @@ QUICK = Sizes(
 
 
 class Bench:
-    """What the sections work on; models are made when the first section asks for them.
-
-    Args:
-        options: as typed.
-    """
+    """State of the run; models are created at first use."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.started = options, perf_counter()
@@ -154,12 +155,12 @@ class Bench:
         print(f"[{perf_counter() - self.started:6.1f} s] {self.section}: {text}", flush=True)
 
     def note(self, name: str, **figures: Any) -> None:
-        """Keep a row of the results."""
+        """Add a row to the results."""
         self.rows.append({"name": f"{self.section}, {name}", **figures})
         self.say(", ".join([name, *(f"{key} {written(value, key)}" for key, value in figures.items())]))
 
     def check_forwards(self, target: Target) -> None:
-        """Fail the section where forwards over trees do not run as they should."""
+        """Fail the section unless tree forwards run as CUDA graphs, or replayed on a CPU."""
         expected = "CUDA graphs" if self.cuda else "replayed"
         refuse([f"Forwards run {target.forwards}."] if target.forwards != expected else [])
 
@@ -185,7 +186,7 @@ class Bench:
         return Decoder(target, untrained(target).eval().requires_grad_(False), TREE)
 
     def prompts(self, target: Target, rows: int) -> list[list[int]]:
-        """Questions where the target has a chat template, else random tokens; lengths differ."""
+        """Return questions if the target has a chat template, else random tokens; lengths differ."""
         if target.tokenizer is not None and has_template(target.tokenizer):
             asked = [prompt_tokens([{"role": "user", "content": text}], target.tokenizer) for text in PROMPTS]
             return [asked[row % len(asked)] for row in range(rows)]
@@ -194,7 +195,7 @@ class Bench:
 
 
 def random_model(sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A random Llama, made on the device."""
+    """Create a random Llama on the device."""
     config = LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=False)
     torch.manual_seed(0)
     with device:
@@ -202,7 +203,7 @@ def random_model(sizes: Mapping[str, int], dtype: torch.dtype, device: torch.dev
 
 
 def untrained(target: Target) -> DraftHead:
-    """EAGLE-3 heads in float32 as training starts with, but that nothing is solved for."""
+    """Return untrained EAGLE-3 heads in float32, without the solved start."""
     settings = {"family": "eagle3", "draft_steps": 7, "draft_vocab_size": min(32000, target.vocab_size)}
     config = make_config(settings, target)
     torch.manual_seed(0)
@@ -215,7 +216,7 @@ def untrained(target: Target) -> DraftHead:
 
 
 def correctness(bench: Bench) -> None:
-    """In float32, every drafter's greedy text is plain decoding's, and samples have the model's own distribution."""
+    """Check in float32 that greedy texts equal plain decoding and samples follow the model's distribution."""
     prompts = [prompt[:16] for prompt in bench.prompts(bench.small.target, 6)]
     asked = AuditOptions(
         batch_sizes=(1, 4), max_new_tokens=bench.sizes.new_tokens, temperature=(1.0,), samples=bench.sizes.samples
@@ -232,17 +233,17 @@ def correctness(bench: Bench) -> None:
 
 
 def forwards(bench: Bench) -> None:
-    """A forward of the target over a tree as a CUDA graph, replayed and through the modules, in turns."""
+    """Time a tree forward as a CUDA graph (replayed on a CPU) and through the modules, in turns."""
     target = bench.decoder.target
     bench.check_forwards(target)
     for rows, width in product(bench.sizes.batches[:2], bench.sizes.widths):
         figures = compared(target, rows, width, bench.sizes.context, bench.sizes.repeats)
         bench.note(f"batch {rows}, width {width}", forward=figures)
-    bench.check_forwards(target)  # still: what cannot be captured is found on the way
+    bench.check_forwards(target)  # again: a failed capture shows up during the timing
 
 
 def decoding(bench: Bench) -> None:
-    """Tokens a second with heads and plainly, in turns; greedy."""
+    """Time greedy decoding with heads and plainly, in turns, and compare its peak memory with the reserved memory."""
     target, decoder = bench.decoder.target, bench.decoder
     loops = {"plain": decoder.loop("none"), "heads": decoder.loop("heads")}
     asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
@@ -250,7 +251,7 @@ def decoding(bench: Bench) -> None:
         prompts = bench.prompts(target, rows)
         seconds, outputs = dict.fromkeys(loops, 0.0), dict[str, list[Generation]]()
         for number in range(4):
-            for name in loops if number % 2 else reversed(loops):
+            for name in in_turn(list(loops), number):
                 start = clock(target)
                 outputs[name] = generate(loops[name], prompts, asked)
                 seconds[name] += (clock(target) - start) if number else 0.0  # the first one captures graphs
@@ -267,11 +268,13 @@ def decoding(bench: Bench) -> None:
             tokens_per_round=mean(done.emitted for done in rounds["heads"]),
             plain_step_ms=sum(mean_ms["plain"].values()),
             round_ms=mean_ms["heads"],
+            reserved_gigabytes=needed_bytes(loops["heads"], prompts, asked) / GIGABYTE,
+            peak_gigabytes=peak_bytes(bench, lambda: generate(loops["heads"], prompts, asked)) / GIGABYTE,  # noqa: B023
         )
 
 
 def training(bench: Bench) -> None:
-    """A training step of EAGLE-3 heads over one batch of states, as the training loop takes it, in mixed precision."""
+    """Time a training step of EAGLE-3 heads on one batch of states, in mixed precision."""
     target, section = bench.decoder.target, TrainSection(lr=1e-4, max_grad_norm=0.5)
     heads = untrained(target).train()
     rows, length = bench.sizes.texts
@@ -304,21 +307,8 @@ def training(bench: Bench) -> None:
     refuse([] if losses[-1] < losses[0] else [f"The loss goes from {losses[0]} to {losses[-1]}."])
 
 
-def memory(bench: Bench) -> None:
-    """What decoding takes at most, beside the free memory that a batch is asked to have before it begins."""
-    target, loop = bench.decoder.target, bench.decoder.loop("heads")
-    asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
-    for rows in bench.sizes.batches:
-        prompts = bench.prompts(target, rows)
-        needed = needed_bytes(loop, prompts, asked)
-        peak = peak_bytes(bench, lambda: generate(loop, prompts, asked))  # noqa: B023  # called at once
-        figures = {"asked_gigabytes": needed / GIGABYTE, "peak_gigabytes": peak / GIGABYTE}
-        bench.note(f"batch {rows}", **figures, peak_of_asked=peak / needed)
-
-
 def splitting(bench: Bench) -> None:
-    """A batch that memory does not hold is decoded in parts, with the same texts: where that is counted before, and on
-    a GPU where an allocation fails."""
+    """Check that a batch too large for memory is split and gives the same texts, after a failed allocation too."""
     target, loop = bench.small.target, bench.small.loop("heads")
     prompts = bench.prompts(target, bench.sizes.batches[-1])
     asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
@@ -339,11 +329,11 @@ def splitting(bench: Bench) -> None:
             texts = [out.tokens for out in generate(loop, prompts, asked)]
         bench.note(name, batches=batches, different_texts=sum(map(list.__ne__, texts, expected)))
         refuse(["It was not split."] if len(batches) < 3 else [])
-        refuse(["The texts are others."] if texts != expected else [])
+        refuse(["The texts differ."] if texts != expected else [])
 
 
 def waits(bench: Bench) -> None:
-    """How often a round makes the host wait, and what it launches: what a longer text takes beyond a shorter one."""
+    """Count host waits and launches per round, as the difference between a longer and a shorter text."""
     if not bench.cuda:
         bench.note("waits and launches", counted="not counted: there is no CUDA device")
         return
@@ -365,31 +355,62 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "decoding": decoding,
     "forwards": forwards,
     "training": training,
-    "memory": memory,
     "splitting": splitting,
     "waits": waits,
 }
-"""In their order."""
+"""Sections in running order."""
 
 
-# -- what sections count ----------------------------------------------------------------------------------------------
+# -- helpers of the sections ------------------------------------------------------------------------------------------
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Fail the section where there are any."""
+    """Fail the section on any problem."""
     if problems:
         raise RuntimeError(" ".join(problems))
 
 
+def clock(target: Target) -> float:
+    """Return seconds after the device has finished its queue."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return perf_counter()
+
+
+@torch.inference_mode()
+def compared(target: Target, batch: int, width: int, context: int, repeats: int) -> Row:
+    """Return median milliseconds, and the largest difference of logits from the modules' in standard deviations."""
+    random = torch.Generator().manual_seed(width)
+    cache = target.new_cache(batch, context + width)
+    text_BT = torch.randint(target.vocab_size, (batch, context), generator=random)
+    target.prefill(cache, text_BT.tolist())
+    tokens_BN = torch.randint(target.vocab_size, (batch, width), generator=random)
+    parents = [-1, *((node - 1) // 2 for node in range(1, width))]
+    trees = TreeBatch.of([Tree(row, list(parents)) for row in tokens_BN.tolist()], target.device)
+    target.record()
+    ways = {"own": target._recorded, "modules": Recorded(refused="a benchmark compares the two")}
+    spent, logits = {way: list[float]() for way in ways}, dict[str, torch.Tensor]()
+    for number in range(repeats + 1):
+        for way in in_turn(list(ways), number):
+            with mock.patch.object(target, "_recorded", ways[way]):
+                start = clock(target)
+                logits[way] = target.forward_tree(cache, trees).logits_BTV.float()
+                spent[way].append(1e3 * (clock(target) - start))
+    ms = {way: median(spent[way][1:]) for way in ways}  # the first run warms up
+    apart = (logits["own"] - logits["modules"]).abs().max() / logits["modules"].std()
+    figures = {"own_ms": ms["own"], "modules_ms": ms["modules"], "over_modules": ms["modules"] / ms["own"]}
+    return {**figures, "largest_difference": float(apart)}
+
+
 def generate(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> list[Generation]:
-    """Decode, with no drafter failing."""
+    """Decode; fail the section if a drafter failed."""
     outputs = loop.generate(prompts, asked)
     refuse([error for output in outputs[:1] if (error := output.drafter_error)])
     return outputs
 
 
 def counted(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> dict[str, int]:
-    """Rounds of a decode, waits of the host that torch can see, and calls that put work into the device's queue."""
+    """Count rounds, host waits visible to torch, and calls that queue work on the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -410,7 +431,7 @@ def counted(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOpt
 
 
 def needed_bytes(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> int:
-    """The least free memory in which `reserve` lets a batch begin with all the nodes of its drafters."""
+    """Return the least free memory for `reserve` to admit a batch with full trees."""
     nodes = 1 + sum(drafter.max_nodes - 1 for drafter in loop.drafters)
     keep = sum(getattr(drafter, "bytes_per_token", 0) for drafter in loop.drafters)
 
@@ -424,12 +445,12 @@ def needed_bytes(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: Deco
 
 
 def peak_bytes(bench: Bench, work: Callable[[], object]) -> int:
-    """Bytes that some work takes at most beyond what was there before."""
+    """Return the peak memory of some work, beyond the memory in use before."""
     for decoder in ("decoder", "small"):
         if decoder in vars(bench):
             forget(getattr(bench, decoder).target)
     if not bench.cuda:
-        with suppress(OSError):  # the system's own peak begins anew, where it can
+        with suppress(OSError):  # resets the peak of the process, if permitted
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before = int(psutil.Process().memory_info().rss)
         work()
@@ -442,7 +463,7 @@ def peak_bytes(bench: Bench, work: Callable[[], object]) -> int:
 
 
 def forget(target: Target) -> None:
-    """Let go of the memory that caches left to the next ones, and of what torch keeps for itself."""
+    """Release captured graphs and the memory that torch caches."""
     if target._graphs is not None:
         target._graphs.forget()
     gc.collect()
@@ -452,7 +473,7 @@ def forget(target: Target) -> None:
 
 @contextmanager
 def memory_for(bench: Bench, more: int) -> Iterator[None]:
-    """Within this context torch gets so much more memory of the device, and no byte above."""
+    """Limit torch to `more` further bytes of device memory."""
     _, total = torch.cuda.mem_get_info(bench.device)
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(bench.device) + more) / total, bench.device)
     try:
@@ -463,7 +484,7 @@ def memory_for(bench: Bench, more: int) -> Iterator[None]:
 
 @contextmanager
 def batches_of() -> Iterator[list[int]]:
-    """The rows of each batch that loops begin within this context."""
+    """Collect the number of rows of each batch that a loop begins."""
     batches: list[int] = []
     decode = DecodeLoop._decode
 
@@ -480,16 +501,16 @@ def batches_of() -> Iterator[list[int]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="a folder or Hub id; by default a random model of 8 billion parameters")
-    parser.add_argument("--heads", help="a folder of heads for it; by default untrained ones")
+    parser.add_argument("--target", help="folder or Hub id; default: a random 8B model")
+    parser.add_argument("--heads", help="folder of heads; default: untrained heads")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="toy models, few tokens: does it run?")
-    parser.add_argument("--out", type=Path, help=f"where the figures go, as JSON; {OUT.name} of the results by default")
+    parser.add_argument("--quick", action="store_true", help="smoke test: toy models, few tokens")
+    parser.add_argument("--out", type=Path, help=f"file for the figures; default: results/{OUT.name}")
     options = parser.parse_args(arguments)
     if options.out is None and (options.quick or options.device == "cpu"):
-        parser.error("give --out: these figures are not for benchmarks/results")
+        parser.error("add --out FILE: smoke tests and CPU figures do not belong in benchmarks/results")
     if options.device != "cpu" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu --quick --out FILE shows whether this runs")
+        parser.error("torch finds no CUDA device; for a smoke test add --device cpu --quick --out FILE")
     bench = Bench(options)
     outcomes = [run(bench, name, section, arguments) for name, section in SECTIONS.items()]
     if not all(outcomes):
@@ -497,7 +518,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(bench: Bench, name: str, section: Callable[[Bench], None], arguments: Sequence[str] | None) -> bool:
-    """Whether a section passes; its outcome is written with all rows so far."""
+    """Run a section, write all rows so far, and return whether it passed."""
     bench.section, start, outcome = name, perf_counter(), "passed"
     bench.say((section.__doc__ or "").splitlines()[0])
     try:

@@ -1,10 +1,9 @@
-"""How a benchmark keeps what it measured, so that `render.py` can show it.
+"""Write results files for `render.py`, and helpers that benchmarks share.
 
     python benchmarks/record.py runs/quickstart/report/results.json out/quickstart.json --what "16 held-out prompts."
 
-Scripts call `record`, which writes into the folder of --out; the command above makes the same file from a report of
-`headstart eval` or `headstart run`. To publish a figure, copy the file to `benchmarks/results/`, name it in a page and
-run `render.py`.
+The command converts a report of `headstart eval` or `headstart run`; benchmarks call `record`. To publish a figure,
+copy the file to `benchmarks/results/`, add a marker to a page and run `render.py`.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ OF_A_REPORT = (
     *("name", "tokens_per_second", "speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup"),
     *("tokens_per_round", "acceptance_by_position", "nodes_per_round", "round_ms"),
 )
-"""What a row keeps of a method in a report."""
+"""Figures kept for each method of a report."""
 SETTINGS = ("target", "max_new_tokens", "temperature", "batch_size", "prompt_lookup_tokens")
 OUTPUTS = {"compared": "prompts", "different": "count", "unexplained": "unexplained"}
-"""And of its outputs beside the plain loop's: our name for each count, and the report's."""
+"""Counts of outputs compared with the plain loop's: name in a row, and name in the report."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, help="results.json of a report")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--what", required=True, help="what was measured, in one or two sentences")
-    parser.add_argument("--command", help="that made the report")
-    parser.add_argument("--commit", help="that the report was made with; by default the present one")
+    parser.add_argument("--what", required=True, help="caption of one or two sentences")
+    parser.add_argument("--command", help="command that made the report")
+    parser.add_argument("--commit", help="commit of the report; default: the present one")
     options = parser.parse_args(arguments)
     report = read_json(options.report)
     _write(
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def rows_of(compare: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The `compare` of a report as rows: drafters first, and no method beside itself."""
+    """Convert the `compare` of a report to rows: drafters first, no method compared with itself."""
     rows = []
     for method in sorted(compare, key=lambda method: bool(_speedup(method["name"]))):
         row = {key: None if key == _speedup(method["name"]) else method[key] for key in OF_A_REPORT}
@@ -67,8 +66,18 @@ def rows_of(compare: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _speedup(method: str) -> str:
-    """The figure that compares others with a method; empty for drafters."""
+    """Return the figure that compares other methods with this one; empty for drafters."""
     return LABELS[method].speedup if method in LABELS else ""
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """Rotate the order of methods, so that each goes first equally often.
+
+    >>> in_turn(["plain", "heads"], 3)
+    ['heads', 'plain']
+    """
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def record(
@@ -80,23 +89,20 @@ def record(
     arguments: Sequence[str] | None,
     settings: Mapping[str, Any] | None = None,
     details: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Write what a benchmark measured.
+) -> None:
+    """Write a results file.
 
     Args:
         file: to write.
-        what: was measured, in one or two sentences; stands below the table.
-        rows: of the table, each a key for a column; the first key names the row.
+        what: caption of the table, one or two sentences.
+        rows: of the table, one key per column; the first key names the row.
         machine: `environment` of the target.
         script: `__file__` of the benchmark.
-        arguments: that it was given; None for those of the process.
-        settings: what a reader has to know to compare: lengths, batch sizes, seeds.
-        details: whatever else is worth keeping; no table shows it.
-
-    Returns:
-        What was written.
+        arguments: of the benchmark; None for `sys.argv`.
+        settings: lengths, batch sizes and seeds, for a fair comparison.
+        details: further figures that no table shows.
     """
-    return _write(
+    _write(
         file,
         what=what,
         machine=machine,
@@ -109,25 +115,20 @@ def record(
 
 
 def here() -> dict[str, Any]:
-    """The machine, for benchmarks without a target."""
+    """Describe the machine, for benchmarks without a target."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {
-        "cpu": cpu_model(),
-        "cores": core_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": now,
-    }
+    threads = torch.get_num_threads()
+    return {"cpu": cpu_model(), "cores": core_count(), "threads": threads, "torch": torch.__version__, "date": now}
 
 
 def commit() -> str | None:
-    """That the code runs from, with a plus when something was changed since; None outside of git."""
+    """Return the commit of the code, with a plus after uncommitted changes; None outside git."""
     sha, clean = git_state()
     return sha and sha + ("" if clean else "+")
 
 
 def command(script: str, arguments: Sequence[str]) -> str:
-    """What to type to measure again; of files beyond this folder only the names, since others keep them elsewhere.
+    """Return the command that repeats a measurement; absolute paths are cut to the file name.
 
     >>> command("/somewhere/benchmarks/kills.py", ["--out", "out/kills", "/data/asked.jsonl"])
     'python benchmarks/kills.py --out out/kills asked.jsonl'
@@ -136,15 +137,13 @@ def command(script: str, arguments: Sequence[str]) -> str:
     return shlex.join(["python", "/".join(Path(script).parts[-2:]), *words])
 
 
-def _write(file: Path, what: str, machine: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Write a results file; what is not known has its reason."""
+def _write(file: Path, what: str, machine: Mapping[str, Any], **values: Any) -> None:
+    """Write a results file; unknown values get a reason."""
     computer = {key: value for key, value in machine.items() if key != "date"}
     results = {"what": what, "date": machine["date"], "machine": computer, **values}
     reasons = {"commit": "the code does not run from a git checkout", "command": "not given to record.py"}
     unknown = {key: reason for key, reason in reasons.items() if results[key] is None}
-    results |= {"unknown": unknown} if unknown else {}
-    write_json(file, results)
-    return results
+    write_json(file, results | ({"unknown": unknown} if unknown else {}))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
-"""Write the figures of `benchmarks/results/*.json` into the pages that show them.
+"""Fill in the figures of `benchmarks/results/*.json` on the pages that show them.
 
     python benchmarks/render.py            # after a results file has changed
-    python benchmarks/render.py --check    # says which page differs, and exits with 1
+    python benchmarks/render.py --check    # names the pages that differ, and exits with 1
 
-A page says what it wants between markers; what stands between them is written here and nowhere else:
+A page marks each block; the script replaces everything up to `<!-- end -->`:
 
-    <!-- table: mt_bench -->                                          every row and column of results/mt_bench.json
-    <!-- table: mt_bench | name, tokens_per_round, round_ms.draft: drafting -->   some columns, one with its own heading
-    <!-- table: on_gpu? -->                                            the same; without the file, what would write it
-    <!-- value: mt_bench | heads | speedup_vs_plain -->               one figure: the row, named by its first key
-    <!-- value: never_slower | float32, 4 | over_plain.heads -->      or by its first keys, and the column
-    <!-- ranking: leaderboard | tokens_per_round, name -->             the rows of all files in results/leaderboard,
-                                                                      those with most of the first column first
+    <!-- table: mt_bench -->                                          all rows and columns of results/mt_bench.json
+    <!-- table: mt_bench | name, tokens_per_round, round_ms.draft: drafting -->   some columns, one with a heading
+    <!-- value: mt_bench | heads | speedup_vs_plain -->               one figure: the row, by its first key
+    <!-- value: dial | 25, AVX2 alone | mean -->                      or by its first keys, and the column
+    <!-- ranking: leaderboard | tokens_per_round, name -->             rows of all files in results/leaderboard,
+                                                                      sorted by the first column, descending
 
-each followed by `<!-- end -->`. Below the first table of a file stands what was measured, on what and when. How figures
-are written is in `tables.py`.
+A caption follows the first table of a file, with the machine and the date.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ PAGES = (
     "docs/choosing.md",
     "docs/leaderboard.md",
     "docs/questions.md",
-    "docs/serving.md",
 )
 END = "<!-- end -->"
 BLOCK = re.compile(
@@ -49,12 +46,12 @@ MARK = re.compile(r"<!-- (table|value|ranking|end)\b")
 
 
 class PageError(Exception):
-    """A page asks for something that cannot be rendered."""
+    """A marker that cannot be rendered."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs")
     options = parser.parse_args(arguments)
     differing = []
     for name in PAGES:
@@ -71,20 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def rendered(text: str, page: Path, results: Path = RESULTS) -> str:
-    """A page with every block as its results say.
+    """Return the text of a page with every block filled in.
 
     Args:
         text: of the page.
-        page: where it lies; links are relative to it.
+        page: its path; links are relative to it.
         results: folder of the results files.
 
     Raises:
-        PageError: a marker without an end, a file that is not there, a row or column that it does not have.
+        PageError: a marker without an end, or an unknown file, row or column.
     """
     blocks = BLOCK.findall(text)
     if len(MARK.findall(text)) != 2 * len(blocks):
-        raise PageError(f"{page.name}: a marker has no {END}, or a block lies in another one.")
-
+        raise PageError(f"{page.name}: a marker has no {END}, or blocks are nested.")
     captions: set[str] = set()
 
     def block(match: re.Match[str]) -> str:
@@ -105,31 +101,20 @@ def rendered(text: str, page: Path, results: Path = RESULTS) -> str:
 
 
 def read(name: str, results: Path = RESULTS) -> dict[str, Any]:
-    """A results file.
+    """Read a results file.
 
     Raises:
-        PageError: there is none of this name, or it has no rows.
+        PageError: the file is missing.
     """
     file = results / f"{name}.json"
     if not file.is_file():
         raise PageError(f"no {file.name} in benchmarks/results.")
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if "rows" not in content:  # whatever else the only table is called
-        lists = [
-            value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)
-        ]
-        content["rows"] = lists[0] if len(lists) == 1 else []
-    if not content["rows"]:
-        raise PageError(f"{file.name} has no rows.")
     return content
 
 
 def _table(spec: str, page: Path, results: Path) -> tuple[str, str]:
     name, _, chosen = (part.strip() for part in spec.partition("|"))
-    if name.endswith("?"):
-        name = name.removesuffix("?")
-        if not (results / f"{name}.json").is_file():
-            return "", f"Not measured yet: `python benchmarks/{name}.py` does it."
     content = read(name, results)
     link = os.path.relpath(results / f"{name}.json", page.parent)
     return _figures(content["rows"], _columns(chosen)), caption_of(content, link)
@@ -149,7 +134,7 @@ def _ranking(spec: str, page: Path, results: Path) -> str:
 
 
 def _columns(chosen: str) -> list[str | tuple[str, str]]:
-    """Columns as a page names them: paths, some with a heading of their own."""
+    """Parse the columns of a marker: paths, or (path, heading)."""
     columns: list[str | tuple[str, str]] = []
     for column in re.split(r",\s*", chosen) if chosen else ():
         path, colon, heading = column.partition(": ")
@@ -179,25 +164,20 @@ def _value(spec: str, results: Path) -> str:
 
 
 def caption_of(content: Mapping[str, Any], link: str) -> str:
-    """What a table shows: what was measured, on what, when, and where the figures lie.
+    """Return the caption of a table: its subject, the machine, the date and a link to the figures.
 
     >>> print(caption_of({"what": "Two prompts.", "machine": {"cpu": "A", "cores": 2, "threads": 1}}, "a.json"))
     *Two prompts. 2 cores of A, 1 thread ([figures](a.json)).*
     """
-    machine = content.get("machine") or content.get("environment") or {}
-    if isinstance(machine, str):
-        machine = {"cpu": machine}
-    about: dict[str, Any] = {**content, **(content.get("settings") or {}), **machine}
+    about: dict[str, Any] = content.get("machine") or {}
     parts = []
     if about.get("gpu"):
         parts.append(about["gpu"])
     elif about.get("cpu"):
-        parts.append(f"{about['cores']} cores of {about['cpu']}" if about.get("cores") else about["cpu"])
-    elif about.get("device"):
-        parts.append(about["device"])
+        parts.append(f"{about['cores']} core{'s' * (about['cores'] != 1)} of {about['cpu']}")
     parts += [str(about["dtype"])] if about.get("dtype") else []
     parts += [f"{about['threads']} thread{'s' * (about['threads'] != 1)}"] if about.get("threads") else []
-    parts += [str(date)[:10]] if (date := content.get("date") or machine.get("date")) else []
+    parts += [str(content["date"])[:10]] if content.get("date") else []
     words = [content.get("what"), ", ".join(parts), f"([figures]({link}))."]
     return f"*{' '.join(word for word in words if word)}*"
 

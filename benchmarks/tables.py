@@ -1,4 +1,4 @@
-"""How figures are written in tables: one format for each kind of figure, wherever it stands."""
+"""Format figures as Markdown tables, with one format per kind of figure."""
 
 from __future__ import annotations
 
@@ -15,63 +15,36 @@ HEADINGS = {
     "tokens_per_second": "tokens/s",
     "speedup_vs_plain": "over plain",
     "speedup_vs_transformers": "over `transformers.generate`",
-    "speedup_vs_prompt_lookup": "over prompt lookup",
-    "over_plain": "over plain",
     "tokens_per_round": "τ",
     "tau": "τ",
-    "nodes_per_round": "nodes a round",
-    "acceptance_by_position": "acceptance by position",
     "outputs_different": "outputs that differ from plain",
     "outputs_compared": "of",
-    "top1": "top-1 by step",
     "round_ms.draft": "draft, ms",
     "round_ms.verify": "verify, ms",
-    "round_ms.host": "host, ms",
-    "round_total_ms": "a round, ms",
-    "plain_step_ms": "a plain step, ms",
-    "tokens_per_cpu_second": "tokens a second of a core",
-    "speedup_of_ours": "ours over it",
-    "speedup_of_ours_cpu": "ours over it",
 }
-"""Headings of columns whose key is no good heading once its underscores are spaces."""
+"""Headings of columns where the key with spaces for underscores is not readable enough."""
 
 FORMATS = (
     (r"(speedup|over|\w+_over)_\w+", "{:.2f}x"),
-    (r"\w*tokens_per_(cpu_)?second|nodes_per_round|\w*_ms|megaflop\w*", "{:.1f}"),
-    (r"tokens_per_round|\w*tau|\w*acceptance_by_\w+|top1", "{:.2f}"),
-    (r"epochs", "{:g}"),
+    (r"\w*tokens_per_second|nodes_per_round|\w*_ms", "{:.1f}"),
+    (r"tokens_per_round|\w*tau|mean|acceptance_by_\w+", "{:.2f}"),
     (r"\w*accepted_per_round", "{:.3f}"),
     (r"\w*seconds", "{:.0f}"),
 )
-"""For each kind of key how its numbers are written; any other number has three significant digits."""
+"""Number format of each kind of key; other numbers get three significant digits."""
+
+_LONGEST = 6
+"""List members shown; n-grams can draft thirty tokens."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def times(interval: Mapping[str, float | None] | None) -> str:
-    """A speed-up with its interval; one prompt has none.
-
-    >>> times({"mean": 1.4, "low": 1.31, "high": 1.5})
-    '1.40x (1.31-1.50)'
-    """
-    return written(interval, "speedup_vs_plain")
-
-
-def shares(values: Iterable[float]) -> str:
-    """Shares of one.
-
-    >>> shares([0.613, 0.5])
-    '0.61 / 0.50'
-    """
-    return written(list(values), "acceptance_by_position")
-
-
 def heading(key: str) -> str:
-    """The heading of a column.
+    """Return the heading of a column.
 
     >>> heading("speedup_vs_plain"), heading("waits_per_round"), heading("over_plain.heads"), heading("step_ms")
     ('over plain', 'waits per round', 'heads, over plain', 'step, ms')
@@ -84,21 +57,17 @@ def heading(key: str) -> str:
     return re.sub(r" ms$", ", ms", key.replace("_", " "))
 
 
-_LONGEST = 6
-"""Members of a list that a table shows: n-grams draft as far as thirty tokens."""
-
-
 def written(value: Any, key: str = "") -> str:
-    """A value as it stands in a table; `key`, a dotted path, says what kind of figure it is.
+    """Format a value; `key`, a dotted path, selects the number format.
 
     >>> written(1.7, "over_plain.heads"), written(38.84, "tokens_per_second"), written(0.12345)
     ('1.70x', '38.8', '0.123')
     >>> written({"mean": 1.5, "low": None, "high": None}, "speedup_vs_plain"), written(None), written(True)
     ('1.50x', '', 'yes')
+    >>> written({"mean": 1.4, "low": 1.31, "high": 1.5}, "speedup_vs_plain")
+    '1.40x (1.31-1.50)'
     >>> written({"draft": 6.2, "verify": 47.5}, "round_ms"), written(10_500_000, "parameters")
     ('draft 6.2, verify 47.5', '10.5 M')
-    >>> written({"mean": 6.6, "max": 7}), written({"mean": 1133.4, "max": 1191}), written({"mean": 3.0, "max": 3})
-    ('6.6 (max 7)', '1133 (max 1191)', '3')
     >>> written([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], "acceptance_by_position")
     '1.00 / 0.90 / 0.80 / 0.70 / 0.60 / 0.50 / …'
     """
@@ -108,16 +77,13 @@ def written(value: Any, key: str = "") -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return LABELS[value].row if key == "name" and value in LABELS else value
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return " / ".join([*(written(part, key) for part in value[:_LONGEST]), *["…"] * (len(value) > _LONGEST)])
     if isinstance(value, Mapping):
         if "mean" not in value:
             return ", ".join(f"{name} {written(part, key)}" for name, part in value.items())
-        mean = written(value["mean"], key)
-        low, high, maximum = (written(value.get(end), key) for end in ("low", "high", "max"))
-        if low and high:
-            return f"{mean} ({low.removesuffix('x')}-{high.removesuffix('x')})"
-        return f"{mean} (max {maximum})" if maximum and maximum != mean else mean
+        mean, low, high = (written(value.get(part), key) for part in ("mean", "low", "high"))
+        return f"{mean} ({low.removesuffix('x')}-{high.removesuffix('x')})" if low and high else mean
     return _number(value, key)
 
 
@@ -131,7 +97,7 @@ def _number(value: float, key: str) -> str:
 
 
 def at(row: Row, path: str) -> Any:
-    """The value at a dotted path; None where there is none.
+    """Return the value at a dotted path, or None.
 
     >>> at({"over_plain": {"heads": 1.2}}, "over_plain.heads"), at({"a": None}, "a.b")
     (1.2, None)
@@ -143,7 +109,7 @@ def at(row: Row, path: str) -> Any:
 
 
 def paths(rows: Iterable[Row]) -> list[str]:
-    """The columns of all rows, in order: each key, and each key of those that hold other keys; intervals are one.
+    """Return the dotted paths of all figures in order; an interval is one figure.
 
     >>> paths([{"name": "a", "ms": {"draft": 1, "verify": 2}}, {"name": "b", "over": {"mean": 1.0}}])
     ['name', 'ms.draft', 'ms.verify', 'over']
@@ -157,16 +123,17 @@ def paths(rows: Iterable[Row]) -> list[str]:
 
 
 def figures(rows: Sequence[Row], columns: Sequence[str | tuple[str, str]] = ()) -> str:
-    """Rows of a results file as a Markdown table; one with nothing but its name in these columns is left out.
+    """Return rows of a results file as a Markdown table, without rows that are empty but for their name.
 
     Args:
         rows: of the file.
-        columns: dotted paths, or (path, heading); without any, all that the rows hold.
+        columns: dotted paths, or (path, heading); empty for all figures.
 
     Raises:
         KeyError: no row has a column.
     """
-    chosen = [(column, heading(column)) if isinstance(column, str) else column for column in columns or paths(rows)]
+    known = [path for path in paths(rows) if any(at(row, path) is not None for row in rows)]
+    chosen = [(column, heading(column)) if isinstance(column, str) else column for column in columns or known]
     for path, _ in chosen:
         if all(at(row, path) is None for row in rows):
             raise KeyError(path)

@@ -1,1 +1,1 @@
-"""The commands that README.md, docs/scaling.md and docs/serving.md print, run at toy size: see `rehearse`."""
+"""Runs the printed commands of README.md, docs/ and examples/ at toy size: see `rehearse`."""

@@ -1,7 +1,7 @@
-"""HTTP as vLLM and llama-server speak it: their pages, bodies and counters, for servers that stand in for them.
+"""The HTTP interfaces of vLLM and llama-server: pages, bodies and counters, for their substitutes.
 
-What is written comes from a `StandIn`: a tiny model (`rehearsal.stand_in`), or a script
-(`tests/engines/fake_engine.py`). This file needs Python alone.
+Text comes from a `StandIn`: a tiny model (`rehearsal.stand_in`), or a script (`tests/engines/fake_engine.py`). This
+file needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class Refused(Exception):
 
 @dataclass
 class StandIn:
-    """What a server is and has counted.
+    """A server's identity and counters.
 
     Attributes:
         kind: vllm or llama.cpp.
-        answer: at most so many token ids that continue a prompt, and more fields of the reply; also given the body.
-        drafts: a round, 0 for plain decoding.
-        model: what it calls its target.
-        window: longest prompt with its answer; None says nothing of it.
-        tokenize: a text as token ids; None has no such page.
-        render: messages of a chat as token ids, and token ids as text; None does not chat.
-        rounds: that verified drafts.
-        accepted: drafts, by their place.
+        answer: continues a prompt by at most a number of token ids, and adds fields to the reply; also gets the body.
+        drafts: per round, 0 for plain decoding.
+        model: name of its target.
+        window: most tokens of a prompt with its answer; None does not report it.
+        tokenize: text to token ids; None has no such page.
+        render: chat messages to token ids, and token ids to text; None does not chat.
+        rounds: number of rounds that verified drafts.
+        accepted: accepted drafts, by position.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class StandIn:
     accepted: list[int] = field(default_factory=list)
 
     def metrics(self) -> str:
-        """The counters in the text format of Prometheus; vLLM's have labels and float values."""
+        """Return the counters in the text format of Prometheus; vLLM's have labels and float values."""
         if not self.drafts:
             return ""
         prefix, labels = ("vllm", '{engine="0"}') if self.kind == "vllm" else ("llamacpp", "")
@@ -60,7 +60,7 @@ class StandIn:
         return "\n".join(lines) + "\n"
 
     def page(self, path: str) -> str | None:
-        """What a GET is answered with; None where there is no such page."""
+        """Return the reply to a GET, or None for an unknown page."""
         owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}[self.kind]
         listed: dict[str, Any] = {"id": self.model, "owned_by": owner}
         if self.window is not None and self.kind == "vllm":
@@ -72,7 +72,7 @@ class StandIn:
         return pages.get(path)
 
     def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """What a POST is answered with; None where there is no such page."""
+        """Return the reply to a POST, or None for an unknown page."""
         vllm = self.kind == "vllm"
         if path == "/tokenize" and self.tokenize is not None:
             return {"tokens": self.tokenize(body["prompt" if vllm else "content"])}
@@ -104,7 +104,7 @@ class StandIn:
 
 
 def serve(stand_in: StandIn, host: str, port: int) -> None:
-    """Answer for ever; each request is a line on stdout."""
+    """Serve forever; print a line per request."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

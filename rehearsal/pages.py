@@ -1,7 +1,6 @@
-"""The commands that pages print: each line of a fenced block, whole scripts, and commands in sentences.
+"""The commands that pages print: lines of fenced blocks, complete scripts, and commands in sentences.
 
-Blocks marked ```text hold no commands. What the rehearsal runs is the text found here, so that a changed page changes
-what is run.
+Blocks marked ```text hold no commands. The rehearsal runs the text found here, so a changed page changes its commands.
 
 >>> list(commands_in("page.md", "Do `headstart gc`.\\n```\\nmake \\\\\\n  test  # all of them\\n```\\n"))
 [Command(page='page.md', line=1, text='headstart gc'), Command(page='page.md', line=3, text='make test')]
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = ("docs/log.md", "CHANGELOG.md", "docs/zoo.md")
-"""Pages of what once was, and the zoo: tests/test_zoo.py makes it from recipes, which it trains at toy size."""
+LEFT_OUT = ("docs/log.md", "CHANGELOG.md")
+"""Pages about the past."""
 PAGES = (
     "README.md",
     *(
@@ -47,7 +46,7 @@ class Command:
 
 
 def printed() -> list[Command]:
-    """The commands of all pages, in the order of the pages; each text once, where it comes first."""
+    """Return the commands of all pages, in the order of the pages; each text once, where it comes first."""
     commands: dict[str, Command] = {}
     for page in PAGES:
         for command in commands_in(page, (ROOT / page).read_text(encoding="utf-8")):
@@ -56,7 +55,7 @@ def printed() -> list[Command]:
 
 
 def commands_in(page: str, text: str) -> Iterator[Command]:
-    """The commands of a page in Markdown, from top to bottom; joined where `\\` or a sentence breaks the line."""
+    """Yield the commands of a Markdown page from top to bottom; joined where `\\` or a sentence breaks the line."""
     sentences = _FENCED.sub(lambda block: "\n" * block[0].count("\n"), text)
     at = [(match.start(1), sentences, " ".join(match[1].split())) for match in _IN_SENTENCE.finditer(sentences)]
     commands = [Command(page, _line(where, whole), command) for where, whole, command in at]

@@ -1,4 +1,4 @@
-"""Where a rehearsal takes place: its folder, what commands see there, and the log of what was run."""
+"""The place of a rehearsal: its folder, the environment of its commands, and the log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODES = ("127.0.0.1", "127.0.0.2")
 """Addresses of this machine that stand for two nodes."""
 Process = subprocess.Popen[bytes]
 LONGEST = 900.0
-"""Seconds after which a command has failed."""
+"""Time limit of a command, in seconds."""
 WORDS = "tell me about the sun and moon how to cook rice what is a river who lives in the sea why do we sleep"
 
 
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Engines:
-    """What `vllm` and `llama-server` are: words that start them, or None for small servers in their place."""
+    """Command lines of `vllm` and `llama-server`, or None for small servers in their place."""
 
     vllm: tuple[str, ...] | None = None
     llama_server: tuple[str, ...] | None = None
@@ -45,12 +45,12 @@ class Engines:
 
 @dataclass
 class Place:
-    """A folder with toy recipes, prompts and models, in which commands are run; `done` is the log.
+    """A folder with toy recipes, prompts and models, for running commands; `done` is the log.
 
     Attributes:
-        folder: of everything that is written.
-        words: what fills the braces of the table, and the port that stands for each printed one.
-        engines: real ones, or None for each that is stood in for.
+        folder: holds everything that is written.
+        words: replacements for the table's braces, and for the printed ports.
+        engines: real engines, or None for each stand-in.
         done: rows of part, command, seconds.
     """
 
@@ -70,7 +70,7 @@ class Place:
         codes: tuple[int, ...] = (0,),
         job: Mapping[str, str] | None = None,
     ) -> str:
-        """Run a printed command in the part's folder to its end, and return what it printed; `job` are variables.
+        """Run a printed command in the part's folder, and return its output; `job` are environment variables.
 
         Raises:
             Failed: it ended with another code, or not in time.
@@ -90,7 +90,7 @@ class Place:
         return text
 
     def together(self, *commands: Command | str) -> list[str]:
-        """Run commands at the same time, and return what each printed once all have ended well."""
+        """Run commands at the same time, and return their outputs once all have succeeded."""
         began, logs, processes = time.monotonic(), [], []
         for command in commands:
             logs.append(self._log())
@@ -107,7 +107,7 @@ class Place:
 
     @contextmanager
     def serving(self, command: Command | str, printed_port: str) -> Iterator[None]:
-        """A server that has come up, until the block is left."""
+        """Keep a server running in the block, from the moment it answers."""
         began, log, port = time.monotonic(), self._log(), self.words[printed_port]
         with log.open("w", encoding="utf-8") as out:
             process = self._start(command, out, {}, "")
@@ -122,7 +122,7 @@ class Place:
 
     @contextmanager
     def background(self, command: Command, job: Mapping[str, str]) -> Iterator[Process]:
-        """A job that is under way; killed, with its steps, where the block is left early."""
+        """Run a job in the background; kill it and its steps if the block is left early."""
         began = time.monotonic()
         with self._log().open("w", encoding="utf-8") as out:
             process = self._start(command, out, job, "")
@@ -130,14 +130,14 @@ class Place:
             yield process
         finally:
             end(process, signal.SIGKILL)
-            for task in Path(job["REHEARSAL_STEPS"]).iterdir():  # which srun started, as leaders of their groups
+            for task in Path(job["REHEARSAL_STEPS"]).iterdir():  # started by srun, as leaders of their groups
                 with suppress(ProcessLookupError):
                     os.killpg(int(task.name), signal.SIGKILL)
                 task.unlink()
             self._note(command, time.monotonic() - began)
 
     def job(self, *nodes: str) -> dict[str, str]:
-        """Variables of a job on these nodes, by default on both."""
+        """Return the variables of a job on these nodes, by default on both."""
         steps, nodes = self.folder / "steps", nodes or NODES
         steps.mkdir(exist_ok=True)
         lists = {"SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_NNODES": str(len(nodes))}
@@ -149,7 +149,7 @@ class Place:
         return self.folder / self.part
 
     def check(self, holds: bool, what: str) -> None:
-        """A thing that the page promises."""
+        """Fail unless a promise of the page holds."""
         if not holds:
             raise Failed(what)
 
@@ -196,11 +196,11 @@ class Place:
         self.done.append((self.part, str(command), seconds))
 
 
-# -- what is waited for ------------------------------------------------------------------------------------------------
+# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 def until(holds: Callable[[], bool], what: str, seconds: float = LONGEST) -> None:
-    """Wait until something holds; `Failed` where it does not in time."""
+    """Wait until a condition holds; raise `Failed` if it does not in time."""
     end_of_patience = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end_of_patience:
@@ -209,13 +209,13 @@ def until(holds: Callable[[], bool], what: str, seconds: float = LONGEST) -> Non
 
 
 def healthy(host: str, port: str) -> bool:
-    """Whether a server answers there."""
+    """Return whether a server answers there."""
     asked = ["curl", "-sf", "-m", "5", "-o", "/dev/null", f"http://{host}:{port}/health"]
     return subprocess.run(asked, check=False).returncode == 0
 
 
 def free_port() -> str:
-    """A port that is free on every node, and below those that systems give to connections."""
+    """Return a port that is free on every node, below the ephemeral ports."""
     while True:
         port = random.randrange(20000, 32000)
         with socket.socket() as first, socket.socket() as second, suppress(OSError):
@@ -225,7 +225,7 @@ def free_port() -> str:
 
 
 def end(process: Process, sent: signal.Signals = signal.SIGTERM) -> None:
-    """End a command and what it started."""
+    """End a command and its children."""
     for each in (sent, signal.SIGKILL):
         try:
             os.killpg(process.pid, each)
@@ -238,11 +238,11 @@ def _last(text: str) -> str:
     return "\n".join(f"    | {line}" for line in text.splitlines()[-25:])
 
 
-# -- what lies there -----------------------------------------------------------------------------------------------
+# -- set-up ------------------------------------------------------------------------------------------------------------
 
 
 def set_up(folder: Path, engines: Engines) -> Place:
-    """Write models, recipes, prompts and the programs that stand in for others, in a folder that is not there."""
+    """Write models, recipes, prompts and substitutes for other programs to a new folder."""
     for name in ("recipes", "bin", "shared"):
         (folder / name).mkdir(parents=True)
     (folder / "docs").symlink_to(ROOT / "docs")
@@ -250,7 +250,7 @@ def set_up(folder: Path, engines: Engines) -> Place:
     save_toy_target(folder / "models" / "toy")
     toy_target = str(folder / "models" / "toy")
     target, gguf = toy_target, toy_target
-    if engines.llama_server is not None:  # which loads no target but a GGUF file
+    if engines.llama_server is not None:  # loads GGUF files only
         target, gguf = "smollm2-135m", bfloat16_gguf(folder / "models", engines.llama_server[0])
     example = {"own_model": str(ROOT / "examples" / "own_model" / "recipe.yaml")}
     for recipe, extended in (dict(zip(RECIPES, RECIPES, strict=True)) | example).items():
@@ -281,7 +281,7 @@ def _prompts(folder: Path) -> None:
 
 
 def save_toy_target(folder: Path) -> None:
-    """A random Llama of eight layers, with attention heads that engines have kernels for, and a small tokenizer."""
+    """Save a random Llama of eight layers, with head sizes that engines have kernels for, and a small tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -299,7 +299,7 @@ def save_toy_target(folder: Path) -> None:
 
 
 def bfloat16_gguf(folder: Path, llama_server: str) -> str:
-    """The packaged target as a GGUF file without quantisation, whose rounding would not be ours."""
+    """Return the packaged target as an unquantised GGUF file; quantised products round differently from ours."""
     from headstart.model.loading import gguf_file
 
     packaged = gguf_file("smollm2-135m")
@@ -313,7 +313,7 @@ def bfloat16_gguf(folder: Path, llama_server: str) -> str:
 
 
 def _programs(folder: Path, engines: Engines, words: Mapping[str, str]) -> None:
-    """`vllm` and `llama-server` as the pages call them, on the address of the node that starts them."""
+    """Write `vllm` and `llama-server` as the pages call them, on the address of the node that starts them."""
     node = f'--host "${{SLURMD_NODENAME:-{NODES[0]}}}" --port {words["8000"]}'
     stand_in = shlex.join([sys.executable, str(ROOT / "rehearsal" / "stand_in.py")])
     llama_port = f"--port {words['8080']}"
@@ -321,7 +321,7 @@ def _programs(folder: Path, engines: Engines, words: Mapping[str, str]) -> None:
     if engines.vllm is not None:
         from headstart.model.loading import pick_device, pick_dtype
 
-        dtype = str(pick_dtype("auto", pick_device("cpu"))).removeprefix("torch.")  # that of our own decoder
+        dtype = str(pick_dtype("auto", pick_device("cpu"))).removeprefix("torch.")  # our own decoder's
         small = f"--max-model-len 512 --max-num-seqs 8 --kv-cache-memory-bytes {1 << 28} --enforce-eager"
         options = f"{small} --no-enable-prefix-caching --dtype {dtype} {node}"
         connector = f"PYTHONPATH={ROOT}/benchmarks/vllm_cpu"

@@ -38,18 +38,18 @@ from rehearsal.pages import ROOT, Command, printed
 from rehearsal.places import NODES, Engines, Failed, Place, set_up, until
 
 VLLM, LLAMA_SERVER = ROOT / "engines" / "vllm", ROOT / "engines" / "llama.cpp"
-HOW_TO_INSTALL = f"""Small servers stand in for engines that are not installed. To install them (several GB):
+HOW_TO_INSTALL = f"""Engines that are not installed are replaced by small servers. To install them (several GB):
   python benchmarks/engine_setup.py vllm {VLLM.relative_to(ROOT)}
   python benchmarks/engine_setup.py llama.cpp {LLAMA_SERVER.relative_to(ROOT)}"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Commands that belong together, run by a function that is given the place and each of them.
+    """Commands that belong together, run by one function with the place and each of the commands.
 
     Attributes:
-        folder: that they run in; parts of the same folder go on from each other.
-        begins: how each command begins, in the order of the function's arguments.
+        folder: working folder; parts of the same folder build on each other.
+        begins: the beginning of each command, in the order of the function's arguments.
         short: whether it belongs to the short rehearsal.
     """
 
@@ -61,14 +61,14 @@ class Part:
 
 PARTS: list[Part] = []
 PACKAGED = ("own", "gpu", "example")
-"""Folders of the parts that run the packaged target, where llama-server is real. They take as long as all others, which
-go on beside them in a place of their own."""
+"""Folders of the parts that run the packaged target if llama-server is real. They take as long as all other parts, and
+run beside them in another place."""
 SLURM = "#!/bin/bash\n#SBATCH --job-name=heads"
 """How the script of docs/scaling.md begins."""
 
 
 def part(folder: str, *begins: str, short: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: this function runs the printed commands that begin so."""
+    """Decorate a function that runs the printed commands with these beginnings."""
 
     def noted(play: Callable[..., None]) -> Callable[..., None]:
         PARTS.append(Part(play, folder, begins, short))
@@ -78,7 +78,7 @@ def part(folder: str, *begins: str, short: bool = True) -> Callable[[Callable[..
 
 
 def named(begins: str, commands: Sequence[Command]) -> Command:
-    """The one command that is this text, or else the one that begins so."""
+    """Return the command with this text, or else the only command that begins with it."""
     exact = [command for command in commands if command.text == begins]
     chosen = exact or [command for command in commands if command.text.startswith(begins)]
     if len(chosen) != 1:
@@ -86,7 +86,7 @@ def named(begins: str, commands: Sequence[Command]) -> Command:
     return chosen[0]
 
 
-# -- README.md, docs/start.md ------------------------------------------------------------------------------------------
+# -- README.md, docs/start.md, docs/one-gpu.md, docs/commands.md -------------------------------------------------------
 
 
 @part("own", "headstart run quickstart target=path/to/model")
@@ -181,7 +181,7 @@ def steps_one_at_a_time(place: Place, *commands: Command) -> None:
     place.run(gc, stdin="n\n")
 
 
-# -- docs/scaling.md ---------------------------------------------------------------------------------------------------
+# -- docs/scaling.md, docs/hidden-states.md ----------------------------------------------------------------------------
 
 
 @part("cluster", SLURM)
@@ -210,11 +210,11 @@ def two_nodes(place: Place, script: Command) -> None:
             first.wait(grace)
         except subprocess.TimeoutExpired:
             raise Failed(f"training has not left {grace:.0f} seconds after {sent.name}; see {log}") from None
-    place.check(bool(first.returncode), "a job that was ended before its end says so")
+    place.check(bool(first.returncode), "a job that is ended early reports it")
     stopped = re.search(r"Stopped after step (\d+); the same command continues", log.read_text())
     place.check(stopped is not None, "training says where it stopped")
     held = "that a context of 128 tokens does not hold"  # as --max-model-len is substituted
-    place.check(held in log.read_text(), "what the context of the servers does not hold is counted as left out")
+    place.check(held in log.read_text(), "prompts beyond the servers' context are counted as left out")
     place.check(bool(list((heads / "train/checkpoints").iterdir())), "training left a checkpoint")
 
     text = place.run(script, job=job)
@@ -232,7 +232,7 @@ def measured_where_it_is_served(place: Place, export: Command, tune: Command) ->
 
 @part("cluster", "srun --ntasks-per-node=8 --gpus-per-task=1 headstart data build", short=False)
 def states_of_all_gpus(place: Place, build: Command) -> None:
-    """In the sentence after the script, with the script's variables."""
+    """Run the sentence after the script, with the script's variables."""
     script = named(SLURM, printed()).text
     variables = re.findall(r"^(?:RUNS|NODES|MAIN|ADDRESSES|WRITTEN)=.*$", script, re.MULTILINE)
     text = place.run(Command(build.page, build.line, "\n".join([*variables, build.text])), job=place.job())
@@ -309,7 +309,7 @@ def written_by_several_processes(
 )
 def states_written_by_vllm(place: Place, show: Command, take: Command, train: Command) -> None:
     command = printed_server(place.run(show), place)
-    # Conversations are there, as a plain server leaves them: those that are written here have states already.
+    # The page assumes conversations without states, as a plain server leaves them; writing them here stored states.
     place.run(f"headstart data build {place.words['recipes']}/eagle3-8b.yaml data.states=stored")
     for shard in place.here.glob("runs/artifacts/states/*/shard-*"):
         shard.unlink()
@@ -320,13 +320,9 @@ def states_written_by_vllm(place: Place, show: Command, take: Command, train: Co
     place.run(train)
 
 
-@part(
-    "states",
-    "headstart data import-states eagle3-8b /shared/vllm-states",
-    short=False,
-)
+@part("states", "headstart data import-states eagle3-8b /shared/vllm-states", short=False)
 def states_of_a_folder(place: Place, take: Command) -> None:
-    """The files are those that the server of the part before would leave for another client."""
+    """The server of the previous part writes the files, as for another client."""
     recipe = f"{place.words['recipes']}/eagle3-8b.yaml data.states=stored heads.aux_layers=[1,3,6]"
     command = printed_server(place.run(f"headstart data import-states {recipe}"), place)
     files = place.folder / "shared/vllm-states"
@@ -355,7 +351,7 @@ def a_node_without_the_target(place: Place, build: Command, copy: Command, train
     with without_target(place):
         text = place.run(train)
         place.run(export)
-    place.check("teacher" in text, "training says that it has the teacher")
+    place.check("teacher" in text, "training reports the teacher")
     place.check((place.here / "served/model.safetensors").is_file(), "heads are exported where the target is not")
 
 
@@ -395,7 +391,7 @@ def served_by_vllm(
     with place.serving(serve, "8000"):
         place.check('"content"' in place.run(chat), "it answers")
         counted = place.run(metrics)
-        place.check("accepted drafts a round" in place.run(client), "the client says what was accepted")
+        place.check("accepted drafts a round" in place.run(client), "the client reports accepted drafts")
     accepted = re.search(r"^vllm:spec_decode_num_drafts_total\S* ([\d.]+)", counted, re.MULTILINE)
     place.check(accepted is not None and float(accepted[1]) > 0, "drafts are counted")
 
@@ -453,7 +449,7 @@ def served_by_llama_cpp(place: Place, export: Command, serve: Command, chat: Com
     short=False,
 )
 def measured_in_engines(place: Place, vllm: Command, by_load: Command, llama_cpp: Command) -> None:
-    """Also: of the same texts, each engine has as many drafts accepted as our own decoder would, within 5 %."""
+    """Also checks that each engine's acceptance on the same texts is within 5 % of our own decoder's."""
     for command in (vllm, by_load, llama_cpp):
         place.check("tokens/s" in place.run(command), "an engine was measured")
     gguf = f" --engine-target {place.words['gguf']}"
@@ -462,9 +458,7 @@ def measured_in_engines(place: Place, vllm: Command, by_load: Command, llama_cpp
         place.run(f"{sys.executable} {ROOT}/benchmarks/engines.py runs/mine/heads --engine {engine}{target} {asked}")
         (row,) = json.loads((place.here / f"engines/{engine}.json").read_text())["rows"]
         theirs, ours = row["accepted_per_round"], row["our_accepted_on_its_texts"]
-        print(
-            f"    {engine} {row['version']}: {theirs:.3f} drafts accepted a round, our decoder on its texts {ours:.3f}"
-        )
+        print(f"    {engine} {row['version']}: {theirs:.3f} drafts accepted a round, ours on its texts {ours:.3f}")
         place.check(abs(theirs - ours) <= 0.05 * ours, f"{engine} accepts {theirs} a round, our decoder {ours}")
 
 
@@ -491,7 +485,7 @@ def an_own_recipe(place: Place, plan: Command, run: Command, doctor: Command, ex
 
 
 def steps_done(run: Path) -> int:
-    """The last step that a training has logged; 0 where it has not."""
+    """Return the last step that a training has logged, or 0."""
     file = run / "train/metrics.jsonl"
     rows = file.read_text().splitlines() if file.is_file() else []
     return max((int(step) for row in rows for step in re.findall(r'"step": (\d+)', row)), default=0)
@@ -505,7 +499,7 @@ def forget_training(run: Path) -> None:
 
 @contextmanager
 def without_target(place: Place) -> Iterator[None]:
-    """A block in which no command can load the toy target."""
+    """Hide the toy target from the commands in this block."""
     there = Path(place.words["toy"])
     there.rename(there.with_name("away"))
     try:
@@ -515,7 +509,7 @@ def without_target(place: Place) -> Iterator[None]:
 
 
 def printed_server(text: str, place: Place) -> str:
-    """The command that headstart printed to start vLLM, for a build whose connector is another one."""
+    """Return the command that headstart printed to start vLLM, with this build's connector."""
     return (
         text[text.index("vllm serve") :]
         .splitlines()[0]
@@ -524,7 +518,7 @@ def printed_server(text: str, place: Place) -> str:
 
 
 def installed() -> Engines:
-    """The engines that `benchmarks/engine_setup.py` has put where `HOW_TO_INSTALL` says, or that are on the PATH."""
+    """Return the engines that `HOW_TO_INSTALL` installs, or those found on the PATH."""
     python, built = VLLM / "bin/python", LLAMA_SERVER / "build/bin/llama-server"
     if not python.is_file() and (program := shutil.which("vllm")) is not None:
         python = Path(program).with_name("python")
@@ -534,7 +528,7 @@ def installed() -> Engines:
 
 
 def versions(engines: Engines) -> dict[str, str]:
-    """Of everything that took part."""
+    """Return the versions of everything that took part."""
     from importlib.metadata import version
 
     known = {name: version(name) for name in ("headstart", "torch", "transformers", "accelerate")}
@@ -551,7 +545,7 @@ def versions(engines: Engines) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Played:
-    """A part that was run: its name, its rows of the log, its seconds, and why it failed (empty where it passed)."""
+    """The result of a part: its name, its rows of the log, its seconds, and the failure (empty if it passed)."""
 
     name: str
     done: Sequence[tuple[str, str, float]]
@@ -608,8 +602,8 @@ def summed_up(file: Path, engines: Engines, played: Sequence[Played], seconds: f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stand-in", action="store_true", help="small servers in place of engines, installed or not")
-    parser.add_argument("--short", action="store_true", help="leave out what tests do as well")
-    parser.add_argument("--only", nargs="+", default=[], help="functions of these names alone")
+    parser.add_argument("--short", action="store_true", help="leave out parts that tests cover")
+    parser.add_argument("--only", nargs="+", default=[], help="run only functions with the given names")
     parser.add_argument("--out", type=Path, help="keep everything in this folder, which is new")
     options = parser.parse_args()
     if options.out is not None and options.out.exists():

@@ -1,11 +1,10 @@
-"""A small server in place of vLLM or llama-server: it answers from a tiny model, with exported heads if there are any.
+"""A small server in place of vLLM or llama-server: it answers from a tiny model, with exported heads if given.
 
     python -m rehearsal.stand_in vllm serve TARGET --port N [--speculative-config JSON] ...
     python -m rehearsal.stand_in llama-server -m TARGET --port N [-md HEADS.gguf --spec-draft-n-max N] ...
 
-It decodes with headstart's own loop, so it says nothing of an engine's speed or rounding. Heads are read from the
-exported files. With `extract_hidden_states` it writes states as vLLM's connector does. Options that it does not know
-are passed over.
+It decodes with headstart's own loop, so its speed and rounding are not an engine's. Heads are read from the exported
+files. With `extract_hidden_states` it writes states as vLLM's connector does. Unknown options are ignored.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Writer:
-    """Continues prompts, one at a time, with a chain of drafts from exported heads where there are any."""
+    """Continues prompts one by one, with a chain of drafts if there are exported heads."""
 
     stand_in: StandIn
 

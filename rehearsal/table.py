@@ -1,6 +1,6 @@
-"""What is put in the place of printed words, and which printed commands are not run: they have a test, or a reason.
+"""Replacements for printed words, and the printed commands that are not run: a test covers them, or a reason is given.
 
-Which commands are run, the parts of `rehearse` say.
+The parts of `rehearse` list the commands that are run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TOY_SIZES: dict[str, dict[str, Any]] = {
 """Settings of the toy recipes."""
 
 PORTS = ("8000", "8080", "29500")
-"""Ports that pages print; a free one of this machine is put in the place of each."""
+"""Ports that pages print; each is replaced by a free one of this machine."""
 
 SUBSTITUTIONS = (
-    # printed, in its place: {words} are paths of the rehearsal
+    # printed, replacement: {words} are paths of the rehearsal
     (".venv/bin/headstart", "headstart"),
     *((recipe, "{recipes}/" + recipe + ".yaml") for recipe in RECIPES),
     ("RECIPE", "{recipes}/eagle3-8b.yaml"),
@@ -65,7 +65,7 @@ SUBSTITUTIONS = (
     ("--engine vllm", "--engine vllm {tuning}"),
     ("--engine-command ~/llama.cpp/build/bin/llama-server", "{tuning} {tuning_llama}"),
     ('"kv_connector": "ExampleHiddenStatesConnector"', '"kv_connector": {connector}'),
-    # what a reader is to name
+    # placeholders for the reader
     ("export RUN --format vllm --out FOLDER", "export runs/eagle3-70b --format vllm --out served"),
     ("RUNS/heads", "{place}/shared/runs/heads"),
     ("RUN", "runs/quickstart"),
@@ -81,18 +81,19 @@ SUBSTITUTIONS = (
 )  # fmt: skip
 
 _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
-    "tests/test_plan.py": {
-        "test_the_page_on_scaling_says_what_plans_say": (
+    "tests/test_zoo.py": {
+        "test_pages_are_up_to_date": (
+            "headstart plan qwen3-0.6b target=docs/plans/qwen3-0.6b",
             "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.server=",
             "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=",
             "headstart plan eagle3-70b target=docs/plans/llama-3.3-70b",
             "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b",
-        ),
+        )
     },
     "tests/drafters/test_memory.py": {
         "test_answers_are_remembered_for_calls_and_processes": (
             ".venv/bin/headstart chat runs/quickstart --drafter heads+ngram+memory",
-        ),
+        )
     },
     "tests/test_cli_heads.py": {
         "test_a_target_with_modules_of_its_own_needs_no_heads": (".venv/bin/headstart chat zai-org/GLM-4.5-Air",),
@@ -101,29 +102,24 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             ".venv/bin/headstart audit runs/quickstart/heads --questions",
         ),
         "test_eval_compares": (
-            ".venv/bin/headstart eval runs/quickstart/heads --questions runs/quickstart/data",
             ".venv/bin/headstart eval runs/quickstart/heads --questions QUESTIONS.jsonl",
             "headstart eval HEADS --questions FILE.jsonl --out DIR --sweep-batch 8",
         ),
     },
-    "tests/test_cli_race.py": {
-        "test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",),
-    },
+    "tests/test_cli_race.py": {"test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",)},
     "tests/data/test_served.py": {
-        "test_a_decoder_logs_what_it_answers_and_nothing_else": ("from headstart import load",),
+        "test_decoder_logs_answers_without_text": ("from headstart import load",),
     },
     "tests/test_adapt.py": {
-        "test_the_benchmark_of_a_shift": (".venv/bin/python benchmarks/adapting.py",),
-        "test_the_benchmark_in_vllm": (".venv/bin/python benchmarks/adapting_in_vllm.py",),
         "test_chat_logs_and_follows": ("headstart chat runs/quickstart/adapt/heads --log",),
-        "test_what_a_log_holds_and_how_it_is_deleted": (
+        "test_a_log_is_described_and_deleted": (
             "headstart adapt log runs/quickstart --log traffic",
             "headstart adapt log runs/quickstart --log traffic --delete",
             "headstart adapt log RUN --log FOLDER --delete",
         ),
         "test_watch_goes_on_after_sigkill": ("headstart adapt watch runs/quickstart", "headstart adapt watch RUN"),
         "test_the_steps_are_commands": ("headstart adapt train RUN", "headstart adapt gate RUN"),
-        "test_what_an_engine_accepts_tells_which_heads_it_has": ("headstart adapt engine runs/quickstart",),
+        "test_acceptance_identifies_served_heads": ("headstart adapt engine runs/quickstart",),
         "test_one_command_goes_back_and_another_swaps": (
             "headstart adapt swap RUN",
             "headstart adapt back RUN",
@@ -132,33 +128,26 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "tests/test_examples.py": {
-        "test_what_serves_keeps_requests_and_names_their_users": ("python serve.py requests.jsonl",),
+        "test_the_serving_example_logs_requests_with_their_users": ("python serve.py requests.jsonl",)
     },
     "tests/test_adapted_runs.py": {
         "test_heads_for_a_target_with_an_adapter": ("headstart run quickstart target.adapter=",),
         "test_medusa_2_from_prompts_to_a_report": ("headstart run medusa2",),
     },
     "tests/hub/test_adapter.py": {
-        "test_engines_are_given_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
+        "test_engines_need_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
         "test_loading_finds_the_adapter_beside_the_heads": ('headstart generate runs/mine --prompt "Why',),
     },
     "tests/train/test_joint.py": {
-        "test_every_family_learns_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
+        "test_every_family_trains_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
     },
-    "tests/test_base_target.py": {
-        "test_a_run_from_texts_to_the_report": ("headstart generate --raw",),
-    },
+    "tests/test_base_target.py": {"test_a_run_from_texts_to_the_report": ("headstart generate --raw",)},
     "tests/test_recipe.py": {
-        "test_minutes_scale_writing_training_and_report": ("headstart run quickstart minutes=60",),
-    },
-    "tests/test_stages.py": {
-        "test_recipes_survive_being_written": ("headstart recipes show medusa-8b > mine.yaml",),
+        "test_minutes_scale_writing_training_and_report": ("headstart run quickstart minutes=60",)
     },
     "tests/test_cli.py": {
-        "test_run_ends_with_the_table_and_the_paths": (
-            "headstart run mine.yaml",
-            ".venv/bin/headstart run eagle3 data.minutes=30",
-        ),
+        "test_recipes_are_listed_and_shown": ("headstart recipes show medusa-8b > mine.yaml",),
+        "test_run_ends_with_the_table_and_the_paths": ("headstart run mine.yaml",),
     },
     "tests/doctor/test_broken.py": {
         "test_the_command_says_that_nothing_is_wrong": ("headstart doctor runs/quickstart",),
@@ -167,96 +156,59 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_check_of_ones_own_is_one_function": ("from headstart.doctor.examination import",),
     },
     "tests/doctor/test_planted.py": {
-        "test_questions_that_the_data_do_not_cover": ("headstart doctor user/name --questions",),
+        "test_questions_that_the_data_do_not_cover": ("headstart doctor user/name --questions",)
     },
     "tests/test_generation.py": {
-        "test_a_folder_of_heads": (
-            "from transformers import AutoModelForCausalLM",
-            "model.generate(**inputs",
-        ),
+        "test_a_folder_of_heads": ("from transformers import AutoModelForCausalLM", "model.generate(**inputs")
     },
     "tests/test_pipeline.py": {
-        "test_longer_training_goes_on_and_the_shorter_one_is_kept": ("headstart run quickstart train.minutes=14",),
-        "test_more_conversations_are_added_to_those_that_are_there": ("headstart run quickstart data.minutes=18",),
-        "test_only_what_no_run_refers_to_is_freed": ("headstart gc --dry-run",),
+        "test_longer_training_continues_and_keeps_the_shorter": ("headstart run quickstart train.minutes=14",),
+        "test_more_conversations_are_appended": ("headstart run quickstart data.minutes=18",),
+        "test_gc_frees_only_unreferenced_artifacts": ("headstart gc --dry-run",),
     },
-    "tests/test_states_budget.py": {
-        "test_the_command": ("headstart gc --states-gigabytes 200",),
-    },
+    "tests/test_states_budget.py": {"test_the_command": ("headstart gc --states-gigabytes 200",)},
     "tests/train/test_low_rank.py": {
-        "test_every_family_learns_updates_of_this_rank_and_nothing_else": ("headstart run adapt train.start_from=",),
+        "test_every_family_learns_updates_of_this_rank_alone": ("headstart run adapt train.start_from=",),
     },
-    "tests/test_recipe_docs.py": {
-        "test_the_page_is_that_of_the_schema": ("headstart recipes docs > docs/recipes.md",),
-    },
-    "tests/test_figures.py": {
-        "test_a_page_that_differs_is_named": ("python benchmarks/render.py",),
-    },
+    "tests/test_recipe_docs.py": {"test_the_page_matches_the_schema": ("headstart recipes docs > docs/recipes.md",)},
+    "tests/test_figures.py": {"test_a_page_that_differs_is_named": ("python benchmarks/render.py",)},
     "tests/test_benchmarks.py": {
-        "test_a_report_becomes_a_results_file": ("python benchmarks/record.py",),
+        "test_record_converts_a_report": ("python benchmarks/record.py",),
         "test_families": (".venv/bin/python benchmarks/families.py",),
-        "test_published_recipe": (".venv/bin/python benchmarks/published_recipe.py",),
-        "test_arrangements": (".venv/bin/python benchmarks/arrangements.py",),
-        "test_learning_curve": (".venv/bin/python benchmarks/learning_curve.py",),
         "test_never_slower": (".venv/bin/python benchmarks/never_slower.py",),
-        "test_kills": (".venv/bin/python benchmarks/kills.py",),
-    },
-    "tests/test_on_gpu.py": {
-        "test_every_section_at_toy_size": (
-            "python benchmarks/on_gpu.py",
-            ".venv/bin/python benchmarks/on_gpu.py",
-        ),
-    },
-    "tests/test_small_benchmarks.py": {
-        "test_drafting": (".venv/bin/python benchmarks/drafting.py",),
-        "test_forwards": (".venv/bin/python benchmarks/forwards.py",),
         "test_busy_core": (".venv/bin/python benchmarks/busy_core.py",),
-        "test_memory": (".venv/bin/python benchmarks/memory.py",),
-        "test_writing": (".venv/bin/python benchmarks/writing.py",),
-        "test_plan_accuracy": (".venv/bin/python benchmarks/plan_accuracy.py",),
-        "test_online": (".venv/bin/python benchmarks/online.py",),
     },
+    "tests/test_on_gpu.py": {"test_every_section_at_toy_size": (".venv/bin/python benchmarks/on_gpu.py",)},
     "tests/heads/test_new_family.py": {
         "test_a_toy_family_keeps_the_whole_contract": (
             "cp examples/linear.py src/headstart/heads/",
             '"linear": {"family": "linear"',
             "headstart run quickstart heads.family=linear",
-        ),
+        )
     },
     "tests/eval/test_diff.py": {
-        "test_the_exit_code_says_whether_it_fell": (
+        "test_exit_code_reports_a_regression": (
             "headstart report diff BASE OTHER",
             "headstart report diff runs/before runs/after",
         ),
-        "test_the_page_has_all_reports": ("headstart report diff before after another",),
+        "test_page_shows_all_reports": ("headstart report diff before after another",),
     },
     "tests/test_leaderboard.py": {
-        "test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named": (
-            "python benchmarks/leaderboard.py quickstart minutes=60",
-        ),
+        "test_entries_and_their_broken_rules": ("python benchmarks/leaderboard.py quickstart minutes=60",)
     },
     "tests/heads/test_native.py": {
-        "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",),
+        "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",)
     },
     "tests/data/test_suites.py": {
-        "test_a_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
+        "test_local_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
     },
     "tests/engines/test_into_checkpoint.py": {
-        "test_the_command_says_what_serves_the_copy": ("headstart export runs/native --format checkpoint",),
+        "test_command_prints_how_to_serve_the_copy": ("headstart export runs/native --format checkpoint",)
     },
-    "tests/hub/test_hub.py": {
-        "test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",),
-    },
-    "tests/engines/test_sharing.py": {
-        "test_two_formats_in_one_repository": ("headstart push served user/name",),
-    },
+    "tests/hub/test_hub.py": {"test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",)},
+    "tests/engines/test_sharing.py": {"test_two_formats_one_repository": ("headstart push served user/name",)},
 }
-TESTED = {
-    begins: f"{file}::{test}"
-    for file, tests in _TESTED.items()
-    for test, commands in tests.items()
-    for begins in commands
-}
+TESTED = {text: f"{file}::{test}" for file, tests in _TESTED.items() for test, texts in tests.items() for text in texts}
 """Beginnings of commands, and the test that does what each says."""
 
 _NAME = "the name of a command"
@@ -266,23 +218,22 @@ NOT_RUN = {
     "make test": "the tests themselves; `.ci/run` runs them",
     "make docs": "the site; `.ci/run` builds it",
     "make check": "static checks; `.ci/run` runs them",
-    ".ci/run": "what runs these",
+    ".ci/run": "runs the tests and this rehearsal",
     "make rehearsal": "the rehearsal itself",
     "make coverage": "the tests, counted",
     "pip install -c constraints.txt '.[gguf]'": "installs from an index; tests/test_wheel.py installs the wheel",
     "pip install torchao": "installs from an index; tests/target/test_quantized.py needs it",
-    "headstart plan eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
-    "headstart run eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
-    "python -m headstart.train RECIPE": "what `headstart train RECIPE` and launchers start, which are run",
+    "headstart run qwen3-0.6b": "downloads its target; tests/test_zoo.py tries the recipe on a tiny model",
+    "python -m headstart.train RECIPE": "started by `headstart train RECIPE` and by launchers, which are run",
     "python -m headstart.train RECIPE train.gradient_accumulation_steps=2": "goes on from what torchrun began, and "
     "tests/train/test_ranks.py trains so",
     "headstart tune HEADS --quantization int8": "needs torchao; tests/target/test_quantized.py decodes so",
     "headstart run quickstart train.lr=3e-4": "an override among many: tests/test_recipe.py reads them",
     "headstart eval HEADS --questions FILE": "`headstart eval HEADS` is run with a whole file name",
-    "python -m sglang.launch_server": "SGLang needs a GPU, and the page says that it was not run",
-    "vllm serve served": "needs a target that ships a module, and the page says that it was not run",
+    "python -m sglang.launch_server": "SGLang needs a GPU; the page notes that it was not run",
+    "vllm serve served": "needs a target that ships a module; the page notes that it was not run",
     "pip install 'headstart[gguf]'": "installs from an index; `make rehearsal` installs the same extra",
-    "python -m vllm.entrypoints.openai.api_server --model TARGET": "what the rehearsal's `vllm` is, where vLLM is real",
+    "python -m vllm.entrypoints.openai.api_server --model TARGET": "the rehearsal's own `vllm`, if vLLM is installed",
     "convert_hf_to_gguf.py served": "a script of llama.cpp for DFlash and DSpark heads, and `served` holds EAGLE-3's",
     "headstart tune --engine vllm": _NAME,
     "headstart adapt": _NAME,
@@ -290,7 +241,7 @@ NOT_RUN = {
     "accelerate launch": "the name of a launcher",
     **{f"headstart {name}": _NAME for name in (
         "plan", "tune", "audit", "export", "import", "eval", "data build", "run", "train", "doctor", "generate", "race",
-        "chat", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
+        "chat", "push", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
         "recipes show NAME --all", "run quickstart",
     )},
     **dict.fromkeys(("vllm serve", "headstart tune --engine", "headstart export --check"), _NAME),
@@ -300,7 +251,7 @@ NOT_RUN = {
 
 
 def toy(text: str, words: Mapping[str, str]) -> str:
-    """A printed command with toy words in place of its own; `words` fill the braces of `SUBSTITUTIONS`, and are ports.
+    """Replace printed words by toy words; `words` fill the braces of `SUBSTITUTIONS`, and are ports.
 
     A word is replaced where it stands alone: not in `runs/quickstart`, and not as a variable's name.
 
@@ -319,7 +270,7 @@ def toy(text: str, words: Mapping[str, str]) -> str:
 
 
 def _alone(printed: str) -> str:
-    """A pattern of the printed words where they are no part of a longer word."""
+    """Return a pattern of the printed words that does not match inside longer words."""
     before = r"(?<![\w$./-])" if printed[0].isalnum() else r"(?<![\w-])"
     after = r"(?![\w=.,/-])" if printed[-1].isalnum() else ""
     return before + re.escape(printed) + after

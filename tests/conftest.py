@@ -1,7 +1,7 @@
 """Shared fixtures: a tiny target with a real tokenizer, the same saved as a folder, and a Hub.
 
-Tests depend on no home folder, cache, working folder or variable of whoever starts them: the session has an empty home
-of its own, with one cache for all of it, and each test runs in its own empty folder.
+Tests do not depend on the caller's home folder, caches, working folder or environment variables. The session has an
+empty home with one cache, and each test runs in an empty folder of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import os
 import site
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +30,14 @@ FOREIGN = (
     *("HF_", "HUGGING", "TRANSFORMERS_", "WANDB_", "TENSORBOARD_", "XDG_", "MPL"),
     *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_", "GITHUB_ACTIONS"),
 )
-"""How variables begin that a launcher, a tracker, a cache or a terminal leaves to the tests."""
+"""Prefixes of environment variables that launchers, trackers, caches and terminals set."""
 
 _HOME = tempfile.TemporaryDirectory(prefix="headstart-tests-", ignore_cleanup_errors=True)
 
 
 def _settle(home: Path) -> None:
-    """Begin with an empty home. Libraries read it once, when they are imported: the fixtures import them."""
-    os.environ["PYTHONUSERBASE"] = site.getuserbase()  # packages may lie in the real home
+    """Switch to an empty home before the fixtures import libraries that read it at import."""
+    os.environ["PYTHONUSERBASE"] = site.getuserbase()  # packages may be installed in the real home
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         del os.environ[name]
     os.environ.update(HOME=str(home), XDG_CACHE_HOME=str(home / ".cache"), HF_HOME=str(home / ".cache" / "huggingface"))
@@ -50,14 +50,13 @@ if "OMP_NUM_THREADS" in os.environ:
 
 
 def pytest_collection_finish() -> None:
-    """What imports and tests hold for good is not looked through whenever a test, or memory that ends, has garbage
-    collected: some 0.3 s each time."""
+    """Exclude all imports from garbage collection, which would scan them for 0.3 s each time."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fixtures of whole modules are made in an empty folder too."""
+    """Run module- and session-scoped fixtures in an empty folder too."""
     before = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("away"))
     yield
@@ -66,13 +65,13 @@ def _away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test writes without saying where lies in its own folder, and what it finds there is its own."""
+    """Run each test in its own empty folder."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def _threads_stay() -> Iterator[None]:
-    """However many threads a test gives to torch, the next one has as many as before."""
+    """Restore torch's thread count after each test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -80,7 +79,7 @@ def _threads_stay() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _guard() -> Iterator[Any]:
-    """Decoding goes on plainly when a drafter raises, with the right words: a test would pass. Here it is raised."""
+    """Raise drafters' errors. The decode loop would catch them and decode plainly, and the test would pass."""
     from headstart.decode import loop
 
     with pytest.MonkeyPatch.context() as patched:
@@ -91,7 +90,7 @@ def _guard() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a test that says so, what drafters raise is caught as in use."""
+    """Catch drafters' errors, as in production, in tests marked `drafter_fails`."""
     if request.node.get_closest_marker("drafter_fails"):
         monkeypatch.setattr("headstart.decode.loop.DRAFTER_ERRORS", _guard)
 
@@ -107,6 +106,15 @@ def tiny_target() -> Target:
     return Target(model, tokenizer, "tiny")
 
 
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A random float32 Llama of 3 layers and 61 tokens, without a tokenizer; a module may override this."""
+    from headstart.model.model import Target
+    from tests.tiny import tiny_model
+
+    return Target(tiny_model("llama", vocab_size=61))
+
+
 @pytest.fixture(scope="session")
 def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model and tokenizer of `tiny_target`, saved so that `load_target(str(folder))` reads them."""
@@ -117,9 +125,26 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[Any]]:
+    """Record the positional arguments of every call of a function, which still runs."""
+
+    def watch(owner: Any, name: str) -> list[Any]:
+        calls, real = list[Any](), getattr(owner, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            calls.append(args)
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, call)
+        return calls
+
+    return watch
+
+
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """Commands in processes of their own, without the seconds of their imports."""
+    """A fork server: runs commands in separate processes without repeating their imports."""
     from tests.forks import Forks
 
     made = Forks(tmp_path_factory.mktemp("forks"))
@@ -129,7 +154,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 
 @pytest.fixture
 def device() -> Iterator[StandIn]:
-    """A device that says it is a GPU."""
+    """A stand-in GPU."""
     from tests.standin import StandIn
 
     with StandIn() as made:
@@ -158,5 +183,5 @@ def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 @pytest.fixture(autouse=True)
 def tuned_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs of heads hold on every machine, so that no test depends on its speed; a module may override this."""
+    """Keep the stored costs of heads, so that no test depends on this machine's speed; a module may override this."""
     monkeypatch.setattr("headstart.decoder.tuned_here", lambda tuning, *_: tuning)

@@ -1,11 +1,11 @@
-"""Processes of their own whose imports are paid once: forks of one that has imported what the commands need.
+"""A fork server: imports torch and the commands once, and forks a child for each task.
 
     python tests/forks.py
 
-It says at which port of this machine it waits for tasks, and ends with its stdin. A task is a connection and a line of
-JSON: the `words` after `python`, `-m MODULE ...` or `-c CODE ...`, with the environment `env` and the folder `cwd`, and
-files `out` and `err` for what is written. The answers are the number of the process, and its exit code once it has
-ended, negative for a signal.
+It prints the port on which it waits for tasks, and exits when its stdin closes. A task is a connection and a line of
+JSON: the `words` after `python` (`-m MODULE ...` or `-c CODE ...`), the environment `env`, the folder `cwd`, and the
+files `out` and `err` for stdout and stderr. It replies with the process id, then with the exit code, negative for a
+signal.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ IMPORTED = (
     *("headstart.cli.app", "headstart.pipeline.stages", "headstart.pipeline.together", "headstart.adapt.update"),
     "tests.train.ranks",
 )
-"""What commands import once they are asked to do something, and what tests run in processes of their own."""
-_LONGEST = 200  # seconds, after which a process that hangs is ended
+"""Modules that commands import lazily, and one that tests run in child processes."""
+_LONGEST = 200  # seconds before a hanging process is killed
 
 
 class Fork:
-    """A process that runs, with those members of `subprocess.Popen` that tests ask for; `out` and `err` are files."""
+    """A running process with the parts of `subprocess.Popen`'s interface that tests use; `out` and `err` are files."""
 
     def __init__(self, connection: socket.socket, out: Path, err: Path) -> None:
         self._connection, self.out, self.err = connection, out, err
-        self._answers = connection.makefile("rb", buffering=0)  # nothing is read ahead of what `select` looks at
+        self._answers = connection.makefile("rb", buffering=0)  # unbuffered, so that `select` sees all unread data
         self.pid = int(self._answers.readline())
         self.returncode: int | None = None
 
@@ -69,7 +69,7 @@ class Fork:
 
 
 class Forks:
-    """What starts them."""
+    """A client of the fork server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
@@ -79,7 +79,7 @@ class Forks:
         self._port = int(self._host.stdout.readline())
 
     def start(self, *words: str | Path, env: Mapping[str, str] | None = None, out: Path | None = None) -> Fork:
-        """`python WORDS`, in the folder of this process; with its environment, or with this one."""
+        """Start `python WORDS` in the current folder, by default with this process's environment."""
         self._count += 1
         name = self._folder / str(self._count)
         out, err = out or name.with_suffix(".out"), name.with_suffix(".err")
@@ -89,7 +89,7 @@ class Forks:
         return Fork(connection, out, err)
 
     def run(self, *words: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """`python WORDS`, to its end."""
+        """Run `python WORDS` to its end."""
         fork = self.start(*words, env=env)
         code = fork.wait()
         return subprocess.CompletedProcess([*words], code, fork.out.read_text(), fork.err.read_text())
@@ -112,7 +112,7 @@ def main() -> None:
             if os.fork() == 0:
                 break
             connection.close()
-            with suppress(ChildProcessError):  # those that waited for a process which has ended
+            with suppress(ChildProcessError):  # reap helpers of finished tasks
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
         else:
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def _become(task: dict[str, Any], files: list[int]) -> None:
-    """Be as a process that was just started."""
+    """Set up a freshly started process."""
     signal.alarm(_LONGEST)
     os.environ.clear()
     os.environ.update(task["env"])

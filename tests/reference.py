@@ -62,7 +62,7 @@ def generate(
     """
     accepting, drawing, drafting = random_numbers(seed or 0)
     chances = map(Chance, accepting, drawing)
-    text = list(prompt)  # what is decided, but for the root
+    text = list(prompt)  # decided tokens without the root
     root = Node(next_token(warp(logits_after(model, text)), None, next(chances)))
     session = heads.prefill([prompt], hidden_states(model, heads, text, 0))
     emitted = [root.token]
@@ -81,19 +81,19 @@ def generate(
 
 
 def logits_after(model: Any, text: Sequence[int]) -> Tensor:
-    """What the model says of the token after a text, [V]."""
+    """Return the model's logits for the token after a text, [V]."""
     logits_1TV: Tensor = model(torch.tensor([text])).logits
     return logits_1TV[0, -1]
 
 
 def hidden_states(model: Any, heads: DraftHead, text: Sequence[int], start: int) -> dict[int, Tensor]:
-    """The model's states of the tokens from `start` on, {layer: [1, T, E]}; of layer -1 after the final norm."""
+    """Return hidden states from token `start` on, {layer: [1, T, E]}; layer -1 is after the final norm."""
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
     return {layer: states[layer][:, start:] for layer in heads.aux_layers}
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """All probability is the best token's."""
+    """Return a distribution with all probability on the best token."""
     return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
 
 
@@ -102,12 +102,12 @@ def greedy(logits: Tensor) -> Tensor:
 
 @dataclass
 class Node:
-    """A token of the tree.
+    """A node of the token tree.
 
     Attributes:
-        token: the root's is the last of the text; all others are drafts.
-        q_draft_V: what the token was drawn from; None where it was chosen without randomness.
-        children: the drafts after it, all different.
+        token: the last token of the text for the root, a draft otherwise.
+        q_draft_V: distribution the token was sampled from; None if it was chosen deterministically.
+        children: drafts after it, all different.
     """
 
     token: int
@@ -116,12 +116,12 @@ class Node:
 
     @property
     def drawn(self) -> Node | None:
-        """The child that was drawn, if there is one."""
+        """The sampled child, if any."""
         return next((child for child in self.children if child.q_draft_V is not None), None)
 
 
 def propose(heads: DraftHead, session: Any, root: Node, warp: Warp, drafting: Iterator[float] | None) -> None:
-    """Grow the tree below a root. The heads draft one level after the other, all of its nodes together."""
+    """Grow the tree below a root, with one forward of the heads per level."""
     level, parents = [root], [0]  # nodes, and for each its parent's index in the level before
     for depth in range(DEPTH):
         tokens_1W = torch.tensor([[node.token for node in level]])
@@ -133,7 +133,7 @@ def propose(heads: DraftHead, session: Any, root: Node, warp: Warp, drafting: It
 
 
 def drafts(logits_D: Tensor, draft_to_target_D: Tensor, warp: Warp, drafting: Iterator[float] | None) -> list[Node]:
-    """The children of a node: the most likely tokens; when sampling, the last child is drawn from the others."""
+    """Return a node's children: the most likely tokens; when sampling, the last child is drawn from the rest."""
     best = logits_D.topk(WIDTH).indices
     children = [Node(int(draft_to_target_D[index])) for index in best]
     if drafting is not None:
@@ -150,7 +150,7 @@ def drafts(logits_D: Tensor, draft_to_target_D: Tensor, warp: Warp, drafting: It
 
 
 def accept(root: Node, p_target: Callable[[list[int]], Tensor], chances: Iterator[Chance]) -> tuple[list[int], int]:
-    """Go down the tree as long as a draft holds the token that comes next.
+    """Walk down the tree while a child holds the target's next token.
 
     Args:
         root: of the tree.
@@ -170,7 +170,7 @@ def accept(root: Node, p_target: Callable[[list[int]], Tensor], chances: Iterato
 
 
 def next_token(p_target_V: Tensor, drawn: Node | None, chance: Chance) -> int:
-    """The token after a node: distributed as p, whatever was drafted.
+    """Return the token after a node, distributed as p regardless of the drafts.
 
     A child x that was drawn from q is accepted with probability min(1, p(x) / q(x)), which emits each token with
     probability min(p, q). A rejected one leaves norm((p - q)+) to draw from, which adds the (p - q)+ that p lacks.
@@ -201,25 +201,25 @@ class Chance:
     drawing: float
 
     def accepts(self, probability: float) -> bool:
-        """Whether something happens that has this probability."""
+        """Return True with this probability."""
         return self.accepting < probability
 
     def draw(self, weights_V: Tensor) -> int:
-        """A token, with a probability in proportion to its weight."""
+        """Sample a token with probability proportional to its weight."""
         return fall_on(weights_V, self.drawing)
 
 
 def fall_on(weights_V: Tensor, number: float) -> int:
-    """Where a number from [0, 1) falls when the weights lie one after the other."""
+    """Invert the cumulative distribution of the weights at a number from [0, 1)."""
     until_V = weights_V.double().cumsum(0)
     return int(torch.searchsorted(until_V, number * until_V[-1], right=True))
 
 
 def random_numbers(seed: int) -> tuple[Iterator[float], Iterator[float], Iterator[float]]:
-    """Three streams that share nothing: for accepting, for drawing tokens, for drawing drafts."""
+    """Return three independent streams: for accepting, for drawing tokens, for drawing drafts."""
 
     def numbers(generator: torch.Generator) -> Iterator[float]:
-        while True:  # the numbers are those of single draws
+        while True:  # drawn in batches: the same numbers as single draws
             yield from torch.rand(64, generator=generator, dtype=torch.float64).tolist()
 
     seeds = torch.randint(1 << 62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()

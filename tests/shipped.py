@@ -1,4 +1,4 @@
-"""Tiny targets whose checkpoints bring multi-token-prediction modules along, in the published arrangements."""
+"""Tiny targets with multi-token-prediction modules in their checkpoints, in the published layouts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
 from headstart.model.model import Target
 
@@ -52,21 +40,21 @@ QWEN3_5: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 KINDS = ("deepseek", "deepseek-two", "glm", "qwen3_next", "qwen3_5", "mimo")
-"""Arrangements; `deepseek-two` has two modules."""
+"""Checkpoint layouts; `deepseek-two` has two modules."""
 ONE_MODULE = tuple(kind for kind in KINDS if kind != "deepseek-two")
 
 
 @dataclass
 class ShippedTarget:
-    """A target, and what its checkpoint brings along, kept from before it was written.
+    """A target and the modules of its checkpoint, kept from before it was saved.
 
     Attributes:
         target: loaded from its folder.
-        layers: of the modules, as transformers made them.
-        outer: of each module: norm of the embedding, norm of the state, joining map, last norm.
-        rotary: rotary positions of the target.
-        offset: what is added to the weights of norms.
-        state_first: order in which the map reads.
+        layers: the modules' decoder layers, as transformers built them.
+        outer: per module: norm of the embedding, norm of the state, joining map, last norm.
+        rotary: the target's rotary embedding.
+        offset: added to the weights of norms.
+        state_first: whether the joining map reads the state before the embedding.
         before_norm: whether it reads the target's states before the final norm.
     """
 
@@ -87,7 +75,7 @@ def ship(
     Args:
         kind: one of `KINDS`.
         folder: to write.
-        change: to the model and its modules, before they are written.
+        change: applied to the model and its modules before they are written.
         vocabulary: tokens.
     """
     size = {"vocab_size": vocabulary}
@@ -97,27 +85,27 @@ def ship(
         match kind:
             case "deepseek" | "deepseek-two":
                 layers = 2
-                config: Any = DeepseekV3Config(num_hidden_layers=layers + count, **{**DEEPSEEK, **size})
-                complete: Any = DeepseekV3ForCausalLM(config)
+                config: Any = tf.DeepseekV3Config(num_hidden_layers=layers + count, **{**DEEPSEEK, **size})
+                complete: Any = tf.DeepseekV3ForCausalLM(config)
             case "glm":
                 layers = 2
-                complete = Glm4MoeForCausalLM(Glm4MoeConfig(num_hidden_layers=layers + count, **{**GLM, **size}))
+                complete = tf.Glm4MoeForCausalLM(tf.Glm4MoeConfig(num_hidden_layers=layers + count, **{**GLM, **size}))
             case "qwen3_next":
                 layers = 3
                 kinds = ["linear_attention", "linear_attention", "full_attention", "full_attention"]
-                complete = Qwen3NextForCausalLM(
-                    Qwen3NextConfig(num_hidden_layers=4, layer_types=kinds, **{**QWEN3_NEXT, **size})
+                complete = tf.Qwen3NextForCausalLM(
+                    tf.Qwen3NextConfig(num_hidden_layers=4, layer_types=kinds, **{**QWEN3_NEXT, **size})
                 )
             case "qwen3_5":
                 layers = 2
                 kinds = ["linear_attention", "full_attention", "full_attention"]
-                complete = Qwen3_5ForCausalLM(
-                    Qwen3_5TextConfig(num_hidden_layers=3, layer_types=kinds, **{**QWEN3_5, **size})
+                complete = tf.Qwen3_5ForCausalLM(
+                    tf.Qwen3_5TextConfig(num_hidden_layers=3, layer_types=kinds, **{**QWEN3_5, **size})
                 )
             case _:
                 layers = 2
-                complete = Qwen2ForCausalLM(
-                    Qwen2Config(num_hidden_layers=layers + count, num_key_value_heads=2, **{**BASE, **size})
+                complete = tf.Qwen2ForCausalLM(
+                    tf.Qwen2Config(num_hidden_layers=layers + count, num_key_value_heads=2, **{**BASE, **size})
                 )
         outer = [(_norm(), _norm(), 0.2 * torch.randn(SIZE, 2 * SIZE), _norm()) for _ in range(count)]
     complete = complete.float().eval()
@@ -138,19 +126,13 @@ def ship(
     (folder / "config.json").write_text(json.dumps(known))
     decoder = complete.model
     return ShippedTarget(
-        reload(folder),
-        list(decoder.layers[layers:]),
-        outer,
-        decoder.rotary_emb,
-        offset,
-        kind == "mimo",
-        kind == "mimo",
+        reload(folder), list(decoder.layers[layers:]), outer, decoder.rotary_emb, offset, kind == "mimo", kind == "mimo"
     )
 
 
 def reload(folder: Path) -> Target:
-    """The target in a folder."""
-    return Target(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None, str(folder))
+    """Load the target in a folder."""
+    return Target(tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None, str(folder))
 
 
 def _norm() -> Tensor:
@@ -158,7 +140,7 @@ def _norm() -> Tensor:
 
 
 def _write(kind: str, tensors: dict[str, Tensor], layer: int, number: int, outer: list[Tensor]) -> None:
-    """Give a layer's tensors the names of a module, and add what is around it."""
+    """Rename a layer's tensors to a module's names, and add the tensors around it."""
     of_layer = f"model.layers.{layer}."
     match kind:
         case "qwen3_next" | "qwen3_5":

@@ -1,8 +1,7 @@
-"""A stand-in for a CUDA device, for machines without one: tensors that say `cuda` and compute on the CPU.
+"""A stand-in for a CUDA device on machines without one: tensors that report `cuda` and compute on the CPU.
 
-What a real device would make slow or refuse is seen: the host waiting for the device, uploads, launched operations,
-and tensors of two devices in one operation, which raise. Everything runs at once and in order, so results are those of
-the CPU.
+It counts operations that a real device would make slow: waits of the host, uploads and launches. It refuses operations
+that mix tensors of both devices. Everything runs at once and in order, so results equal the CPU's.
 
     with StandIn() as device:
         target = Target(tiny_model("llama").to(CUDA))
@@ -10,8 +9,8 @@ the CPU.
         ...
         print(device.counts - before)
 
-Tensors cross over as they do in torch: `to`, `cuda`, `cpu`, `copy_`, factories with `device=`. Inside C++ a stand-in
-tensor is one of the CPU, since autograd of a torch without CUDA can record nothing else.
+Tensors cross over as they do in torch: `to`, `cuda`, `cpu`, `copy_`, factories with `device=`. To C++ a stand-in
+tensor is on the CPU, since autograd of a torch without CUDA can record nothing else.
 """
 
 from __future__ import annotations
@@ -40,27 +39,15 @@ from headstart.replay.graphs import Captures
 
 CUDA = torch.device("cuda", 0)
 
-_LAUNCH_NOTHING = {
-    "aten::_reshape_alias",
-    "aten::_unsafe_view",
-    "aten::detach",
-    "aten::detach_",
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::is_pinned",
-    "aten::is_same_size",
-    "aten::lift_fresh",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
-"""Operations that no kernel runs for, besides views."""
+_NAMES = "_reshape_alias _unsafe_view detach detach_ empty empty_like empty_strided is_pinned is_same_size lift_fresh"
+_LAUNCH_NOTHING = {f"aten::{name}" for name in f"{_NAMES} new_empty new_empty_strided".split()}
+"""Operations other than views that launch no kernel."""
 
 _WAIT = {"aten::bincount", "aten::_linalg_check_errors"}
-"""Operations that read something back to the host, besides those that torch tags as such."""
+"""Operations that read a result back to the host, in addition to those torch tags."""
 
 _READ_BACK = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operations whose result, or its shape, the host must know before it goes on."""
+"""Tags of operations that make the host wait for a result or its shape."""
 
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 _PINS = {"aten::pin_memory", "aten::_pin_memory"}
@@ -74,19 +61,19 @@ _OF_CUDA: dict[str, Callable[..., Any]] = {
     "mem_get_info": lambda *_: (1 << 40, 1 << 40),
     "graph_pool_handle": lambda: object(),
 }
-"""What `torch.cuda` answers, where a torch without CUDA would refuse to."""
+"""Replacements in `torch.cuda`, which refuses without CUDA."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a device was asked for.
+    """Counters of a device's work.
 
     Attributes:
-        waits: times the host stood still until the device had done all it was asked for, to read from it.
-        uploads: tensors that went from the host to the device.
-        slow_uploads: those of them that make the host wait as well: all but pinned ones with `non_blocking`.
-        launches: operations that were put into the device's queue.
-        graphs: those of them that are whole graphs.
+        waits: times the host blocked until the device had finished its queue.
+        uploads: tensors copied from the host to the device.
+        slow_uploads: uploads that block the host: all but pinned ones with `non_blocking`.
+        launches: operations queued on the device.
+        graphs: launches that replay a whole graph.
     """
 
     waits: int = 0
@@ -96,25 +83,15 @@ class Counts:
     graphs: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(
-            self.waits - other.waits,
-            self.uploads - other.uploads,
-            self.slow_uploads - other.slow_uploads,
-            self.launches - other.launches,
-            self.graphs - other.graphs,
-        )
+        return Counts(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
 
 class MixedDevices(RuntimeError):
-    """Tensors of the host and of the device met in one operation."""
+    """An operation mixed tensors of the host and of the device."""
 
 
 class StandInTensor(Tensor):
-    """A tensor that says it is on `CUDA`.
-
-    Attributes:
-        held: what it holds, on the CPU.
-    """
+    """A tensor that reports `CUDA` as its device; `held` is its data on the CPU."""
 
     held: Tensor
 
@@ -166,8 +143,8 @@ class Event:
 
     Attributes:
         kind: "wait" or "upload".
-        operation: of torch.
-        where: file and line of the code that asked for it.
+        operation: torch's name of it.
+        where: file and line of the caller.
     """
 
     kind: str
@@ -176,9 +153,9 @@ class Event:
 
 
 class Graph:
-    """What a CUDA graph is: the operations that ran while it was captured, over the memory that they had then.
+    """A CUDA graph: the operations recorded during capture, over the memory that they had then.
 
-    Graphs of one pool may use each other's memory: a replay leaves nothing of what others gave.
+    Graphs of one pool share memory: a replay invalidates the results of all other graphs.
     """
 
     def __init__(self) -> None:
@@ -187,7 +164,7 @@ class Graph:
         self._own: list[Tensor] = []
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """An operation has run on what the stand-ins hold."""
+        """Record an operation on held tensors."""
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._calls.append((func, args, kwargs, results))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -206,18 +183,18 @@ class Graph:
                     result.copy_(new)
 
     def spoil(self) -> None:
-        """Something else has used the memory of its results."""
+        """Overwrite its results, as another use of their memory would."""
         for result in self._own:
             result.fill_(float("nan") if result.is_floating_point() else 0)
 
 
 class StandIn:
-    """Within this context `device="cuda"` is the stand-in, and what it is asked for is counted.
+    """A context with the stand-in as `device="cuda"`, which counts its work.
 
     Attributes:
-        counts: so far.
-        events: the waits and uploads, in order.
-        launched: how often each operation was launched.
+        counts: totals so far.
+        events: waits and uploads, in order.
+        launched: launches by operation.
     """
 
     def __init__(self) -> None:
@@ -225,7 +202,7 @@ class StandIn:
         self.events: list[Event] = []
         self.launched: Counter[str] = Counter()
         self.capturing: Graph | None = None
-        self._pinned: dict[int, Tensor] = {}  # by where they lie
+        self._pinned: dict[int, Tensor] = {}  # by address
         self._in_pool: defaultdict[Any, list[Graph]] = defaultdict(list)
         self._stack = ExitStack()
 
@@ -255,11 +232,11 @@ class StandIn:
     # -- graphs --------------------------------------------------------------------------------------------------
 
     def _graphs(self) -> dict[str, Any]:
-        """What stands for CUDA graphs and streams in `torch.cuda`."""
+        """Return replacements for CUDA graphs and streams in `torch.cuda`."""
 
         @contextmanager
         def graph(captured: Graph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
-            assert self.capturing is None, "graphs are captured one at a time"
+            assert self.capturing is None, "captures do not nest"
             self._in_pool[pool].append(captured)
             captured.others = self._in_pool[pool]
             self.capturing = captured
@@ -280,13 +257,13 @@ class StandIn:
     # -- counting ------------------------------------------------------------------------------------------------
 
     def waited(self, operation: str) -> None:
-        """The host waits for the device."""
+        """Count a wait of the host."""
         self._refuse_while_capturing(operation)
         self._add(waits=1)
         self.events.append(Event("wait", operation, _caller()))
 
     def uploaded(self, source: Tensor, operation: str, non_blocking: bool = False) -> None:
-        """A tensor goes to the device."""
+        """Count an upload."""
         self._refuse_while_capturing(operation)
         slow = not (non_blocking and self.is_pinned(source))
         self._add(uploads=1, slow_uploads=int(slow))
@@ -297,19 +274,18 @@ class StandIn:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({operation})")
 
     def launched_one(self, operation: str) -> None:
-        """The device is asked to compute something."""
+        """Count a launch."""
         if self.capturing is not None:
             return
         self._add(launches=1, graphs=int(operation == "cudaGraphLaunch"))
         self.launched[operation] += 1
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """The same, in memory that counts as pinned."""
+        """Mark a tensor's memory as pinned."""
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it lies in pinned memory."""
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _add(self, **more: int) -> None:
@@ -318,7 +294,7 @@ class StandIn:
 
 
 class _Moves(TorchFunctionMode):
-    """Tensors of the host go to `cuda` by `to` and `cuda`, which torch's own would look for in vain."""
+    """Sends host tensors to the stand-in on `to` and `cuda`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -330,7 +306,7 @@ class _Moves(TorchFunctionMode):
 
 
 class _Generator(torch.Generator):
-    """A random generator that may say that it is on `CUDA`."""
+    """A random generator that can report `CUDA` as its device."""
 
     _where: torch.device
 
@@ -350,7 +326,7 @@ def _check_generator(generator: torch.Generator | None, where: torch.device) -> 
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Brings every operation of torch before a stand-in."""
+    """Passes every torch operation to a stand-in device."""
 
     def __init__(self, device: StandIn) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -366,7 +342,7 @@ _INSIDE = [0]
 
 @contextmanager
 def _inside() -> Iterator[None]:
-    """While an operation on stand-ins runs, what it makes for itself is on the stand-in."""
+    """Place tensors that an operation on stand-ins creates on the stand-in too."""
     _INSIDE[0] += 1
     try:
         yield
@@ -385,7 +361,7 @@ def _keeping(get: Callable[[], bool], put: Callable[[bool], None], value: bool) 
 
 
 def _caller() -> str:
-    """The innermost line that is neither torch's nor this file's."""
+    """Return the innermost line outside torch and this file."""
     frame: Any = sys._getframe(2)
     while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back
@@ -426,9 +402,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], device: StandIn) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     mixed = [leaf for leaf in leaves if not isinstance(leaf, StandInTensor) and leaf.ndim]
     if stands and mixed:
-        raise MixedDevices(
-            f"Expected all tensors to be on the same device, but found at least two in {name}: cuda:0, cpu"
-        )
+        raise MixedDevices(f"Expected all tensors on the same device, but found at least two in {name}: cuda:0, cpu")
     if name in _WAIT or (name not in _INDEXING and not _READ_BACK.isdisjoint(func.tags)):
         device.waited(name)
     if not func.is_view and name not in _LAUNCH_NOTHING and name != "aten::_local_scalar_dense":
@@ -444,7 +418,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], device: StandIn) -> Any:
 
 
 def _histc(own: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of whole numbers, which the CPU does not count."""
+    """Support integers, which the CPU's histc refuses."""
     return torch.histc(own.double(), *args, **kwargs).to(own.dtype)
 
 
@@ -464,7 +438,7 @@ def _wrapped(leaf: Any, held: dict[int, StandInTensor]) -> Any:
 
 
 def _copied(source: Tensor, kwargs: dict[str, Any], there: bool, func: Any, device: StandIn) -> Tensor:
-    """`_to_copy`: a conversion where it is, or an upload; ways back to the host do not come here."""
+    """Run `_to_copy`: a conversion on the device, or an upload; downloads go through `_to`."""
     non_blocking = bool(kwargs.get("non_blocking"))
     if isinstance(source, StandInTensor):
         device.launched_one("aten::_to_copy")
@@ -478,7 +452,7 @@ def _copied(source: Tensor, kwargs: dict[str, Any], there: bool, func: Any, devi
 
 
 def _copied_over(into: Tensor, source: Tensor, non_blocking: bool, device: StandIn) -> Tensor:
-    """`copy_` between the host and the device."""
+    """Run `copy_` between the host and the device."""
     if isinstance(into, StandInTensor):
         device.uploaded(source, "aten::copy_", non_blocking)
         into.held.copy_(source)
@@ -490,7 +464,7 @@ def _copied_over(into: Tensor, source: Tensor, non_blocking: bool, device: Stand
 
 
 def _indexed(name: str, args: Sequence[Any], device: StandIn) -> tuple[Any, ...]:
-    """The arguments of an indexing with all indices on the stand-in; those of the host are uploaded."""
+    """Return an indexing's arguments with all indices on the stand-in, uploading host indices."""
     own, indices, *rest = args
     if not isinstance(own, StandInTensor):
         raise MixedDevices("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
@@ -511,7 +485,7 @@ def _indexed(name: str, args: Sequence[Any], device: StandIn) -> tuple[Any, ...]
 
 
 def _to(own: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`Tensor.to` where a stand-in takes part."""
+    """Run `Tensor.to` on a stand-in, or to one."""
     copy = kwargs.pop("copy", False)
     other = kwargs.pop("other", args[0] if args and isinstance(args[0], Tensor) else None)
     if other is not None:
@@ -531,13 +505,11 @@ def _to(own: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _refused(own: Tensor, *_: Any, **__: Any) -> Any:
-    raise TypeError(
-        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
-    )
+    raise TypeError("Can't convert a cuda:0 tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
 
 
 def _put(own: Tensor, data: Tensor) -> None:
-    """`own.data = data`: the tensor stays, and has other memory."""
+    """Run `own.data = data`: the tensor keeps its identity and gets other memory."""
     assert isinstance(own, StandInTensor) and isinstance(data, StandInTensor)
     own.held = data.held
 
@@ -557,8 +529,7 @@ _MOVES: dict[Any, Callable[..., Any]] = {
 
 
 def clock_of_captures(monkeypatch: pytest.MonkeyPatch, module: str) -> Callable[[], float]:
-    """Have a module's clock go on by a millisecond each time it is read, and by half a second with each capture.
-    Returns what says how many seconds have gone by."""
+    """Replace a module's clock: a reading advances it by 1 ms, a capture by 500 ms. Return a reader in seconds."""
     now, capture = [0.0], Captures.capture
 
     def slow(*args: Any) -> Any:
@@ -579,7 +550,7 @@ def clock_of_captures(monkeypatch: pytest.MonkeyPatch, module: str) -> Callable[
 
 @dataclass
 class Round:
-    """What one decode round asked of the device.
+    """Device work of one decode round.
 
     Attributes:
         counts: from the forward that verified this round's drafts to just before the next one.
@@ -591,15 +562,15 @@ class Round:
 
 
 def rounds_of(device: StandIn, target: Target, decode: Callable[[], Any]) -> list[Round]:
-    """Each round of a decode but the last, from its verification to the next: accept, commit, observe, draft again.
+    """Return each decode round but the last, from its verification to the next one's.
 
     Args:
-        device: on which `target` is, entered.
-        target: its forwards over trees tell rounds apart; a draft model has forwards of its own.
+        device: entered; holds `target`.
+        target: its `forward_tree` delimits rounds; a draft model has forwards of its own.
         decode: generates with that target.
     """
     marks: list[tuple[Counts, int]] = []
-    target.record()  # which checks itself with forwards of its own
+    target.record()  # checks itself with forwards of its own
     forward_tree = target.forward_tree
 
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -608,6 +579,4 @@ def rounds_of(device: StandIn, target: Target, decode: Callable[[], Any]) -> lis
 
     with patch.object(target, "forward_tree", marked):
         decode()
-    return [
-        Round(after[0] - before[0], device.events[before[1] : after[1]]) for before, after in itertools.pairwise(marks)
-    ]
+    return [Round(b[0] - a[0], device.events[a[1] : b[1]]) for a, b in itertools.pairwise(marks)]

@@ -1,4 +1,4 @@
-"""Whole runs whose target is an adapted model: one that had its adapter before, and one that gets it with the heads."""
+"""Whole runs on an adapted target: with an existing adapter, and with one trained together with the heads."""
 
 from __future__ import annotations
 
@@ -39,11 +39,8 @@ def test_medusa_2_from_prompts_to_a_report(tiny_target_folder: Path, tmp_path: P
     assert "**with an adapter**" in card and "trained with the heads (Medusa-2)" in card
     assert not execute(quiet(run, recipe), STAGES), "nothing to do again"
     subject = find_subject(str(run), quick=True)
-    assert (
-        subject.target.adapter is not None
-        and subject.target.adapter.hash == adapter.hash
-        and subject.heads.draft_steps == 2
-    )
+    assert subject.target.adapter is not None and subject.target.adapter.hash == adapter.hash
+    assert subject.heads.draft_steps == 2
 
 
 def test_heads_for_a_target_with_an_adapter(tiny_target_folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The suite depends on nothing but the code: not on where it is started, nor on who starts it or what ran before."""
+"""The suite depends neither on the working folder and environment it starts in nor on earlier tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAPS = {
     "COLUMNS": "20",
     "FORCE_COLOR": "1",
 }
-"""What a launcher, a tracker or a terminal may have left in the environment."""
+"""Variables that a launcher, a tracker or a terminal may have left."""
 PROBE = """
 import json, os
 from pathlib import Path
@@ -42,10 +42,8 @@ def test_a_test_finds_an_empty_folder_and_a_home_of_its_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("started_in", ["a folder with a run", "the repository"])
-def test_what_is_around_the_suite_does_not_reach_it(
-    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, started_in: str
-) -> None:
-    """The suite's own conftest, in a session that is started with a run beside it and with a launcher's variables."""
+def test_tests_are_isolated(tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, started_in: str) -> None:
+    """Run the suite's own conftest beside a run and with a launcher's variables set."""
     path = tmp_path / "place"
     (path / "runs" / "quickstart" / "heads").mkdir(parents=True)
     (tmp_path / "home" / ".cache" / "headstart").mkdir(parents=True)

@@ -27,7 +27,7 @@ def answers(count: int, seed: int = 0, length: int = 20) -> list[list[int]]:
     return [[rng.randrange(50_000) for _ in range(rng.randint(1, length))] for _ in range(count)]
 
 
-def test_what_one_adds_the_other_reads(tmp_path: Path) -> None:
+def test_two_handles_share_a_file(tmp_path: Path) -> None:
     ours, theirs = (AnswerFile(tmp_path / "f", TARGET) for _ in range(2))
     first, second, third = answers(3)
     ours.add([first])
@@ -40,7 +40,7 @@ def test_what_one_adds_the_other_reads(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["f"], "deleting the file deletes everything"
 
 
-def test_another_targets_answers_are_left_alone_and_said(tmp_path: Path) -> None:
+def test_another_targets_answers_are_kept_and_reported(tmp_path: Path) -> None:
     ours, theirs = AnswerFile(tmp_path / "f", TARGET), AnswerFile(tmp_path / "f", OTHER)
     first, second = answers(2)
     ours.add([first])
@@ -51,7 +51,7 @@ def test_another_targets_answers_are_left_alone_and_said(tmp_path: Path) -> None
         assert theirs.new() == ([second], False)
 
 
-def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+def test_new_files_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
         AnswerFile(tmp_path / "f", TARGET)
@@ -124,7 +124,7 @@ def test_a_process_that_is_killed_in_a_write_loses_nothing_but_its_own_answers(t
 
 
 def test_a_flipped_bit_never_makes_answers_up(tmp_path: Path) -> None:
-    """It costs the answer that it is in, or the file, which then has to be deleted."""
+    """Either the damaged answer is skipped, or the file is refused."""
     path = tmp_path / "f"
     file = AnswerFile(path, TARGET)
     texts = answers(3)
@@ -147,7 +147,7 @@ def test_a_flipped_bit_never_makes_answers_up(tmp_path: Path) -> None:
     assert refused > 5 and left_out > 20
 
 
-def test_a_damaged_answer_is_ignored_and_said(tmp_path: Path) -> None:
+def test_a_damaged_answer_is_skipped_and_reported(tmp_path: Path) -> None:
     file, texts = AnswerFile(tmp_path / "f", TARGET), answers(3)
     for text in texts:
         file.add([text])
@@ -217,7 +217,7 @@ def test_a_database_that_cannot_be_written_is_refused_at_once(tmp_path: Path) ->
         AnswerFile(tmp_path / "f", TARGET)
 
 
-def test_what_is_shipped_keeps_to_its_size(tmp_path: Path) -> None:
+def test_shipped_answers_respect_the_size_limit(tmp_path: Path) -> None:
     texts = answers(3000, length=60)
     write_answers(tmp_path / "all", texts, 10_000_000)
     assert read_answers(tmp_path / "all") == texts
@@ -229,7 +229,7 @@ def test_what_is_shipped_keeps_to_its_size(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_whatever_is_cut_off_of_what_is_shipped_is_noticed(tmp_path: Path) -> None:
+def test_any_truncation_of_shipped_answers_is_noticed(tmp_path: Path) -> None:
     write_answers(tmp_path / "f", answers(3), 100_000)
     data = (tmp_path / "f").read_bytes()
     for cut in range(len(data)):

@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import MinNewTokensLengthLogitsProcessor
 import headstart
 from headstart.api import Decoder
 from headstart.decode.loop import DecodeLoop, Generation, Round
+from headstart.drafters import catalog
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub.format import export_heads
@@ -58,9 +60,7 @@ def test_load_takes_the_folder_of_a_run(tmp_path: Path, tiny_target: Target) -> 
     assert all(torch.equal(loaded[name], tensor) for name, tensor in made.state_dict().items())
 
 
-def test_load_finds_the_target_named_in_the_folder(
-    tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
-) -> None:
+def test_load_finds_the_target_of_the_heads(tmp_path: Path, tiny_target: Target, tiny_target_folder: Path) -> None:
     export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
     loaded = headstart.load(str(tmp_path / "heads"), dtype="bfloat16", device="cpu")
     assert loaded.target.dtype == torch.bfloat16
@@ -273,10 +273,7 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": "\ud800", "raw": True}, "The prompt is not UTF-8"),
         ({"prompt": [{"role": "system", "content": "\ud800"}]}, "messages holds text that is not UTF-8"),
         ({"prompt": "a", "stop": ["x", "\ud800"]}, "A stop string is not UTF-8"),
-        (
-            {"prompt": [{"role": "alien", "content": "a"}]},
-            "a message of the role 'alien' cannot be answered. Write {'role'",
-        ),
+        ({"prompt": [{"role": "alien", "content": "a"}]}, "of the role 'alien' cannot be answered. Write {'role'"),
         ({"prompt": [{"role": None, "content": "a"}]}, "a message of the role None"),
         ({"prompt": [{"role": "user", "content": 5}]}, "an int where text is expected"),
         ({"prompt": [{"role": "user", "content": None}]}, "a message without text"),
@@ -288,10 +285,7 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": ""}, "The prompt is empty"),
         ({"prompt": " \n\t"}, "The prompt is empty"),
         ({"prompt": "", "raw": True}, "The prompt is empty"),
-        (
-            {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": " "}]},
-            "The prompt is empty",
-        ),
+        ({"prompt": [{"role": "system", "content": "brief"}, {"role": "user", "content": " "}]}, "The prompt is empty"),
         ({"prompt": [1, "a"]}, "kind of prompt is not supported"),
         ({"prompt": [{"role": "user", "content": "a"}, 3]}, "kind of prompt is not supported"),
         ({"prompt": [{"role": "user"}]}, "a message without text"),
@@ -369,10 +363,8 @@ def test_a_tree_without_nodes_decodes_plainly(tmp_path: Path, tiny_target: Targe
     export_heads(tmp_path / "heads", make_heads(tiny_target), tiny_target, {**TUNING, "paths": ()}, {})
     loaded = headstart.load(tmp_path / "heads", target=tiny_target)
     answer = loaded.generate("Hello", max_new_tokens=8)
-    assert (answer.tokens, answer.tokens_per_round) == (
-        loaded.generate("Hello", max_new_tokens=8, drafter="none").tokens,
-        1.0,
-    )
+    plain = loaded.generate("Hello", max_new_tokens=8, drafter="none")
+    assert (answer.tokens, answer.tokens_per_round) == (plain.tokens, 1.0)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -401,7 +393,7 @@ def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
 
 
 def test_streams_leave_no_memory(tiny_target: Target) -> None:
-    """Read to their ends, closed and abandoned: each thread's scratch buffers go with it."""
+    """Read, closed or abandoned: each thread's scratch buffers go with it."""
     decoder, streams = Decoder(tiny_target), itertools.count()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # of glibc
 
@@ -506,9 +498,7 @@ print("done")
 """
 
 
-def test_a_stream_left_open_does_not_abort_the_interpreter(
-    tiny_target: Target, tiny_target_folder: Path, forks: Forks, tmp_path: Path
-) -> None:
+def test_exit_with_an_open_stream(tiny_target: Target, tiny_target_folder: Path, forks: Forks, tmp_path: Path) -> None:
     export(tmp_path / "heads", tiny_target)
     done = forks.run("-c", _LEFT_OPEN, tmp_path / "heads", tiny_target_folder)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
@@ -516,7 +506,7 @@ def test_a_stream_left_open_does_not_abort_the_interpreter(
     assert said == []
 
 
-def test_a_stream_that_nobody_uses_any_more_ends(decoder: Decoder) -> None:
+def test_an_abandoned_stream_ends(decoder: Decoder) -> None:
     before = set(threading.enumerate())
     for piece in decoder.stream(PROMPTS[0], max_new_tokens=200, drafter="none"):
         assert piece
@@ -539,11 +529,8 @@ def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> N
             answers.append(stream.answer)
 
     answers: list[list[Any]] = [[], []]
-    threads = [threading.Thread(target=read, args=(number, answers[number])) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read, range(2), answers))
     streams = [decoder.stream(PROMPTS[number], **settings[number]) for number in range(2)]
     for _ in itertools.zip_longest(*streams):
         pass
@@ -570,11 +557,8 @@ def test_two_threads_stream_a_hundred_times_as_alone(tiny_target_folder: Path, t
             assert answer.answer is not None
             read[number].append(answer.answer.tokens)
 
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(stream, range(2)))
     assert read == [[tokens] * 50 for tokens in alone]
 
 
@@ -621,20 +605,12 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
         headstart.load()
 
 
-def test_a_draft_model_is_loaded_once(
-    tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = list[str]()
-
-    def load(spec: str, *arguments: Any, **options: Any) -> Target:
-        loaded.append(spec)
-        return load_target(spec, *arguments, **options)
-
-    monkeypatch.setattr("headstart.drafters.catalog.load_target", load)
+def test_draft_models_load_once(tiny_target: Target, tiny_target_folder: Path, spy: Any) -> None:
+    loaded = spy(catalog, "load_target")
     alone, drafter = headstart.load(target=tiny_target), f"draft-model:{tiny_target_folder}"
     kinds: list[dict[str, Any]] = [{}, {"draft": "off"}, {"deterministic": True}, {"tree": "chain"}]
     texts = [alone.generate(PROMPTS[0], max_new_tokens=6, drafter=drafter, **kind).tokens for kind in kinds]
-    assert loaded == [str(tiny_target_folder)] and texts == texts[:1] * len(kinds)
+    assert [spec for spec, *_ in loaded] == [str(tiny_target_folder)] and texts == texts[:1] * len(kinds)
 
 
 def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_folder: Path) -> None:

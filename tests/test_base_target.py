@@ -1,4 +1,4 @@
-"""A target without a chat template: prompts are beginnings of texts, and what it writes after them is learned."""
+"""A target without a chat template: prompts are beginnings of texts, and heads learn from its continuations."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_short_texts_are_prompts_as_they_are_and_alike_beginnings_repeat(base: T
     assert found.left_out.counts == {"repeated": 1}
 
 
-def test_chats_are_left_out_and_counted_and_alone_refused(base: Target, tmp_path: Path) -> None:
+def test_chats_are_left_out_or_refused(base: Target, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "the user is"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
     found = load(str(path), "train", base.tokenizer, max_prompt_tokens=40)
@@ -88,7 +88,7 @@ def test_chats_are_left_out_and_counted_and_alone_refused(base: Target, tmp_path
         load(str(path), "train", base.tokenizer, max_prompt_tokens=40)
 
 
-def test_the_length_of_beginnings_is_part_of_its_identity_alone(base: Target, tiny_target: Target) -> None:
+def test_prefix_length_identifies_data_of_base_targets_only(base: Target, tiny_target: Target) -> None:
     def of(target: Target, count: int) -> dict[str, Any]:
         return identity(target, DataSection(prefix_tokens=count).model_dump(mode="json"))
 
@@ -133,7 +133,7 @@ def test_it_cannot_write_its_own_prompts(tmp_path: Path, work: Callable[[Run], A
         work(Run(recipe(tmp_path, prompts="self"), tmp_path / "run", Console(quiet=True)))
 
 
-def test_questions_are_texts_to_go_on_with_and_several_turns_are_refused(base: Target) -> None:
+def test_questions_are_continued_and_several_turns_are_refused(base: Target) -> None:
     questions = [Question(1, "", ["the user is", "and then"])]
     console = Console(file=io.StringIO(), width=200)
     options = EvalOptions(max_new_tokens=4, baselines=False)

@@ -43,7 +43,7 @@ def works(*arguments: object, stdin: str | None = None) -> Any:
 
 
 def refused(*arguments: object) -> str:
-    """The one line on stderr that a command refuses bad input with."""
+    """Return a command's one-line error about bad input."""
     result = call(*arguments)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit), "an unexpected error has a traceback"
@@ -63,7 +63,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -
 
 @pytest.fixture(scope="module")
 def finished(recipe: Path) -> Path:
-    """The folder of a run that has come to its end."""
+    """The folder of a finished run."""
     folder = recipe.parent / "runs" / "run"
     works("run", recipe, "--run-dir", folder)
     return folder
@@ -71,7 +71,7 @@ def finished(recipe: Path) -> Path:
 
 @pytest.fixture
 def heads(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the run's heads, to be changed."""
+    """A copy of the run's heads that a test may change."""
     shutil.copytree(finished / "heads", tmp_path / "heads")
     return tmp_path / "heads"
 
@@ -101,7 +101,7 @@ def test_every_command_has_help_with_an_example_and_nothing_cut_short(command: s
     assert all(sentence in " ".join(text.split()) for sentence in first)
 
 
-def test_help_loads_no_room() -> None:
+def test_help_imports_no_heavy_library() -> None:
     code = (
         "import sys\nfrom headstart.cli.app import app\n"
         "try: app(['--help'])\nexcept SystemExit: pass\n"
@@ -112,11 +112,9 @@ def test_help_loads_no_room() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_threads_do_not_wait_for_long_unless_the_environment_says_so(
-    asked: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_do_not_spin_for_long_by_default(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, "active")  # what the command sets goes with this test
+        monkeypatch.setenv(name, "active")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     if asked:
         monkeypatch.setenv(asked, "active")
@@ -166,8 +164,7 @@ def test_generate_writes_the_same_words_with_and_without_heads(finished: Path) -
 
 
 def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its order, two at a time, with the words that each gets alone; nothing is answered where a line is no
-    prompt."""
+    """In file order, two per batch, with the text each prompt gets alone; one bad line refuses the whole file."""
     monkeypatch.setattr("headstart.cli.heads._TOGETHER", 2)
     file, how = tmp_path / "prompts.jsonl", ("--dtype", "float32", "--max-new-tokens", 8)
     asked = ["who are you", "and again", "hello"]
@@ -244,7 +241,7 @@ def test_a_report_names_the_heads_and_their_training(finished: Path, questions: 
     assert "| family | medusa |" in text and "| training conversations | 12 |" in text
 
 
-def test_data_shows_what_is_supervised(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_data_show_marks_supervised_text(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
     assert "supervised" in works("data", "show", finished, "--index", 1).stdout
     file = finished / "data" / "conversations" / "validation.jsonl"
     assert "⟦" in works("data", "show", file).stdout
@@ -343,10 +340,8 @@ def test_an_unknown_key_is_refused_with_the_nearest(recipe: Path, tmp_path: Path
     ],
 )
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_mistake_is_refused_before_any_work(
-    recipe: Path, finished: Path, tmp_path: Path, change: str, words: str, begun: bool
-) -> None:
-    """On a finished run nothing of it changes; on a new one nothing is written."""
+def test_refuses_mistakes(recipe: Path, finished: Path, tmp_path: Path, change: str, words: str, begun: bool) -> None:
+    """A finished run stays unchanged, and a new one writes nothing."""
     folder = tmp_path / "runs" / "run"
     if begun:
         shutil.copytree(finished.parent, tmp_path / "runs", symlinks=True)
@@ -479,9 +474,7 @@ def test_too_little_disk_is_refused(recipe: Path, tmp_path: Path, monkeypatch: p
     works("data", recipe, "--run-dir", tmp_path / "run")
 
 
-def test_a_disk_that_fills_up_while_heads_are_exported(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_during_export(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "copyfile", full)  # copytree gathers what fails into an error without a number
         line = refused("export", finished, "--out", tmp_path / "out" / "heads")
@@ -497,9 +490,7 @@ def test_weights_that_the_disk_cannot_hold_are_an_error_of_the_disk(tmp_path: Pa
         write_weights(make_heads(tiny_target), tmp_path / "file" / "heads.safetensors")
 
 
-def test_places_that_cannot_be_written_to_are_refused(
-    finished: Path, recipe: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_unwritable_places_are_refused(finished: Path, recipe: Path, questions: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for nowhere in (Path("/proc/x"), tmp_path / "file" / "below"):
         for asked in (
@@ -515,7 +506,7 @@ def test_places_that_cannot_be_written_to_are_refused(
 
 
 @pytest.mark.parametrize("command", ["eval", "audit", "doctor"])
-def test_what_cannot_be_written_is_found_out_before_the_work(
+def test_output_folders_are_checked_before_the_work(
     finished: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     def work(*_: object, **__: object) -> None:
@@ -569,14 +560,14 @@ def test_options_out_of_range_are_refused(finished: Path, questions: Path, tmp_p
 
 
 def test_a_terminal_sees_one_line_and_no_traceback(recipe: Path, tmp_path: Path) -> None:
-    """Once as a process of its own, as a script would call it."""
+    """In a separate process, as a script would call it."""
     command = [sys.executable, "-m", "headstart", "run", str(recipe), "train.lrr=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: Unknown recipe key 'train.lrr'. Did you mean 'lr'?\n"
 
 
-def test_ctrl_c_says_how_to_go_on(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_how_to_continue(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

@@ -63,7 +63,7 @@ def test_bad_races_are_refused(heads: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "results.json") in refused("race", "--from", tmp_path)
 
 
-def test_a_stream_says_what_was_drafted() -> None:
+def test_a_stream_reports_the_drafted_part_of_a_piece() -> None:
     tokenizer = tiny_tokenizer()
     one, two, three, four = (tokenizer.encode(text) for text in ("one", " two", " é", " four"))
     answer = Answer("one two é four", [*one, *two, *three, *four], "length", 2.0, 1.0, 1.0)

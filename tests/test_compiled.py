@@ -1,4 +1,4 @@
-"""C of ours: compiled once, kept for later processes, and never the reason why something ends."""
+"""The C kernels: compiled once, cached for later processes, and never a reason to abort."""
 
 from __future__ import annotations
 
@@ -28,17 +28,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked of compilers."""
-    asked: list[str] = []
-    run = subprocess.run
-
-    def noted(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(" ".join(command))
-        return run(command, **options)
-
-    monkeypatch.setattr(subprocess, "run", noted)
-    return asked
+def runs(spy: Any) -> list[Any]:
+    """Runs of compilers."""
+    calls: list[Any] = spy(subprocess, "run")
+    return calls
 
 
 def said(library: Any) -> int:
@@ -50,7 +43,7 @@ def kept(source: Path) -> list[Path]:
     return sorted((source.parent / "cache/headstart/compiled").glob("*.so"))
 
 
-def test_it_is_compiled_once_for_all_processes(source: Path, runs: list[str]) -> None:
+def test_it_is_compiled_once_for_all_processes(source: Path, runs: list[Any]) -> None:
     assert said(library(source, ["ANSWER=41"])) == 41
     assert [file.name.split("-")[0] for file in kept(source)] == ["answer"] and len(runs) == 2, "compiled and linked"
     assert said(library(source, ["ANSWER=41"])) == 41 and len(runs) == 2
@@ -74,12 +67,12 @@ def test_ranks_that_start_at_once_compile_once(source: Path, forks: Forks, monke
     monkeypatch.setenv("CC", str(counting))
     ranks = [forks.start("-c", ANSWER, source) for _ in range(4)]
     assert [(rank.wait(), rank.out.read_text()) for rank in ranks] == [(0, "5\n")] * 4
-    assert len(log.read_text().splitlines()) == 2, "compiled and linked, by one of them"
+    assert len(log.read_text().splitlines()) == 2, "one rank compiles and links"
     assert len(kept(source)) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "zeros", "another library"])
-def test_a_damaged_library_is_compiled_again(damage: str, source: Path, forks: Forks, runs: list[str]) -> None:
+def test_a_damaged_library_is_compiled_again(damage: str, source: Path, forks: Forks, runs: list[Any]) -> None:
     assert said(library(source, ["ANSWER=5"])) == 5
     (file,) = kept(source)
     sound = file.read_bytes()
@@ -99,15 +92,15 @@ def test_a_damaged_library_is_compiled_again(damage: str, source: Path, forks: F
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
-def test_a_cache_that_others_may_write_is_not_used(mode: int, source: Path, runs: list[str]) -> None:
+def test_a_cache_that_others_may_write_is_not_used(mode: int, source: Path, runs: list[Any]) -> None:
     assert said(library(source, ["ANSWER=4"])) == 4
     (source.parent / "cache/headstart/compiled").chmod(mode)
     with pytest.warns(UserWarning, match=r"Other users may write in .*compiled.*rm -r "):
         assert said(library(source, ["ANSWER=4"])) == 4 and len(runs) == 4
 
 
-def test_a_cache_without_write_access_is_read(source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an image; root may write everywhere, so opening the lock fails here."""
+def test_a_cache_without_write_access_is_read(source: Path, runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container image; root may write anywhere, so opening the lock is made to fail."""
     assert said(library(source, ["ANSWER=2"])) == 2
 
     def refuse(*_: Any) -> None:
@@ -119,10 +112,7 @@ def test_a_cache_without_write_access_is_read(source: Path, runs: list[str], mon
     assert said(library(source, ["ANSWER=1"])) == 1 and len(kept(source)) == 1
 
 
-def test_where_nothing_can_be_loaded_from_another_folder_serves(
-    source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As from a home that is mounted noexec."""
+def test_falls_back_to_another_folder_if_noexec(source: Path, runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     real = ctypes.CDLL
 
     def load(path: str | None) -> ctypes.CDLL:
@@ -134,7 +124,7 @@ def test_where_nothing_can_be_loaded_from_another_folder_serves(
     assert said(library(source, ["ANSWER=3"])) == 3 and len(runs) == 2
 
 
-def test_where_nothing_can_be_kept_it_is_made_each_time(source: Path, runs: list[str]) -> None:
+def test_compiles_in_each_process_if_nothing_can_be_cached(source: Path, runs: list[Any]) -> None:
     (source.parent / "cache").write_text("a file, not a folder")
     for count in (2, 4):
         assert said(library(source, ["ANSWER=6"])) == 6 and len(runs) == count
@@ -147,7 +137,7 @@ def test_no_place_for_anything_is_a_warning(source: Path, monkeypatch: pytest.Mo
         assert library(source, ["ANSWER=7"]) is None
 
 
-def test_a_compiler_that_fails_is_named_once_with_its_first_error(source: Path, runs: list[str]) -> None:
+def test_a_compiler_that_fails_is_named_once_with_its_first_error(source: Path, runs: list[Any]) -> None:
     with pytest.warns(UserWarning, match=r"cannot compile answer\.c \(.*ANSWER.*\): torch's slower") as told:
         assert [library(source), library(source, ["OTHER"])] == [None, None]
     assert len(told) == 1 and len(str(told[0].message)) < 350
@@ -155,7 +145,7 @@ def test_a_compiler_that_fails_is_named_once_with_its_first_error(source: Path, 
 
 
 @pytest.mark.parametrize(("asked", "named"), [("no-such-compiler", "CC=no-such"), ('no "such', 'CC=no "such')])
-def test_without_a_compiler_the_cache_serves_and_one_warning_says_the_rest(
+def test_without_a_compiler_the_cache_is_used_and_one_warning_given(
     source: Path, asked: str, named: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     assert said(library(source, ["ANSWER=8"])) == 8
@@ -172,9 +162,7 @@ def test_no_compiler_in_path(source: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert library(source, ["ANSWER=8"]) is None
 
 
-def test_gcc_without_cplusplus_warns_for_that_library_alone(
-    source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_gcc_without_cplusplus(source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     only_c = source.with_name("only-c")
     only_c.write_text(
         '#!/bin/sh\ncase "$*" in *c++*) echo "gcc: fatal error: cannot execute \'cc1plus\': execvp: No such file or '
@@ -189,9 +177,7 @@ def test_gcc_without_cplusplus_warns_for_that_library_alone(
     assert "cannot compile answer.cpp" in str(warning.message) and "Install g++." in str(warning.message)
 
 
-def test_other_threads_than_gnus_are_named_once(
-    source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_names_other_openmp(source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     clang = source.with_name("clang-14")
     clang.write_text("#!/bin/sh\nexit 1\n")
     clang.chmod(0o755)

@@ -25,7 +25,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_busy_seconds_are_of_the_given_cores_without_idle_waiting_and_stolen_time(tmp_path: Path) -> None:
+def test_busy_seconds_exclude_idle_waiting_and_stolen_time(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text(
         "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 100 20 30 1000 500 4 6 700 0 0\ncpu1 1 1 1 1 1 1 1 1 0 0\n"
@@ -37,7 +37,7 @@ def test_busy_seconds_are_of_the_given_cores_without_idle_waiting_and_stolen_tim
 
 
 class _Loaded(FreeCores):
-    """Sees other programs on this many of a number of cores, without other programs."""
+    """Sees `others` busy cores on a machine with this many cores."""
 
     def __init__(self, cores: int) -> None:
         self.seconds = self.busy = self.others = 0.0
@@ -130,9 +130,7 @@ class _Changing(FreeCores):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_text_does_not_depend_on_when_threads_change(
-    tiny_target_folder: Path, dtype: str, request: pytest.FixtureRequest
-) -> None:
+def test_text_is_independent_of_threads(tiny_target_folder: Path, dtype: str, request: pytest.FixtureRequest) -> None:
     target = load_target(str(tiny_target_folder), dtype)
     prompts, options = [[3, 5, 7, 11]], DecodeOptions(12, ignore_end=True)
     (steady,) = DecodeLoop(target).generate(prompts, options)

@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time, with tokenizers whose tokens break characters."""
+"""Incremental detokenization, with tokenizers that split characters across tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOPS = ("漢", "a語", " a", "éé", "語語語")
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama's kind: words, and bytes for the characters that it lacks; id 0 is special."""
+    """Return a tokenizer like Llama's: words, with bytes for missing characters; id 0 is special."""
     names = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     model = models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
     tokenizer = Tokenizer(model)
@@ -38,7 +38,7 @@ def text_of(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
-    """Each character as a word or as its bytes."""
+    """Encode each character as a word or as its bytes."""
     if tokenizer.convert_tokens_to_ids("<0x00>") is None:
         return list(tokenizer.encode(text))
     names = [name for char in text for name in ([char] if char in "ab?" else [f"<0x{b:02X}>" for b in char.encode()])]
@@ -46,7 +46,7 @@ def tokens_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def random_tokens(tokenizer: Any, rng: random.Random) -> list[int]:
-    """Whole characters, some of them cut, and tokens at random."""
+    """Return complete characters, cut characters and random tokens."""
     tokens: list[int] = []
     for _ in range(rng.randrange(1, 12)):
         char = tokens_of(tokenizer, rng.choice("a b?é語漢🙂"))

@@ -1,4 +1,4 @@
-"""The examples in docstrings give what they say, and the page on a round names what there is."""
+"""Docstring examples run, and the page on a round names every type of the decode loop."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_there_are_examples() -> None:
     assert len(found) > 20
 
 
-PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-ROUND = PAGE[PAGE.index("### One token through one round") :].partition("\nMore to read")[0]
+PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+ROUND = PAGE[PAGE.index("## One token through one round") :].partition("\nMore to read")[0]
 
 
 def test_one_round_needs_the_types_that_the_page_names() -> None:
@@ -54,13 +54,13 @@ def test_one_round_needs_the_types_that_the_page_names() -> None:
 
 
 def test_what_passes_between_rooms_in_a_round_is_named_there(tiny_target: Target) -> None:
-    """Whatever the loop of `DecodeLoop._decode` is given, holds or returns while it decodes."""
+    """Collects the types of all values that `_Batch` holds, passes or returns while it decodes."""
     seen: set[type] = set()
 
     def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code.co_qualname == "DecodeLoop._decode":
-            seen.update(type(value) for value in frame.f_locals.values())
-            seen.update(type(part) for value in frame.f_locals.values() if isinstance(value, list) for part in value)
+        if event == "return" and frame.f_code.co_qualname.startswith("_Batch.") and "self" in frame.f_locals:
+            for value in (*frame.f_locals.values(), *vars(frame.f_locals["self"]).values()):
+                seen.update(type(part) for part in (value, *(value if isinstance(value, list) else ())))
 
     heads = HeadDrafter(make_heads(tiny_target), TreeShape.chain(2), "dynamic")
     sys.setprofile(watch)

@@ -1,4 +1,4 @@
-"""The examples do what they say, with toy heads and small servers."""
+"""The examples, with toy heads and small servers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_recipe_of_a_model_of_ones_own_is_valid() -> None:
     assert len([parse_prompt(json.loads(line), "") for line in lines]) >= recipe.data.heldout + recipe.data.validation
 
 
-def test_what_serves_keeps_requests_and_names_their_users(
+def test_the_serving_example_logs_requests_with_their_users(
     tiny_target: Target,
     tiny_target_folder: Path,
     tmp_path: Path,
@@ -69,8 +69,8 @@ def test_what_serves_keeps_requests_and_names_their_users(
     assert [json.loads(line)["source"] for line in log.read_text().splitlines()] == ["anna", "ben"]
 
 
-def test_the_client_says_what_was_accepted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two rounds of two drafts, one of them accepted, after earlier ones that do not count."""
+def test_the_client_reports_acceptance(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rounds of two drafts, with one accepted; earlier rounds do not count."""
     stand_in = StandIn("vllm", lambda prompt, most, body: ([], {}), drafts=2, rounds=7, accepted=[5, 1])
 
     class Handler(BaseHTTPRequestHandler):

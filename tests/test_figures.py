@@ -1,4 +1,4 @@
-"""The figures in the pages are those of `benchmarks/results`."""
+"""Pages show the figures of `benchmarks/results`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ PAGES = (
     "docs/choosing.md",
     "docs/leaderboard.md",
     "docs/questions.md",
-    "docs/serving.md",
 )
 BY_OTHERS = {"docs/choosing.md": {"1.89x", "1.28x"}}
-"""Speed-ups that somebody else reported, with their source."""
+"""Speed-ups quoted from other projects, with their source."""
 
 
 @pytest.fixture
@@ -84,29 +83,9 @@ def test_a_file_and_a_marker_make_a_table(render: ModuleType, results: Path) -> 
     assert "2" not in render.rendered("<!-- value: waits | plain | waits -->2<!-- end -->", page, results)
 
 
-def test_the_only_table_may_have_another_name(render: ModuleType, results: Path) -> None:
-    rows = [{"drafter": "ngram", "batch": batch, "waits": {"mean": 2.5, "max": batch}} for batch in (4, 16)]
-    (results / "counts.json").write_text(json.dumps({"device": "stand-in", "rounds": rows}))
-    page = results / "PAGE.md"
-    text = render.rendered("<!-- table: counts --><!-- end -->", page, results)
-    assert "| ngram | 16 | 2.5 (max 16) |" in text and "*stand-in ([figures](counts.json)).*" in text
-    assert "-->2.5 (max 16)<!--" in render.rendered(
-        "<!-- value: counts | ngram, 16 | waits --><!-- end -->", page, results
-    )
-
-
 def test_a_caption_stands_once(render: ModuleType, results: Path) -> None:
     twice = "<!-- table: waits --><!-- end -->\n<!-- table: waits | name, waits --><!-- end -->"
     assert render.rendered(twice, results / "PAGE.md", results).count("[figures]") == 1
-
-
-def test_a_table_may_wait_for_its_file(render: ModuleType, results: Path) -> None:
-    page, twice = results / "PAGE.md", "<!-- table: later? --><!-- end -->\n<!-- table: later? | name --><!-- end -->"
-    text = render.rendered(twice, page, results)
-    assert text.count("Not measured yet: `python benchmarks/later.py` does it.") == 1 and "figures" not in text
-    (results / "later.json").write_text((results / "waits.json").read_text())
-    text = render.rendered(text, page, results)
-    assert "Not measured" not in text and "| heads | 2 | 1.20x |" in text
 
 
 def test_a_ranking_has_every_file_the_best_first_or_says_that_there_is_none(render: ModuleType, results: Path) -> None:
@@ -134,7 +113,7 @@ def test_a_ranking_has_every_file_the_best_first_or_says_that_there_is_none(rend
         ("<!-- value: waits | heads --><!-- end -->", "a value needs"),
         ("<!-- value: same | ngram | waits --><!-- end -->", "2 rows are called 'ngram'"),
         ("<!-- table: waits -->| a |", "a marker has no"),
-        ("<!-- table: waits --><!-- value: waits | heads | waits -->2<!-- end -->", "lies in another one"),
+        ("<!-- table: waits --><!-- value: waits | heads | waits -->2<!-- end -->", "blocks are nested"),
     ],
 )
 def test_what_has_no_results_is_refused(block: str, message: str, render: ModuleType, results: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files and folders are replaced whole, or left as they were."""
+"""Files and folders are replaced atomically."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_folder_replaces_a_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "heads.old").mkdir()  # somebody's own
+    (tmp_path / "heads.old").mkdir()  # not headstart's
     for content in (("a", "b"), ("b", "c")):
         write_atomic(tmp_path / "heads", folder_of(*content))
         assert names(tmp_path / "heads") == set(content)
     assert names(tmp_path) == {"heads", "heads.old"}
 
 
-def test_what_fails_half_way_leaves_the_old(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     write_atomic(tmp_path / "heads", folder_of("a"))
     write_json(tmp_path / "x.json", 1)
 
@@ -61,7 +61,7 @@ def test_what_fails_half_way_leaves_the_old(tmp_path: Path) -> None:
     assert names(tmp_path) == {"heads", "x.json"}, "no half of anything is left"
 
 
-def test_the_mark_that_some_editors_put_before_utf_8_is_no_part_of_a_file(tmp_path: Path) -> None:
+def test_skips_a_byte_order_mark(tmp_path: Path) -> None:
     (file := tmp_path / "questions.jsonl").write_bytes(b'\xef\xbb\xbf{"turns": ["a"]}\r\n{"turns": ["b"]}\r\n')
     assert list(read_jsonl(file)) == [(1, {"turns": ["a"]}), (2, {"turns": ["b"]})]
     (file := tmp_path / "prompts.json").write_bytes(b'\xef\xbb\xbf["a"]')
@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: pytes
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_whether_a_folder_can_be_written_to_is_found_out_without_a_trace(tmp_path: Path) -> None:
+def test_check_writable_leaves_no_trace(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_writable(tmp_path / "new" / "er")
     check_writable(tmp_path)
@@ -106,9 +106,7 @@ write_atomic(Path(sys.argv[1]), write)
 """
 
 
-def test_the_next_write_removes_what_a_killed_process_left_and_no_other_writers_file(
-    tmp_path: Path, forks: Forks
-) -> None:
+def test_the_next_write_cleans_up_after_a_killed_process_only(tmp_path: Path, forks: Forks) -> None:
     assert forks.run("-c", KILLED, tmp_path / "heads").returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.suffix == PARTIAL and names(left) == {"half"}
@@ -189,8 +187,8 @@ def test_a_folder_is_replaced_where_names_cannot_be_exchanged(tmp_path: Path, mo
         assert names(tmp_path / "heads") == {content} and names(tmp_path) == {"heads"}
 
 
-def test_others_may_read_what_a_library_writes_for_its_owner_alone(tmp_path: Path) -> None:
-    """Heads may be served by another user than the one who trained them."""
+def test_written_files_follow_the_umask(tmp_path: Path) -> None:
+    """safetensors writes files for their owner alone, but another user may serve the heads."""
     before = os.umask(0o027)
     try:
         write_atomic(tmp_path / "one", lambda partial: save_file({"a": torch.zeros(1)}, partial))

@@ -1,4 +1,4 @@
-"""Heads inside transformers' own `generate`: what it gives with and without them must be the same."""
+"""Heads inside transformers' own `generate`: the output is the same with and without them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LONG, SHORT = [9, 40, 12, 77, 31, 8], [50, 21, 60]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> str:
-    """Exported heads that were not trained: right by luck, which is all that these tests need."""
+    """Exported, untrained heads."""
     path = tmp_path_factory.mktemp("generation") / "heads"
     export(path, tiny_target)
     return str(path)
@@ -53,13 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> str
 
 @pytest.fixture
 def no_code_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the code of a repository before it runs it."""
+    """Redirect transformers' copies of repository code."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """What a user of transformers has: a model that knows nothing of headstart."""
+    """A plain transformers model, unknown to headstart."""
     model = tiny_model("llama", vocab_size=len(tiny_tokenizer()), max_length=1024)
     model.generation_config.pad_token_id = PAD
     model.generation_config.eos_token_id = None
@@ -76,7 +76,7 @@ def batch(*rows: list[int]) -> dict[str, Tensor]:
 
 
 class Foresight:
-    """Drafts the rest of known texts, with a wrong token beside each right one: every draft that can be right is."""
+    """Drafts the rest of known texts, with a wrong token beside each right one."""
 
     name, aux_layers, max_nodes = "foresight", (), 9
 
@@ -104,9 +104,9 @@ class Foresight:
 
 
 def same(model: Any, folder: str, inputs: dict[str, Tensor], tokenizer: Any = None, **options: Any) -> Tensor:
-    """What transformers' own loop gives; seen to be what it gives with heads, and with drafts that are all right.
+    """Return the output of transformers' own loop; assert that heads and all-correct drafts give the same.
 
-    The right drafts see to it that texts end in the middle of an accepted path.
+    All-correct drafts make texts end in the middle of an accepted path.
     """
     stops = options.get("stopping_criteria", ())
     plain = model.generate(**inputs, tokenizer=tokenizer, **options)
@@ -125,13 +125,13 @@ def same(model: Any, folder: str, inputs: dict[str, Tensor], tokenizer: Any = No
     assert torch.equal(output.sequences, plain)
     if plain.shape[1] > length + 2:
         assert output.tokens_per_round.max() > 2
-    if len(texts) == 1:  # once for each token that was emitted, and for no other
+    if len(texts) == 1:  # once per emitted token
         assert [criterion.calls for criterion in stops] == [old + new for old, new in zip(before, seen, strict=True)]
     return plain
 
 
 class Ban(LogitsProcessor):
-    """No token of the same remainder as the length of the text, padding included: depends on path and padding."""
+    """Bans tokens congruent to the text's length modulo 7: depends on the path and on padding."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores[:, input_ids.shape[1] % 7 :: 7] = float("-inf")
@@ -151,7 +151,7 @@ class StopAt(StoppingCriteria):
 
 
 class Log(BaseStreamer):
-    """Keeps what a streamer is told."""
+    """Records a streamer's calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -179,7 +179,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rows", [(LONG,), (LONG, SHORT, [7])], ids=["one", "batch"])
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())
-def test_greedy_is_that_of_transformers(model: Any, folder: str, rows: Any, options: dict[str, Any]) -> None:
+def test_greedy_equals_transformers(model: Any, folder: str, rows: Any, options: dict[str, Any]) -> None:
     plain = same(model, folder, batch(*rows), **options)
     assert plain.dtype == torch.int64
     same(model, folder, batch(*rows), eos_token_id=[END, *plain[:, -1].tolist()], **options)  # ends that come up
@@ -187,7 +187,7 @@ def test_greedy_is_that_of_transformers(model: Any, folder: str, rows: Any, opti
 
 def test_rows_that_end_early_are_padded(model: Any, folder: str) -> None:
     inputs = batch(LONG, SHORT)
-    end = int(model.generate(**inputs, max_new_tokens=30)[1, 15])  # what the second row says early
+    end = int(model.generate(**inputs, max_new_tokens=30)[1, 15])  # an early token of the second row
     expected = same(model, folder, inputs, max_new_tokens=30, eos_token_id=end, pad_token_id=7)
     assert (expected == 7).any()
     off = model.generate(
@@ -215,7 +215,7 @@ def test_custom_processors(model: Any, folder: str, rows: Any) -> None:
 
 
 def test_nothing_is_applied_twice() -> None:
-    """Each processor that transformers built is either a setting of the decode loop or left in the list."""
+    """Each processor that transformers builds becomes a setting of the decode loop or stays in the list."""
     model = tiny_model("llama")
     config = GenerationConfig(
         do_sample=True, temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.3, renormalize_logits=True
@@ -223,10 +223,8 @@ def test_nothing_is_applied_twice() -> None:
     prompts = Prompts([[1, 2], [3]], [0, 1])
 
     def chain(**changes: Any) -> LogitsChain:
-        config_now = GenerationConfig(**{**config.to_diff_dict(), **changes})
-        processors = model._get_logits_processor(
-            config_now, input_ids_seq_length=2, logits_processor=[Ban()], device="cpu"
-        )
+        now = GenerationConfig(**{**config.to_diff_dict(), **changes})
+        processors = model._get_logits_processor(now, input_ids_seq_length=2, logits_processor=[Ban()], device="cpu")
         return LogitsChain.read(processors, True, prompts)
 
     full = chain()
@@ -234,7 +232,7 @@ def test_nothing_is_applied_twice() -> None:
         "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3
     }  # fmt: skip
     assert [type(processor).__name__ for processor in full.rest] == ["Ban"]
-    later = chain(typical_p=0.8)  # comes after the others, so it keeps them in the list
+    later = chain(typical_p=0.8)  # runs last, so the processors before it stay in the list
     assert later.settings == {"temperature": 1.0, "repetition_penalty": 1.3}
     assert len(later.rest) == 6
 
@@ -243,7 +241,7 @@ def test_nothing_is_applied_twice() -> None:
 def test_stopping_criteria(model: Any, folder: str, rows: Any) -> None:
     text = model.generate(**batch(*rows), max_new_tokens=30)
     stop = StopAt(int(text[0, 18]), int(text[-1, 26]))
-    # With an end token: without one, transformers lets rows that have ended talk on until all have.
+    # With an end token: without one, transformers continues finished rows until all have ended.
     same(model, folder, batch(*rows), max_new_tokens=30, eos_token_id=END, stopping_criteria=[stop])
     assert stop.calls > 5
 
@@ -324,7 +322,7 @@ def test_sampling_through_a_processor(model: Any, folder: str) -> None:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Everything about a model that wrapping it could change."""
+    """Return everything about a model that wrapping it could change."""
     return {
         "attention": model.config._attn_implementation,
         "config": model.config.to_json_string(),
@@ -370,13 +368,9 @@ def test_the_model_is_left_as_it_was(folder: str) -> None:
     assert equal(state(other), before)
 
 
-def test_heads_are_loaded_once_and_the_model_is_not_kept(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_load_once_and_models_go(tmp_path: Path, tiny_target: Target, spy: Any) -> None:
     export(tmp_path / "heads", tiny_target)
-    loads: list[Any] = []
-    load = lend.load
-    monkeypatch.setattr(lend, "load", lambda *args: loads.append(args) or load(*args))
+    loads = spy(lend, "load")
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     for _ in range(2):
         model.generate(torch.tensor([SHORT]), custom_generate=headstart.custom_generate(tmp_path / "heads"))
@@ -402,12 +396,8 @@ def test_a_model_whose_forwards_are_graphs_is_not_kept(folder: str, device: Stan
     assert alive() is None
 
 
-def test_weights_are_packed_once_for_all_calls_and_heads_and_again_when_they_change(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed: list[Any] = []
-    prepack = prepacked.prepack
-    monkeypatch.setattr(prepacked, "prepack", lambda weight, *int8: packed.append(weight) or prepack(weight, *int8))
+def test_weights_pack_once_per_change(tmp_path: Path, tiny_target: Target, spy: Any) -> None:
+    packed = spy(prepacked, "prepack")
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     model.generation_config.eos_token_id = None
     for name in ("heads", "others"):
@@ -458,7 +448,7 @@ def test_a_folder_needs_trust_and_a_running_generate(model: Any, folder: str) ->
         headstart.hf_generate.call.generate(model, torch.tensor([LONG]))
 
 
-def test_a_folder_written_before_is_still_whole(tmp_path: Path, tiny_target: Target, model: Any) -> None:
+def test_a_folder_without_custom_generate_code_is_still_valid(tmp_path: Path, tiny_target: Target, model: Any) -> None:
     export(tmp_path / "heads", tiny_target)
     for file in (tmp_path / "heads" / "custom_generate").iterdir():
         file.unlink()

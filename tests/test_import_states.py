@@ -1,4 +1,4 @@
-"""`headstart data import-states`: from the command that starts vLLM to a run whose states nobody here computed."""
+"""`headstart data import-states`: from the printed vLLM command to a run with imported states."""
 
 from __future__ import annotations
 
@@ -58,19 +58,17 @@ def test_the_states_of_a_run_come_from_vllm(recipe: Path, tmp_path: Path, tiny_t
     assert f"Imported the states of {len(texts) - 1} conversations.\n1 have no states yet" in said
     taken = set(states.glob("shard-*"))
     works("data", "build", recipe, "--run-dir", run)
-    assert len(set(states.glob("shard-*")) - taken) == 1, "what was lacking is computed, and nothing else"
+    assert len(set(states.glob("shard-*")) - taken) == 1, "only the missing states are computed"
     said = works("data", "import-states", recipe, tmp_path / "files", "--run-dir", run).stdout
     assert f"Imported the states of 0 conversations; {len(texts)} already had states." in said
 
 
-def test_there_are_none_to_take_over_where_training_computes_them(recipe: Path, tmp_path: Path) -> None:
+def test_import_is_refused_where_training_computes_the_states(recipe: Path, tmp_path: Path) -> None:
     said = refused("data", "import-states", recipe, tmp_path, "data.states=online", "--run-dir", tmp_path / "run")
     assert "data.states=stored" in said
 
 
-def test_a_server_beside_the_target_gets_the_rest_of_the_gpu(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_gets_the_rest_of_the_gpu(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(load_recipe(str(recipe)), tmp_path / "run", Console(quiet=True))
     assert "--gpu-memory-utilization" not in serve_command(run)
     size = run.target.parameters * 4
@@ -85,7 +83,7 @@ def test_an_override_may_stand_where_the_source_would(recipe: Path, tmp_path: Pa
     assert said.startswith("vllm serve")
 
 
-def test_states_of_one_byte_a_number_lie_beside_the_others(recipe: Path, tmp_path: Path) -> None:
+def test_int8_states_are_stored_separately(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     works("data", "build", recipe, "--run-dir", run)
     shards = {file.name for file in run.parent.glob("artifacts/states/*/shard-*")}

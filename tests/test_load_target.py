@@ -47,7 +47,7 @@ class OursForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def with_code(tmp_path: Path) -> Path:
-    """The folder of a target whose classes are in a file beside its weights."""
+    """The folder of a target with its classes in a file beside the weights."""
     folder = tmp_path / "target_with_code"
     save_tiny_target(folder)
     (folder / "ours.py").write_text(CODE)
@@ -183,8 +183,8 @@ def test_weights_are_read_straight_to_a_gpu(
 
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What asks transformers to spread a model gets its first layer, embeddings and LM head on the stand-in of a GPU,
-    and all other layers on the CPU, with accelerate's own hooks; how it was asked is listed."""
+    """Spread models that are loaded with a `device_map` as accelerate does: first layer, embeddings and LM head on the
+    stand-in GPU, all other layers on the CPU. Lists the requested maps."""
 
     def read(cls: Any, folder: str, **options: Any) -> Any:
         asked.append(options.pop("device_map", None))
@@ -228,9 +228,7 @@ def test_a_target_is_spread_over_devices(tmp_path: Path, tiny_target_folder: Pat
             torch.testing.assert_close(states[layer].cpu(), wanted[layer])
 
 
-def test_what_cannot_be_spread_is_refused(
-    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_to_spread(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_adapter(tmp_path / "adapter", tiny_target_folder)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -246,7 +244,7 @@ def test_what_cannot_be_spread_is_refused(
 
 @pytest.fixture(params=["empty", "the mark alone", "half", "something else"])
 def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A GGUF file that is not whole."""
+    """A damaged GGUF file."""
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_token_list(["a", "b"])
@@ -256,12 +254,7 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     whole = file.read_bytes()
-    kept = {
-        "empty": b"",
-        "the mark alone": whole[:4],
-        "half": whole[: len(whole) // 2],
-        "something else": b"hello" * 99,
-    }
+    kept = {"empty": b"", "the mark alone": whole[:4], "half": whole[: len(whole) // 2], "something else": b"hi" * 99}
     file.write_bytes(kept[request.param])
     return file
 
@@ -276,20 +269,15 @@ def test_a_gguf_file_that_is_not_whole_is_named(broken: Path, tmp_path: Path) ->
     assert not list(Path.home().rglob("model-*")), "nothing half converted"
 
 
-def test_a_target_in_the_place_of_heads_is_told_from_them(tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_a_target_given_as_heads_is_recognised(tmp_path: Path, tiny_target_folder: Path) -> None:
     (tmp_path / "model.gguf").touch()
     for target in (tmp_path / "model.gguf", tiny_target_folder, "smollm2-135m"):
         for command in (["generate", target, "--prompt", "hi"], ["tune", target], ["audit", target]):
             said = refused(*command)
-            assert f"{target} holds no heads in headstart's own format" in said and "--drafter ngram" in said, (
-                command,
-                said,
-            )
+            assert f"{target} holds no heads in headstart's own format" in said and "--drafter ngram" in said, command
 
 
-def test_processes_that_cannot_share_the_heads_are_refused(
-    tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uneven_sharding(tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.model.loading._read", lambda *_, **__: (tiny_target.model, tiny_target.tokenizer))
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
     with pytest.raises(UserError, match=r"3 processes cannot share the 2 key heads of .*divides 2"):

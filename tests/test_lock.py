@@ -1,4 +1,4 @@
-"""One run at a time in a folder, on any file system."""
+"""A folder takes a single run, on any file system."""
 
 from __future__ import annotations
 
@@ -30,18 +30,16 @@ def refusing(number: int) -> Callable[..., None]:
 
 @pytest.fixture
 def gone() -> int:
-    """The number of a process that has ended."""
+    """The id of a process that has ended."""
     process = subprocess.Popen(["true"])
     process.wait()
     return process.pid
 
 
-def test_a_file_system_without_flock_takes_the_other_kind_of_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_falls_back_to_lockf_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOTSUP))
     with locked(tmp_path / "run"):
-        # Such locks are between processes: ask for it in another one.
+        # These locks hold between processes: try it from another one.
         ask = f"import fcntl; fcntl.lockf(open({str(tmp_path / 'run' / 'lock')!r}, 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
         asked = subprocess.run(["python3", "-c", ask], capture_output=True, text=True)
         assert "BlockingIOError" in asked.stderr
@@ -54,7 +52,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fcntl, kind, refusing(errno.ENOLCK))
 
 
-def test_without_any_locks_a_file_names_who_works_there(tmp_path: Path, without_locks: None) -> None:
+def test_without_file_locks_a_marker_names_the_process(tmp_path: Path, without_locks: None) -> None:
     mine = rf"process {os.getpid()}\)"
     with locked(tmp_path):
         with pytest.raises(UserError, match=mine) as refused, locked(tmp_path):
@@ -65,9 +63,7 @@ def test_without_any_locks_a_file_names_who_works_there(tmp_path: Path, without_
     assert not (tmp_path / "lock.held").exists()
 
 
-def test_what_a_killed_process_left_is_taken_over_on_its_machine_only(
-    tmp_path: Path, without_locks: None, gone: int
-) -> None:
+def test_a_killed_process_marker_is_taken_over_on_its_machine(tmp_path: Path, without_locks: None, gone: int) -> None:
     mark = tmp_path / "lock.held"
     mark.write_text(f"{gone} on {socket.gethostname()}")
     with locked(tmp_path):
@@ -75,13 +71,11 @@ def test_what_a_killed_process_left_is_taken_over_on_its_machine_only(
     for words in (f"{gone} on elsewhere", "", "half a wo"):
         mark.write_text(words)
         with pytest.raises(UserError, match="Another run") as refused, locked(tmp_path):
-            pytest.fail("nobody knows whether that process still runs")
+            pytest.fail("that process may still run")
         assert f"rm {mark}" in refused.value.remedy
 
 
-def test_a_holder_that_leaves_while_its_name_is_read_is_still_one(
-    tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vanishing_marker_still_counts(tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mark, read = tmp_path / "lock.held", Path.read_text
 
     def leave_first(path: Path, **how: Any) -> str:
@@ -96,22 +90,20 @@ def test_a_holder_that_leaves_while_its_name_is_read_is_still_one(
         pass
 
 
-def test_another_fault_of_the_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_disk_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.EIO))
     with pytest.raises(UserError, match=r"Cannot lock .*/lock: Input/output error"), locked(tmp_path):
         pytest.fail("not locked")
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence() -> None:
+def test_an_unwritable_folder_is_one_sentence() -> None:
     with pytest.raises(UserError, match="Cannot write in /proc/x") as refused, locked(Path("/proc/x")):
         pytest.fail("not there")
     assert "--run-dir" in refused.value.remedy
 
 
 @pytest.mark.parametrize("where", ["elsewhere", "here"])
-def test_a_lock_is_named_after_a_minute_with_what_to_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_long_wait_names_the_lock_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     now, made = [0.0], Artifact(tmp_path / "states" / "x", {})
     console = Console(file=StringIO(), width=500)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,12 +15,11 @@ from headstart.support.files import read_json
 from tests.standin import CUDA, StandIn
 from tests.test_benchmarks import script
 
-SECTIONS = ["correctness", "waits", "forwards", "decoding", "training", "memory", "splitting"]
+SECTIONS = ["correctness", "waits", "forwards", "decoding", "training", "splitting"]
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.delitem(sys.modules, "forward", raising=False)
     return script("on_gpu", monkeypatch)
 
 
@@ -33,6 +31,7 @@ def test_every_section_at_toy_size(on_gpu: ModuleType, tmp_path: Path) -> None:
     assert outcomes == dict.fromkeys(SECTIONS, "passed")
     rows = {row["name"]: row for row in results["rows"]}
     assert rows["waits, waits and launches"]["counted"].startswith("not counted")
+    assert rows["decoding, batch 1"]["reserved_gigabytes"] > 0 and rows["decoding, batch 1"]["over_plain"] > 0
     assert rows["splitting, counted before"]["batches"] == [4, 2, 2]
     assert results["machine"]["forward"] == "replayed"
 
@@ -70,8 +69,8 @@ def test_forwards_on_the_device(on_gpu: ModuleType, monkeypatch: pytest.MonkeyPa
     with StandIn():
         on_gpu.forwards(bench)
     (row,) = bench.rows
-    assert row["forward"].keys() > {"graphs_ms", "replayed_ms", "modules_ms"}
-    assert row["forward"]["largest_difference"] < 0.1
+    assert row["forward"]["own_ms"] > 0 and row["forward"]["modules_ms"] > 0
+    assert 0 < row["forward"]["largest_difference"] < 0.1, "two ways of computing the same logits"
 
 
 @pytest.mark.parametrize("arguments", [["--device", "cpu"], ["--quick"]])

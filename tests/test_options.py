@@ -1,4 +1,4 @@
-"""The options of decoding are defined once: everything that takes them takes the same."""
+"""Decoding options are defined once, and every interface takes the same ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_option_has_a_meaning_and_the_class_shows_it() -> None:
         assert text and f"{one.name}: {text}" in (DecodeOptions.__doc__ or "")
 
 
-def test_the_words_to_choose_from_are_those_there_are() -> None:
+def test_descriptions_list_every_choice() -> None:
     assert all(name in meaning(DecodeOptions, "verifier").text for name in DRAWS)
     assert all(name in meaning(DecodeOptions, "drafter").text for name in DRAFTERS)
 
@@ -70,7 +70,7 @@ def test_options_are_checked_without_a_target() -> None:
 
 def test_every_option_is_checked_for_its_type() -> None:
     for item in fields(DecodeOptions):
-        if item.name not in ("draft", "tree", "stop_test"):  # those to choose from, and what Python alone can give
+        if item.name not in ("draft", "tree", "stop_test"):  # choices, and a Python-only option
             with pytest.raises(UserError, match=f"{item.name} is "):
                 check_options(DecodeOptions(**{item.name: 1j}))
 
@@ -91,7 +91,7 @@ def test_commands_take_every_option_that_can_be_typed() -> None:
     assert inspect.signature(cli_heads.chat).parameters["max_new_tokens"].default == 512
 
 
-def test_what_is_typed_is_what_the_command_gets() -> None:
+def test_typed_options_reach_the_command() -> None:
     got: list[Any] = []
     app = typer.Typer()
 
@@ -106,24 +106,9 @@ def test_what_is_typed_is_what_the_command_gets() -> None:
         return got.pop()
 
     assert typing("Ada") == ("Ada", DecodeOptions(seed=7), False)
-    words = [
-        "--top-k",
-        "3",
-        "--tree",
-        "chain",
-        "--draft",
-        "off",
-        "--stop",
-        "a",
-        "--stop",
-        "b",
-        "--raw",
-        "--loud",
-        "--temperature",
-        "0.5",
-    ]
+    words = "--top-k 3 --tree chain --draft off --stop a --stop b --raw --loud --temperature 0.5"
     wanted = DecodeOptions(seed=7, top_k=3, tree="chain", draft="off", stop=["a", "b"], raw=True, temperature=0.5)
-    assert typing("Bob", *words) == ("Bob", wanted, True)
+    assert typing("Bob", *words.split()) == ("Bob", wanted, True)
     assert typing("Bob", "--tree", "tuned")[1].tree is None
     refused = CliRunner().invoke(app, ["Bob", "--tree", "bush"])
     assert refused.exit_code == 2 and "chain" in refused.output

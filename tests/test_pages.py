@@ -74,6 +74,7 @@ def test_lists_and_tables_begin_a_paragraph(page: Path) -> None:
         begins = re.match(r"(?: *)(?:[-*]|\d+\.) ", line)
         inside = re.match(r"(?: +|[-*] |\d+\. )", before)
         assert not (begins and before.strip() and not inside), f"an empty line before: {line}"
+        assert not line.lstrip().startswith("<!-- value"), f"GitHub takes this line for a block of HTML: {line}"
         before = line
 
 

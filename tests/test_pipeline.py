@@ -1,4 +1,4 @@
-"""A whole run on a tiny target that is interrupted in every stage."""
+"""A whole run on a tiny target, interrupted in every stage."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ from tests.forks import Forks
 from tests.test_stages import said
 
 WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
+SIZES = {"conversations": 12, "heldout": 4, "validation": 4, "max_new_tokens": 16, "batch_size": 4}
+TOO_MUCH = {"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
 
 
 def tiny_recipe(folder: Path, target: Path, **changes: Any) -> Recipe:
@@ -54,14 +56,7 @@ def tiny_recipe(folder: Path, target: Path, **changes: Any) -> Recipe:
     settings: dict[str, Any] = {
         "name": "tiny",
         "target": {"spec": str(target), "dtype": "float32", "device": "cpu"},
-        "data": {
-            "prompts": str(prompts),
-            "conversations": 12,
-            "heldout": 4,
-            "validation": 4,
-            "max_new_tokens": 16,
-            "batch_size": 4,
-        },
+        "data": {"prompts": str(prompts), **SIZES},
         "heads": {"family": "medusa", "num_heads": 2},
         "train": {"steps": 4, "batch_tokens": 512, "eval_every": 2, "save_every": 2},
         "tune": {"widths": [1, 2, 4], "context": 32, "max_nodes": 4, "max_rank": 2},
@@ -78,14 +73,14 @@ def quiet(folder: Path, recipe: Recipe) -> Run:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Recipe, Path]:
-    """A run that nothing disturbed."""
+    """An uninterrupted run."""
     path = tmp_path_factory.mktemp("whole")
     recipe = tiny_recipe(path, tiny_target_folder, train={"tracker": "tensorboard"})
     execute(quiet(path / "run", recipe), STAGES)
     return recipe, path / "run"
 
 
-def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> None:
+def test_a_finished_run_has_its_report_heads_and_data(whole: tuple[Recipe, Path]) -> None:
     import headstart
 
     recipe, folder = whole
@@ -127,7 +122,7 @@ def test_a_second_run_loads_no_model(whole: tuple[Recipe, Path], monkeypatch: py
 
 
 def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """`function`, that is interrupted in place of its call number `calls` (from 0)."""
+    """Return `function` with its call number `calls` (from 0) interrupted."""
     done = iter(range(1000))
 
     def interrupted(*arguments: Any, **named: Any) -> Any:
@@ -147,12 +142,10 @@ PLACES = (
     ("export", "headstart.hub.format.write_card", 0),
     ("eval", "headstart.eval.report.write_text", 1),
 )
-"""(stage, function that is interrupted in it, at which of its calls)."""
+"""Stage, a function to interrupt in it, and at which call."""
 
 
-def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
-    tmp_path: Path, whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts_in_every_stage(tmp_path: Path, whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, undisturbed = whole
     folder = tmp_path / "runs" / "run"
     names = [stage.name for stage in STAGES]
@@ -211,13 +204,13 @@ def test_a_run_killed_while_training_goes_on(
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints that are whole."""
+    """Return the step of the newest complete checkpoint."""
     return max(int(path.name[5:]) for path in (folder / "train" / "checkpoints").glob("step-????????"))
 
 
 @pytest.fixture
 def copied(tmp_path: Path, whole: tuple[Recipe, Path]) -> tuple[Recipe, Path]:
-    """A copy of the finished run and of what it refers to, to be changed."""
+    """A copy of the finished run and its artifacts that a test may change."""
     recipe, folder = whole
     shutil.copytree(folder.parent, tmp_path / "runs", symlinks=True)
     return recipe, tmp_path / "runs" / "run"
@@ -230,7 +223,7 @@ def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
 
 
 def files_under(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Every file that holds something made, with its size and time: locks and links left out."""
+    """Return size and time of every file, without locks and links."""
     return {
         file: (file.stat().st_size, file.stat().st_mtime_ns)
         for file in folder.rglob("*")
@@ -239,7 +232,7 @@ def files_under(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def kept(before: dict[Path, tuple[int, int]]) -> bool:
-    """Whether every file of artifacts is still there as it was; model cards tell of the newest report."""
+    """Return whether every artifact file is unchanged; model cards may cite the newest report."""
     return all(
         file.is_file() and (file.stat().st_size, file.stat().st_mtime_ns) == stamp
         for file, stamp in before.items()
@@ -247,17 +240,25 @@ def kept(before: dict[Path, tuple[int, int]]) -> bool:
     )
 
 
-def test_heads_that_are_there_are_found_without_a_record(
-    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+DONE = {
+    "write": "headstart.data.conversations.part_writer.Answers.answered",
+    "states": "headstart.data.states.shards._write_shard",
+    "train": "headstart.pipeline.head_stages.train",
+    "tune": "headstart.pipeline.head_stages.tune",
+    "eval": "headstart.pipeline.actions.evaluate",
+}
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *stages: str) -> None:
+    """Fail if a finished stage works again."""
+    for stage in stages:
+        monkeypatch.setattr(DONE[stage], lambda *_, stage=stage: pytest.fail(f"{stage} works again"))
+
+
+def test_artifacts_are_found_without_records(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     shutil.rmtree(folder / "stages")
-    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
-    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
-    monkeypatch.setattr("headstart.pipeline.head_stages.tune", lambda *_: pytest.fail("tuned again"))
+    forbid(monkeypatch, "train", "write", "states", "tune")
     execute(quiet(folder, recipe), STAGES)
 
 
@@ -271,21 +272,17 @@ def test_heads_that_are_there_are_found_without_a_record(
     ],
     ids=str,
 )
-def test_what_changes_nothing_costs_nothing(
+def test_settings_without_effect_on_artifacts_cost_nothing(
     copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch, change: dict[str, dict[str, Any]]
 ) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
-    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
+    forbid(monkeypatch, "train", "write", "states")
     execute(quiet(folder, changed(recipe, **change)), STAGES)
     assert files_under(folder.parent / "artifacts").keys() == before.keys() and kept(before)
 
 
-def test_longer_training_goes_on_and_the_shorter_one_is_kept(
+def test_longer_training_continues_and_keeps_the_shorter(
     copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, folder = copied
@@ -298,15 +295,14 @@ def test_longer_training_goes_on_and_the_shorter_one_is_kept(
     assert json.loads((first / "result.json").read_text())["steps"] == 4
     assert kept(before)
     # Back to the shorter one: everything is still there, its report and its heads too.
-    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.pipeline.actions.evaluate", lambda *_: pytest.fail("measured again"))
+    forbid(monkeypatch, "train", "eval")
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "train").resolve() == first
     rows = [json.loads(row)["step"] for row in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
     assert rows == [0, 2, 4]
 
 
-def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Recipe, Path]) -> None:
+def test_more_conversations_are_appended(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     text = (folder / "data" / "conversations" / "train.jsonl").read_text()
@@ -316,15 +312,13 @@ def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Reci
     assert kept(before)
     made = [file for file in files_under(folder.parent / "artifacts") if file not in before]
     assert sorted(file.name.partition("-")[0] for file in made if file.parent.name == "parts") == ["00005", "00006"]
-    # Fewer use a part of them, and those of before are what was trained on before.
+    # Asking for fewer again takes the first part, as trained on before.
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "data" / "conversations" / "train.jsonl").read_text() == text
 
 
-def test_a_revision_that_is_no_longer_asked_for_is_left(
-    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was asked for once is pinned as long as it is asked for; a run whose data set moves on keeps its commit."""
+def test_a_dropped_revision_is_left(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch is pinned to one commit while the recipe names it; a run stays on it when the data set moves on."""
     hub, folder = FakeHub(monkeypatch), tmp_path / "run"
 
     def commit(revision: str | None) -> str:
@@ -343,10 +337,7 @@ def test_a_revision_that_is_no_longer_asked_for_is_left(
 def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
-    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
+    forbid(monkeypatch, "write", "states")
     heads = parse_heads({"family": "hydra", "num_heads": 2})
     other = recipe.model_copy(update={"name": "other", "heads": heads})
     execute(quiet(folder.parent / "other", other), STAGES)
@@ -361,7 +352,7 @@ def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch
     assert all(run.tau is not None and run.speedup is not None and run.bytes > 10_000 for run in states.values())
 
 
-def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> None:
+def test_gc_frees_only_unreferenced_artifacts(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
     assert unreferenced(folder.parent) == []
     first = (folder / "train").resolve()
@@ -370,7 +361,7 @@ def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> Non
     assert {one.path.parent.name for one in found} == {"heads", "tuning", "exports", "reports"}
     assert first in {one.path.resolve() for one in found}
     used = {path for path in files_under(folder.parent) if not any(one.path in path.parents for one in found)}
-    with locked(found[0].path):  # another process goes on with it
+    with locked(found[0].path):  # another process uses it
         assert found[0].path not in {one.path for one in unreferenced(folder.parent)}
         assert free(folder.parent, found) > 0
         assert found[0].path.is_dir()
@@ -380,9 +371,7 @@ def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> Non
     assert not execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES), "the run is still whole"
 
 
-def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
-    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_gc_leaves_nothing_complete(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     execute(quiet(folder, changed(recipe, train={"steps": 6})), stages_until("train"))
     heads = [one for one in unreferenced(folder.parent) if one.path.parent.name == "heads"]
@@ -402,7 +391,7 @@ def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
     assert free(folder.parent, found) > 0 and unreferenced(folder.parent) == []
 
 
-def test_what_a_run_takes_up_again_before_the_answer_is_not_deleted(copied: tuple[Recipe, Path]) -> None:
+def test_gc_spares_artifacts_reused_before_the_answer(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
     execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES)
     found = unreferenced(folder.parent)
@@ -411,9 +400,7 @@ def test_what_a_run_takes_up_again_before_the_answer_is_not_deleted(copied: tupl
     assert not execute(quiet(folder, recipe), STAGES), "all of it is still there"
 
 
-def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(
-    copied: tuple[Recipe, Path], forks: Forks
-) -> None:
+def test_heads_trained_by_a_launcher_meanwhile_are_not_reused(copied: tuple[Recipe, Path], forks: Forks) -> None:
     recipe, folder = copied
     (tmp := folder.parent.parent / "longer.yaml").write_text(recipe_text(changed(recipe, train={"steps": 6})))
     done = forks.run("-m", "headstart.train", tmp, "--run-dir", folder)
@@ -422,9 +409,7 @@ def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(
     run = Run(changed(recipe, tune={"max_rank": 1}), folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("tune"))
     assert "train.steps changed from 6 to 4" in said(run)
-    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, (
-        "the heads that the recipe asks for"
-    )
+    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, "the recipe's own heads"
 
 
 def test_states_that_no_run_reads_are_freed_alone(copied: tuple[Recipe, Path]) -> None:
@@ -448,9 +433,7 @@ def test_the_card_counts_the_conversations_that_were_trained_on(copied: tuple[Re
     assert f"| training conversations | {used} |" in (folder / "heads" / "README.md").read_text()
 
 
-def test_the_byte_budget_holds_for_both_splits_together_and_stops_the_writing(
-    tmp_path: Path, tiny_target_folder: Path
-) -> None:
+def test_the_byte_budget_covers_both_splits_and_stops_the_writing(tmp_path: Path, tiny_target_folder: Path) -> None:
     recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 28, "cache_gigabytes": 2e-4})
     run = quiet(tmp_path / "runs" / "run", recipe)
     execute(run, stages_until("states"))
@@ -472,20 +455,16 @@ def test_a_shard_cut_short_is_computed_again(copied: tuple[Recipe, Path]) -> Non
     execute(quiet(folder, recipe), stages_until("train"))
     again = StateStore(folder / "data" / "states" / "train")
     assert shard not in again.files
-    for i, states_TE in enumerate(before):  # float32, once read token by token and once at a time
+    for i, states_TE in enumerate(before):  # float32, read token by token and then in one forward
         torch.testing.assert_close(again.get(i).states[FINAL], states_TE, atol=1e-4, rtol=1e-4)
 
 
-def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The teacher beside the states is enough; what is damaged of it is written again, by the target."""
+def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], spy: Any) -> None:
+    """The stored teacher is enough; a damaged one is rewritten, which loads the target."""
     recipe, folder = copied
     before = load_file(folder / "train" / "last" / "heads.safetensors")
     (teacher,) = (folder.parent / "artifacts").glob("states/*/teacher-*")
-    loaded: list[str] = []
-    load = headstart.model.loading.load_target
-    monkeypatch.setattr(
-        "headstart.model.loading.load_target", lambda *words, **more: loaded.append(words[0]) or load(*words, **more)
-    )
+    loaded = spy(headstart.model.loading, "load_target")
     for damaged in (False, True):
         shutil.rmtree((folder / "train").resolve())
         (folder / "stages" / "train.json").unlink()
@@ -501,15 +480,13 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
 def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     stored = (folder / "train").resolve()
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
+    forbid(monkeypatch, "write")
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("export"))
     assert "nothing to store: training computes them" in said(run)
     found = [one for one in unreferenced(folder.parent) if one.path.parent.name == "states"]
-    assert len(found) == 1, "what was stored before is not referred to any more"
+    assert len(found) == 1, "the stored states are unreferenced now"
     free(folder.parent, found)
     assert not list(folder.parent.rglob("shard-*")) and not list(folder.parent.rglob("teacher-*"))
     assert (folder / "train").resolve() != stored, "an artifact of its own"
@@ -519,9 +496,7 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     assert (folder / "train").resolve() == stored, "stored states find the heads that they have taught"
 
 
-def test_another_model_in_the_targets_place_builds_everything_anew(
-    copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path
-) -> None:
+def test_a_changed_model_rebuilds_all(copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path) -> None:
     recipe, folder = copied
     path = tmp_path / "target"
     shutil.copytree(tiny_target_folder, path)
@@ -571,9 +546,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     assert "Compute per draft" in text and "Conversations" not in dict(plan.facts)
     before = make_plan(quiet(tmp_path / "none", recipe))
     assert before.left == dict.fromkeys(before.seconds, "") and "Hidden states on disk" in dict(before.facts)
-    greedy = tiny_recipe(
-        tmp_path, tiny_target_folder, data={"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
-    )
+    greedy = tiny_recipe(tmp_path, tiny_target_folder, data=TOO_MUCH)
     problems = make_plan(quiet(tmp_path / "none", greedy)).problems
     assert any("free" in problem for problem in problems)
     long = tiny_recipe(tmp_path, tiny_target_folder, data={"max_new_tokens": 5000, "minutes": 1})
@@ -583,7 +556,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
 def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
     copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a package with the target was installed again. `run` finds out, too, and works no further."""
+    """As after reinstalling a package with the target. `run` notices too, and does no further work."""
     folder = copied[1]
     recipe = tiny_recipe(tmp_path, tiny_target_folder)
     execute(quiet(folder, recipe), STAGES)
@@ -601,13 +574,11 @@ def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
     assert set(make_plan(quiet(folder, other)).left) == {stage.name for stage in STAGES}, "it is planned, not refused"
 
 
-def test_writing_waits_for_no_states_of_another_run(
-    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writing_awaits_no_other_run(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = quiet(tmp_path / "runs" / "run", tiny_recipe(tmp_path, tiny_target_folder))
     execute(run, stages_until("target"))
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))
-    monkeypatch.setattr("headstart.support.artifacts.time", clock)  # of other threads nothing is said
+    monkeypatch.setattr("headstart.support.artifacts.time", clock)  # other modules may sleep
     states = states_artifact(run).folder
     with locked(states):
         execute(run, stages_until("conversations"))
@@ -626,8 +597,6 @@ def test_inputs_are_checked_before_any_work(tmp_path: Path, tiny_target_folder: 
 
 
 def test_too_little_disk_is_said_before_the_data_is_written(tmp_path: Path, tiny_target_folder: Path) -> None:
-    recipe = tiny_recipe(
-        tmp_path, tiny_target_folder, data={"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
-    )
+    recipe = tiny_recipe(tmp_path, tiny_target_folder, data=TOO_MUCH)
     with pytest.raises(UserError, match="are free"):
         execute(quiet(tmp_path / "run", recipe), STAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import json
@@ -97,9 +96,7 @@ class TestLengths:
         assert lengths.tokens == pytest.approx(len(tiny_target.tokenizer(whole)["input_ids"]), rel=0.03)
         assert lengths.answer == 300 and lengths.turns == lengths.cached == 0
 
-    def test_they_are_those_of_the_conversations_that_are_written(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_match_written_texts(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "p.jsonl"
         rows = [{"turns": [f"First {i} " * (1 + i % 3), f"Second {i}", "Third"][: 1 + i % 3]} for i in range(24)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -141,16 +138,14 @@ def prompt_file(folder: Path, turns: int, count: int = 40) -> str:
 
 @pytest.fixture
 def measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No forward is timed, and the process holds nothing but what is planned."""
+    """Skip timing forwards, and count no memory of this process."""
     monkeypatch.setattr(planning, "dry_run", lambda *_: Speeds(0.01, 1e-4, 0.1, 1000, "a dry run"))
     monkeypatch.setattr(planning, "_resident", lambda: 0)
 
 
 @pytest.mark.usefixtures("measured_before")
 class TestMemory:
-    def test_turns_fill_the_cache_and_so_do_two_workers(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_cache_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def writing(turns: int, threads: int) -> tuple[int, Target]:
             monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
             data = {"prompts": prompt_file(tmp_path, turns), "max_new_tokens": 50}
@@ -164,22 +159,15 @@ class TestMemory:
         assert five - one == pytest.approx(4 * four_turns * each, rel=0.05)
         assert writing(5, 2)[0] == 2 * five
 
-    def test_what_is_said_of_writing_is_what_it_takes(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    def test_writing_memory(
+        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch, spy: Any
     ) -> None:
         """The largest cache that is made, and the copy beside it for a moment."""
-        made: list[int] = []
-        new_cache = Target.new_cache
-
-        def noted(self: Target, rows: int, capacity: int) -> TreeCache:
-            made.append(rows * capacity * self.kv_bytes_per_token)
-            return new_cache(self, rows, capacity)
-
         settings = recipe(tmp_path, tiny_target_folder, data={"prompts": prompt_file(tmp_path, 3)})
         run = quiet(settings, tmp_path / "run")
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         planned = make_plan(run).memory["conversations"]
-        monkeypatch.setattr(Target, "new_cache", noted)
+        calls = spy(Target, "new_cache")
         end = run.target.tokenizer.eos_token_id
 
         continue_rows = InProcess.continue_rows
@@ -189,11 +177,10 @@ class TestMemory:
 
         monkeypatch.setattr(InProcess, "continue_rows", longest)
         build_conversations(run.target, settings.data, tmp_path / "data")
+        made = [rows * capacity * target.kv_bytes_per_token for target, rows, capacity in calls]
         assert 0.6 * planned < 1.875 * max(made) <= planned, "the rest are logits and hidden states"
 
-    def test_training_counts_states_teacher_and_optimiser(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_training_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def training(**train: Any) -> int:
             run = quiet(recipe(tmp_path, tiny_target_folder, train=train), tmp_path / "run")
             return make_plan(run).memory["train"]
@@ -201,18 +188,15 @@ class TestMemory:
         target = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run").target
         before_and_after_loading = itertools.cycle((0, 4 * target.parameters))
         monkeypatch.setattr(planning, "_resident", lambda: next(before_and_after_loading))
-        each = (
-            3 * target.hidden_size + target.vocab_size
-        ) * 4  # Medusa reads the final state; two steps are read ahead
+        # Medusa reads the final state; two steps are read ahead.
+        each = (3 * target.hidden_size + target.vocab_size) * 4
         assert training(batch_tokens=1024) - training(batch_tokens=512) == 512 * each
         heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
         minimum = 16 * heads.trainable_parameters + 512 * each + 2 * 4 * target.vocab_size * target.hidden_size
         teacher, complete = training(batch_tokens=512), training(batch_tokens=512, joint={"rank": 2})
         assert minimum <= teacher < complete < teacher + 4 * target.parameters
 
-    def test_too_little_memory_is_a_problem(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_too_little_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run")
         plan = make_plan(run)
         assert plan.problems == []
@@ -222,9 +206,7 @@ class TestMemory:
         monkeypatch.setattr(planning, "free_bytes", lambda _device: 1000)
         assert "The report takes" in " ".join(make_plan(run).problems)
 
-    def test_processes_share_the_memory_of_a_cpu_and_have_a_gpu_each(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_shared_cpu_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run")
         needed = make_plan(run).memory
         monkeypatch.setattr(planning, "free_bytes", lambda _device: 2 * needed["train"] - 2)
@@ -238,29 +220,20 @@ class TestMemory:
             shares[device] = [work.room(stage) for stage in ("train", "eval")]
         assert shares == {"cpu": [10, 80], "cuda": [80, 80]}
 
-    def test_states_that_the_budget_leaves_out_are_told(self, tmp_path: Path, tiny_target_folder: Path) -> None:
-        def states(gigabytes: float) -> str:
-            data = {"prompts": "self", "conversations": 100_000, "cache_gigabytes": gigabytes}
-            plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run"))
-            return dict(plan.facts)["Hidden states on disk"]
-
-        told = re.search(r"^1.0 GB, .* all would take (\d+).* GB", states(1.0))
-        assert told is not None
-        assert "would take" not in states(float(told[1]) + 1)
-
-    def test_no_more_is_written_than_there_is_room_for(self, tmp_path: Path, tiny_target_folder: Path) -> None:
+    def test_the_states_budget_limits_writing(self, tmp_path: Path, tiny_target_folder: Path) -> None:
         def plan(gigabytes: float) -> Plan:
             data = {"prompts": "self", "conversations": 100_000, "cache_gigabytes": gigabytes}
             return make_plan(quiet(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run"))
 
+        told = re.search(r"^1.0 GB, .* all would take (\d+).* GB", dict(plan(1.0).facts)["Hidden states on disk"])
+        assert told is not None
+        assert "would take" not in dict(plan(float(told[1]) + 1).facts)["Hidden states on disk"]
         half, whole = plan(0.01), plan(0.02)
         assert whole.disk["conversations"] == pytest.approx(2 * half.disk["conversations"], rel=0.01)
         counts = [int(dict(one.facts)["Conversations"].split()[1]) for one in (half, whole)]
         assert counts[1] == pytest.approx(2 * counts[0], rel=0.1) and counts[1] < 50_000
 
-    def test_prompts_that_cannot_be_read_are_a_problem_and_fewer_than_asked_for_are_counted(
-        self, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_missing_and_few_prompts(self, tmp_path: Path, tiny_target_folder: Path) -> None:
         empty = tmp_path / "empty.jsonl"
         empty.write_text("")
         plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, data={"prompts": str(empty)}), tmp_path / "run"))
@@ -285,7 +258,7 @@ def tried(target: Target, batch_tokens: int, limit: float = 1.0) -> tuple[Speeds
     return dry_run(target, heads, [-1], section, lengths, reported.append, limit), reported
 
 
-def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: Target) -> None:
+def test_activation_memory_grows_with_the_batch(tiny_target: Target) -> None:
     lengths = assumed_lengths(DataSection(), tiny_target.max_length)
     small, large = (tried(tiny_target, tokens)[0].batch_bytes for tokens in (1024, 4096))
     assert small > 0
@@ -295,11 +268,8 @@ def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: 
 
 
 @pytest.mark.parametrize(("slow", "steps"), [(0.04, 128), (100.0, 2)])
-def test_a_dry_run_keeps_to_its_limit(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int
-) -> None:
-    """A forward, or learning from a token, takes so many seconds of a clock of its own: where one takes longer than the
-    limit, nothing is done twice."""
+def test_a_dry_run_is_limited(tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int) -> None:
+    """On a fake clock a forward and a learned token take `slow` seconds each; nothing is repeated beyond the limit."""
     now, learn, forwards = [0.0], dry_running._Trial.learn, list[int]()
     forward_tree, hidden_states = Target.forward_tree, Target.hidden_states
 
@@ -330,7 +300,7 @@ def test_a_dry_run_keeps_to_its_limit(
 
 
 PAPER = Path(__file__).parents[1] / "docs" / "plans"
-"""Configs of models of which nothing else is here."""
+"""Configs of models that are not on this machine."""
 
 
 def on_paper(model: str, recipe_name: str, folder: Path, processes: int = 1, states: str = "stored") -> Plan:
@@ -377,9 +347,7 @@ class TestByTheConfigAlone:
         assert one.disk["states"] == pytest.approx(min(550e9, 32128 * (200 + answer_tokens(512)) * per_token), rel=0.01)
 
     @pytest.mark.parametrize("recipe_name", ["eagle3-8b", "medusa-8b", "dspark-8b"])
-    def test_recipes_for_8b_learn_from_all_conversations_and_store_no_states(
-        self, tmp_path: Path, recipe_name: str
-    ) -> None:
+    def test_recipes_for_8b_use_all_conversations_and_store_no_states(self, tmp_path: Path, recipe_name: str) -> None:
         """Long ones, of several turns, would not all fit the disk."""
         recipe = load_recipe(recipe_name, [f"target={PAPER / 'llama-3.1-8b'}"])
         run = quiet(recipe, tmp_path / "none")
@@ -392,21 +360,20 @@ class TestByTheConfigAlone:
         tokens = [int(dict(plan.facts)["Conversations"].split(", ")[1].split()[0]) for plan in plans]
         assert steps[1] / steps[0] == pytest.approx(tokens[1] / tokens[0], rel=0.02), "no budget cuts them"
         target = run.recipe.data
-        assert (
-            target.conversations == 32000 and target.sampled_fraction == load_recipe("quickstart").data.sampled_fraction
-        )
+        assert target.conversations == 32000
+        assert target.sampled_fraction == load_recipe("quickstart").data.sampled_fraction
 
     def test_states_of_70b_are_stored(self, tmp_path: Path) -> None:
         for name in ("eagle3-70b", "dspark-70b"):
             assert load_recipe(name).data.states == "stored"
 
-    def test_nothing_is_said_of_hours(self, tmp_path: Path) -> None:
+    def test_a_plan_on_paper_predicts_no_time(self, tmp_path: Path) -> None:
         plan = on_paper("llama-3.1-8b", "eagle3-8b", tmp_path)
         assert plan.seconds == {} and plan.room is None and plan.free_bytes is None
         assert "are not on this machine" in plan.how
         assert dict(plan.facts)["Memory while training"].startswith("at least 11.7 GB")
 
-    def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_target_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")
         monkeypatch.setattr("headstart.model.loading.absent", lambda *_: offline)
         with pytest.raises(UserError, match="cannot be reached") as refused:
@@ -436,7 +403,7 @@ def test_optimisers_keep_what_is_planned(tiny_target: Target, optimizer: str) ->
     assert optimizer_bytes(heads, found.train) == kept
 
 
-def test_what_is_written_says_how_long_conversations_are(tiny_target: Target) -> None:
+def test_lengths_follow_the_written_conversations(tiny_target: Target) -> None:
     data = DataSection(max_new_tokens=20)
     tokens, spans = [list(range(3, 33)), list(range(3, 53))], [(10, 30), (10, 20)]
     found = [
@@ -446,14 +413,6 @@ def test_what_is_written_says_how_long_conversations_are(tiny_target: Target) ->
     lengths = written_lengths(data, tiny_target.max_length, found)
     assert (lengths.tokens, lengths.turns, lengths.answer) == (40, 1, 15)
     assert (lengths.cached, lengths.source) == (70, "as the 2 that are written")
-
-
-def test_the_page_on_scaling_says_what_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAPER.parents[1] / "benchmarks"))
-    scaling = importlib.import_module("scaling")
-    page = (PAPER.parent / "scaling.md").read_text(encoding="utf-8")
-    assert "memory of a GPU while training, at least" in page
-    assert scaling.page(page) == page, "python benchmarks/scaling.py writes it again"
 
 
 def test_a_plan_for_programs(tmp_path: Path) -> None:

@@ -14,13 +14,8 @@ import yaml
 from headstart.errors import UserError
 from headstart.heads.base import make_config
 from headstart.model.model import Target
-from headstart.recipes.recipe import load_recipe, packaged_recipes, parse_recipe, recipe_text, text_to_edit
+from headstart.recipes.recipe import load_recipe, parse_recipe, recipe_text, text_to_edit
 from tests.tiny import tiny_model
-
-
-@pytest.mark.parametrize("name", packaged_recipes())
-def test_packaged_recipes_are_valid(name: str) -> None:
-    assert load_recipe(name).name
 
 
 def test_overrides_reach_every_section_and_keep_their_type() -> None:
@@ -56,8 +51,8 @@ def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
     assert recipe.heads == base.heads
 
 
-def test_a_variant_keeps_the_target_that_it_says_nothing_of(tmp_path: Path) -> None:
-    """However either of them writes it; what belongs to one target alone does not go on to another."""
+def test_a_variant_inherits_the_target(tmp_path: Path) -> None:
+    """In either spelling of `target`; settings of one target are not applied to another."""
     base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text("extends: quickstart\ntarget: some/model\n")
     mine.write_text(f"extends: {base}\ntarget: {{dtype: float32, revision: v1, trust_remote_code: true}}\n")
@@ -72,7 +67,7 @@ def test_a_variant_keeps_the_target_that_it_says_nothing_of(tmp_path: Path) -> N
     ):
         target = recipe.target
         assert (target.spec, target.dtype, target.revision) == ("another/model", "float32", None)
-        assert not target.trust_remote_code, "whose code may run is said for each"
+        assert not target.trust_remote_code, "trust is given per target"
     assert load_recipe(str(mine), ["target=some/model"]).target.revision == "v1"
 
 
@@ -85,7 +80,7 @@ def test_the_dial_turns_in_what_headstart_wrote_too(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("minutes: 25.0", "minutes: 60"))
     assert load_recipe(str(file)) == longer
     file.write_text(recipe_text(load_recipe("quickstart", ["train.minutes=7", "name=mine"])))
-    assert "cache_gigabytes" in file.read_text(), "what a run was stands there in full"
+    assert "cache_gigabytes" in file.read_text(), "a run's recipe is written in full"
     assert load_recipe(str(file), ["minutes=60"]) == longer
     assert load_recipe(str(file), ["data.minutes=12.64", "minutes=60"]).data.minutes == 12.64
 
@@ -102,12 +97,10 @@ def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) 
     file = tmp_path / "other.yaml"
     file.write_text("extends: medusa\nheads: {family: eagle, draft_steps: 2}\n")
     assert load_recipe(str(file)).heads.to_recipe() == wanted
-    assert load_recipe("medusa", ["heads.family=medusa"]).heads.to_recipe()["num_heads"] == 4, (
-        "the same family keeps them"
-    )
+    assert load_recipe("medusa", ["heads.family=medusa"]).heads.to_recipe()["num_heads"] == 4, "the same family"
 
 
-def test_a_path_in_extends_starts_at_the_file_it_stands_in(tmp_path: Path) -> None:
+def test_a_path_in_extends_is_relative_to_its_file(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
     (tmp_path / "variant.yaml").write_text("extends: base.yaml\ntrain: {max_grad_norm: 0.25}\n")
     train = load_recipe(str(tmp_path / "variant.yaml")).train
@@ -117,7 +110,7 @@ def test_a_path_in_extends_starts_at_the_file_it_stands_in(tmp_path: Path) -> No
         load_recipe(str(tmp_path / "lost.yaml"))
 
 
-def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
+def test_a_recipe_needs_heads(tmp_path: Path) -> None:
     (tmp_path / "bare.yaml").write_text("train: {lr: 0.5}\n")
     with pytest.raises(UserError, match=r"The recipe has no 'heads'\..*extends: quickstart"):
         load_recipe(str(tmp_path / "bare.yaml"))
@@ -169,7 +162,7 @@ def test_mistakes_are_answered(override: str, said: str) -> None:
         load_recipe("medusa", [override])
 
 
-def test_no_limit_of_gradients_is_a_number_that_survives_being_written() -> None:
+def test_an_infinite_gradient_limit_survives_being_written() -> None:
     recipe = load_recipe("medusa", ["train.max_grad_norm=.inf"])
     assert recipe.train.max_grad_norm == inf
     assert parse_recipe(yaml.safe_load(recipe_text(recipe))) == recipe
@@ -189,7 +182,7 @@ def test_settings_of_heads_are_checked_before_any_target_is_loaded(heads: dict[s
         parse_recipe({"name": "mine", "heads": heads})
 
 
-def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> None:
+def test_settings_from_the_target_are_left_open_unless_set() -> None:
     recipe = load_recipe("eagle", ["heads.hidden_act=silu", "heads.draft_vocab_size=0"])
     written = yaml.safe_load(recipe_text(recipe))
     assert written["heads"]["hidden_act"] == "silu", "said, though it is the default of targets that have none"
@@ -199,8 +192,7 @@ def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> 
 
 
 @pytest.mark.parametrize("settings", [{"family": "eagle3"}, {"family": "dflash", "mask_token_id": 5}])
-def test_layers_that_the_target_does_not_have_are_refused_with_those_it_has(settings: dict[str, object]) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_missing_aux_layers_are_refused_with_the_valid_range(settings: dict[str, object], target: Target) -> None:
     last = target.num_layers - (settings["family"] == "dflash")
     assert make_config(parse_recipe({"name": "a", "heads": {**settings, "aux_layers": [1, last]}}).heads, target)
     heads = parse_recipe({"name": "a", "heads": {**settings, "aux_layers": [1, last + 1]}}).heads
@@ -209,8 +201,7 @@ def test_layers_that_the_target_does_not_have_are_refused_with_those_it_has(sett
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("a: [1", "not valid YAML"), ("- 1", "holds no settings"), ("extends: SELF", "extends itself")],
+    ("text", "said"), [("a: [1", "not valid YAML"), ("- 1", "holds no settings"), ("extends: SELF", "extends itself")]
 )
 def test_files_that_are_no_recipes_are_refused(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "bad.yaml"
@@ -254,7 +245,7 @@ def test_minutes_scale_writing_training_and_report(minutes: int, expected: tuple
     assert parse_recipe(recipe.model_dump(mode="json")) == recipe, "a recipe with everything filled in is read the same"
 
 
-def test_what_is_given_goes_before_the_minutes() -> None:
+def test_explicit_settings_override_the_minutes() -> None:
     given = ["minutes=120", "train.minutes=null", "data.conversations=50", "data.cache_gigabytes=2"]
     recipe = load_recipe("quickstart", given)
 
@@ -262,7 +253,7 @@ def test_what_is_given_goes_before_the_minutes() -> None:
     assert recipe.data.cache_gigabytes == 2
 
 
-def test_what_is_written_follows_the_minutes_of_writing_where_these_are_given() -> None:
+def test_conversations_follow_explicit_writing_minutes() -> None:
     data = load_recipe("quickstart", ["minutes=12", "data.minutes=66.21"]).data
     assert data == load_recipe("quickstart", ["minutes=120"]).data
     assert load_recipe("quickstart", ["minutes=12", "data.minutes=null"]).data.conversations == 4905

@@ -1,4 +1,4 @@
-"""Every setting explained: on the page, in a table, and as plain lines where nobody looks on."""
+"""Every setting explained: on the page, in a table on a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headstart.recipes.recipe import Recipe, head_settings, load_recipe
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 
 
-def test_the_page_is_that_of_the_schema() -> None:
+def test_the_page_matches_the_schema() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), "make it again: headstart recipes docs > docs/recipes.md"
 
 

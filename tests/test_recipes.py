@@ -7,18 +7,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data.prompts.shapes import Prompt
-from headstart.heads.base import HeadBatch, families, family, make_config
+from headstart.heads.base import families, family, make_config
 from headstart.model.model import Target
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe, packaged_recipes
-from headstart.replay.patch import FINAL
+from tests.heads.test_contract import batch_of
 
 RECIPES = tuple(name for name, file in packaged_recipes().items() if file.parent.name != "zoo")
 """Those of the zoo have tests of their own, in test_zoo.py."""
@@ -64,13 +63,7 @@ def test_heads_fit_the_target_that_the_recipe_names(name: str) -> None:
     heads = family(config.family)(config)
     heads.warm_start(target)
     tokens = list(range(3, 3 + heads.draft_steps + 4))
-    states = target.hidden_states([tokens], sorted({*heads.aux_layers, FINAL}))[0]
-    batch = HeadBatch(
-        torch.tensor([tokens]),
-        torch.ones(1, len(tokens), dtype=torch.bool),
-        {layer: state[None] for layer, state in states.items()},
-    )
-    steps = list(heads.unroll(batch))
+    steps = list(heads.unroll(batch_of(target, heads, [tokens], prompt=0)))
     assert len(steps) == heads.draft_steps
     assert {step.logits_MD.shape[1] for step in steps} == {recipe.heads.draft_vocab_size or target.vocab_size}
     assert all(step.logits_MD.isfinite().all() for step in steps)

@@ -1,4 +1,4 @@
-"""The decode loop writes what the plain reference writes: the same tokens, greedy and sampled."""
+"""The decode loop gives the same tokens as the plain reference, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -20,34 +20,21 @@ from tests.heads.test_contract import build
 from tests.tiny import tiny_model
 
 PROMPT = [3, 9, 14, 3, 9, 14, 22]
-FAMILIES = [
-    "eagle",
-    "eagle-draft-vocabulary",
-    "eagle3-deep-normed",
-    "hydra",
-    "medusa",
-    "dspark-deep",
-    "mtp",
-]
+FAMILIES = ["eagle", "eagle-draft-vocabulary", "eagle3-deep-normed", "hydra", "medusa", "dspark-deep", "mtp"]
 SHAPE = TreeShape.from_paths(product(range(reference.WIDTH), repeat=reference.DEPTH))
 NEW = 24
 
 
 def bound(name: str, target: Target) -> DraftHead:
-    """Heads as they start: often right about this random model, which likes to repeat itself."""
+    """Return heads as they start. This random model repeats itself, so they are often right."""
     heads = build(name, target)
     heads.bind(target)
     return heads.eval()
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 0.8])
-def test_the_engine_writes_what_the_reference_writes(name: str, temperature: float, target: Target) -> None:
+def test_the_loop_gives_the_references_tokens(name: str, temperature: float, target: Target) -> None:
     model, heads = tiny_model("llama", vocab_size=61), bound(name, target)
     emitted, rounds = 0, 0
     for seed in range(3 if temperature else 1):
@@ -60,7 +47,7 @@ def test_the_engine_writes_what_the_reference_writes(name: str, temperature: flo
 
 
 def test_the_reference_is_the_model(target: Target) -> None:
-    """Greedy, its text is that of transformers' own loop."""
+    """Its greedy text equals transformers' own."""
     model = tiny_model("llama", vocab_size=61)
     heads = bound("eagle3", target)
     stock = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)

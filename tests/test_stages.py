@@ -1,4 +1,4 @@
-"""The stage framework on made-up stages: skipped when done, called again when a setting changed, never cleared."""
+"""The stage framework on made-up stages: skipped when done, repeated when a setting changed, never cleared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.pipeline.stages import STAGES
-from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe, recipe_text
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.support import provenance as provenance_module
 from headstart.support.artifacts import artifact, held, refer
 from headstart.support.lock import locked
@@ -31,7 +31,7 @@ from tests.hub.helpers import export
 
 
 class Factory:
-    """Two stages that add a file each time they work and count how often they do; `fail` makes one stop half way."""
+    """Two stages that add a file and log their name each time they work; `fail` interrupts one half way."""
 
     def __init__(self) -> None:
         self.worked: list[str] = []
@@ -67,6 +67,11 @@ def factory() -> Factory:
     return Factory()
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
 def make_run(folder: Path, **settings: Any) -> Run:
     return Run(
         parse_recipe({"name": "made-up", "heads": {"family": "medusa"}, **settings}),
@@ -84,8 +89,7 @@ def parts(folder: Path) -> int:
     return len(list(folder.iterdir()))
 
 
-def test_done_stages_are_skipped(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_done_stages_are_skipped(folder: Path, factory: Factory) -> None:
     assert execute(make_run(folder), factory.stages())
     assert not execute(make_run(folder), factory.stages())
     assert factory.worked == ["first", "second"]
@@ -99,20 +103,16 @@ def test_done_stages_are_skipped(tmp_path: Path, factory: Factory) -> None:
         ({"train": {"max_grad_norm": 0.5}}, []),
     ],
 )
-def test_only_stages_that_depend_on_a_changed_setting_work_again(
-    tmp_path: Path, factory: Factory, settings: dict[str, Any], worked: list[str]
-) -> None:
-    folder = tmp_path / "run"
+def test_changed_settings_repeat(folder: Path, factory: Factory, settings: dict[str, Any], worked: list[str]) -> None:
     execute(make_run(folder), factory.stages())
     factory.worked.clear()
     execute(make_run(folder, **settings), factory.stages())
     assert factory.worked == worked
-    assert parts(folder / "a") == 1 + worked.count("first"), "what was there before is still there"
+    assert parts(folder / "a") == 1 + worked.count("first"), "earlier files stay"
     assert parts(folder / "b" / "c") == 1 + worked.count("second")
 
 
-def test_a_change_that_comes_to_the_same_leaves_later_stages_done(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_a_change_that_comes_to_the_same_leaves_later_stages_done(folder: Path, factory: Factory) -> None:
     factory.identity = "the same"
     execute(make_run(folder), factory.stages())
     factory.worked.clear()
@@ -120,8 +120,7 @@ def test_a_change_that_comes_to_the_same_leaves_later_stages_done(tmp_path: Path
     assert factory.worked == ["first"]
 
 
-def test_it_says_which_setting_changed(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_names_the_changed_setting(folder: Path, factory: Factory) -> None:
     execute(make_run(folder), factory.stages())
     run = make_run(folder, data={"seed": 7})
     execute(run, factory.stages())
@@ -129,8 +128,7 @@ def test_it_says_which_setting_changed(tmp_path: Path, factory: Factory) -> None
     assert "first changed" in said(run)
 
 
-def test_a_new_version_of_a_stage_works_again(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_a_new_version_of_a_stage_works_again(folder: Path, factory: Factory) -> None:
     execute(make_run(folder), factory.stages())
     factory.version = 2
     execute(make_run(folder), factory.stages())
@@ -138,8 +136,7 @@ def test_a_new_version_of_a_stage_works_again(tmp_path: Path, factory: Factory) 
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_an_interrupted_stage_goes_on_with_what_it_has(tmp_path: Path, factory: Factory, name: str) -> None:
-    folder = tmp_path / "run"
+def test_an_interrupted_stage_goes_on_with_what_it_has(folder: Path, factory: Factory, name: str) -> None:
     factory.fail = name
     with pytest.raises(KeyboardInterrupt):
         execute(make_run(folder), factory.stages())
@@ -153,8 +150,7 @@ def test_an_interrupted_stage_goes_on_with_what_it_has(tmp_path: Path, factory: 
 
 
 @pytest.mark.parametrize("loss", ["a", "b", "stages/first.json"])
-def test_what_somebody_deleted_is_made_again(tmp_path: Path, factory: Factory, loss: str) -> None:
-    folder = tmp_path / "run"
+def test_deleted_outputs_are_made_again(folder: Path, factory: Factory, loss: str) -> None:
     execute(make_run(folder), factory.stages())
     path = folder / loss
     if path.is_dir():
@@ -168,23 +164,20 @@ def test_what_somebody_deleted_is_made_again(tmp_path: Path, factory: Factory, l
     assert factory.worked == (["second"] if loss == "b" else ["first", "second"])
 
 
-def test_a_damaged_record_counts_as_none(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_a_damaged_record_counts_as_none(folder: Path, factory: Factory) -> None:
     execute(make_run(folder), factory.stages())
     (folder / "stages" / "second.json").write_text('{"fingerprint": ')
     execute(make_run(folder), factory.stages())
     assert factory.worked == ["first", "second", "second"]
 
 
-def test_a_stage_can_be_asked_for_again(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_a_stage_can_be_asked_for_again(folder: Path, factory: Factory) -> None:
     execute(make_run(folder), factory.stages())
     execute(make_run(folder), factory.stages(), again={"second"})
     assert factory.worked == ["first", "second", "second"]
 
 
-def test_a_stage_whose_artifact_is_gone_or_another_works_again(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_a_stage_whose_artifact_is_gone_or_another_works_again(folder: Path, factory: Factory) -> None:
     made, other = (artifact(folder, "things", "second", {"what": what}) for what in (1, 2))
 
     def work(run: Run) -> Outcome:
@@ -205,15 +198,14 @@ def test_a_stage_whose_artifact_is_gone_or_another_works_again(tmp_path: Path, f
     assert factory.worked == ["second"] * 3
 
 
-def test_an_artifact_is_found_by_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
+def test_artifacts_are_content_addressed(tmp_path: Path) -> None:
     made = artifact(tmp_path / "run", "things", "a word", {"what": 1})
     with held(made):
         pass
     assert artifact(tmp_path / "other", "things", "another", {"what": 1}).folder == made.folder
 
 
-def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_a_folder_takes_one_run_at_a_time(folder: Path, factory: Factory) -> None:
     with locked(folder), pytest.raises(UserError, match=f"process {os.getpid()}"):
         execute(make_run(folder), factory.stages())
     execute(make_run(folder), factory.stages())
@@ -228,8 +220,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
         pass
 
 
-def test_it_is_known_beforehand_what_is_left(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_left_to_do_names_the_reasons(folder: Path, factory: Factory) -> None:
     stages = factory.stages()
     assert left_to_do(make_run(folder), stages) == {"first": "", "second": ""}
     assert not folder.exists(), "asking leaves no trace"
@@ -247,8 +238,7 @@ def test_it_is_known_beforehand_what_is_left(tmp_path: Path, factory: Factory) -
     }
 
 
-def test_a_run_can_be_repeated_from_its_own_files(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
+def test_a_run_can_be_repeated_from_its_own_files(folder: Path, factory: Factory) -> None:
     run = make_run(folder, train={"lr": 0.25})
     execute(run, factory.stages())
     assert load_recipe(str(folder / "recipe.yaml")) == run.recipe
@@ -260,24 +250,17 @@ def test_a_run_can_be_repeated_from_its_own_files(tmp_path: Path, factory: Facto
     assert len(json.loads((folder / "provenance.json").read_text())["commands"]) == 2, "the changed run is noted too"
 
 
-def test_provenance_names_the_commit_only_of_its_own_source_tree(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_provenance_names_only_its_own_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sha, _ = git_state()
     assert sha is None or len(sha) == 40
     monkeypatch.setattr(provenance_module, "__file__", str(tmp_path / "run.py"))
     assert provenance_module.git_state() == (None, None)
 
 
-def test_recipes_survive_being_written() -> None:
-    recipe = load_recipe("quickstart")
-    assert "smollm2-135m" in recipe_text(recipe)
-
-
 NO_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
 
-def test_memory_that_runs_out_is_a_sentence_with_what_takes_it(factory: Factory, tmp_path: Path) -> None:
+def test_out_of_memory_names_the_setting_to_change(factory: Factory, tmp_path: Path) -> None:
     def work(run: Run) -> Outcome:
         raise NO_MEMORY
 
@@ -294,7 +277,7 @@ def test_every_stage_names_settings_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("where", ["from_pretrained", "generate"])
-def test_memory_that_runs_out_elsewhere_is_a_sentence(
+def test_out_of_memory_elsewhere_is_one_sentence(
     where: str, tiny_target: Target, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_much(*_: Any, **__: Any) -> None:

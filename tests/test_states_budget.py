@@ -1,4 +1,4 @@
-"""`headstart gc --states-gigabytes`: states that no training is to read any more go, the longest unread first."""
+"""`headstart gc --states-gigabytes`: deletes states of finished trainings, the least recently read first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_AGO = 10**9
 
 
 def states(folder: Path) -> Path:
-    """An artifact with the shards a, b, c and d, each unread for longer than the one before."""
+    """Write an artifact with shards a, b, c and d, from the most to the least recently read."""
     path = folder / "artifacts" / "states" / "tiny-0123456789ab"
     path.mkdir(parents=True)
     (path / "artifact.json").write_text('{"identity": {}}')
@@ -56,7 +56,7 @@ def test_the_longest_unread_go_first_and_no_more_than_need_be(tmp_path: Path) ->
     assert names(tmp_path, 0) == "cbad", "reading counts"
 
 
-def test_what_a_training_has_yet_to_read_stays(tmp_path: Path) -> None:
+def test_states_that_a_training_still_needs_stay(tmp_path: Path) -> None:
     states(tmp_path)
     run(tmp_path, "one", "abcd")
     run(tmp_path, "two", "bd", trained=False)
@@ -64,8 +64,8 @@ def test_what_a_training_has_yet_to_read_stays(tmp_path: Path) -> None:
     assert names(tmp_path, 3999) == "c", "what stays counts too"
 
 
-def test_what_a_working_run_may_read_stays(tmp_path: Path) -> None:
-    """Its record of an earlier training says that this one is finished, until it has come to its stage."""
+def test_states_of_a_working_run_stay(tmp_path: Path) -> None:
+    """Until it reaches that stage, its training counts as finished by an earlier record."""
     states(tmp_path)
     run(tmp_path, "one", "abcd")
     with locked(tmp_path / "one"):
@@ -73,8 +73,8 @@ def test_what_a_working_run_may_read_stays(tmp_path: Path) -> None:
     assert names(tmp_path, 0) == "dcba"
 
 
-def test_states_that_came_since_the_training_are_not_those_of_a_finished_one(tmp_path: Path) -> None:
-    """The records of a run that was extended: its training is whole, and read other states."""
+def test_states_newer_than_the_training_stay(tmp_path: Path) -> None:
+    """The records of an extended run: its training is complete, but read other states."""
     path = states(tmp_path)
     run(tmp_path, "one", "abcd")
     stages = tmp_path / "one" / "stages"
@@ -95,7 +95,7 @@ def test_nothing_goes_while_a_run_adds_to_them(tmp_path: Path) -> None:
     assert names(tmp_path, 0) == ""
 
 
-def test_what_no_run_reads_goes_anyway_and_counts_for_nothing(tmp_path: Path) -> None:
+def test_unreferenced_states_do_not_count(tmp_path: Path) -> None:
     path = states(tmp_path)
     (path / "shard-e.safetensors.damaged").write_bytes(bytes(SIZE))
     run(tmp_path, "one", "bc")
@@ -104,7 +104,7 @@ def test_what_no_run_reads_goes_anyway_and_counts_for_nothing(tmp_path: Path) ->
     assert names(tmp_path, 1999) == "c"
 
 
-def test_only_what_is_still_over_the_budget_is_deleted(tmp_path: Path) -> None:
+def test_the_budget_is_checked_again_before_deleting(tmp_path: Path) -> None:
     path = states(tmp_path)
     run(tmp_path, "one", "abcd")
     found = over_budget(tmp_path, 2500)

@@ -1,4 +1,4 @@
-"""What a terminal sees while something lasts, and what a file does not."""
+"""Progress on a terminal, in a file, and without a console."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_nothing_is_shown_before_the_total_is_known() -> None:
 
 
 @pytest.mark.parametrize("where", [console(terminal=False), None])
-def test_a_file_and_nobody_see_nothing(where: Console | None) -> None:
+def test_files_and_no_console_see_nothing(where: Console | None) -> None:
     assert list(tracked("abc", "reading", 3, where)) == ["a", "b", "c"]
     assert where is None or not written(where).strip()
 

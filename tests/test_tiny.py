@@ -1,4 +1,4 @@
-"""The tests' own models and tokenizer do what the other tests take for granted."""
+"""The tests' own models and tokenizer."""
 
 from __future__ import annotations
 

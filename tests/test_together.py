@@ -1,4 +1,4 @@
-"""Two real processes write the data of one run; the one that plans is killed, and nothing is lost or made twice."""
+"""Two processes write the data of one run; the planner is killed, and nothing is lost or made twice."""
 
 from __future__ import annotations
 

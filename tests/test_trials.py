@@ -1,4 +1,4 @@
-"""What people stumbled over: nodes without the target, what `gc` and `runs` call things, formats found out too late."""
+"""Faults found in trials: nodes without the target, wording of `gc` and `runs`, formats that were refused too late."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> 
     return recipe, folder
 
 
-def test_where_the_target_is_not_heads_train_and_nothing_is_imported(data: tuple[Recipe, Path]) -> None:
+def test_without_the_target_heads_train_and_imports_are_refused(data: tuple[Recipe, Path]) -> None:
     recipe, folder = data
     run, file = folder / "runs" / "run", folder / "tiny.yaml"
     file.write_text(recipe_text(recipe))
@@ -51,9 +51,7 @@ def test_where_the_target_is_not_heads_train_and_nothing_is_imported(data: tuple
         (folder / "away").rename(folder / "target")
 
 
-def test_an_interrupted_training_is_called_one_and_can_still_go_on(
-    data: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_training(data: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = data
     runs = tmp_path / "runs"
     shutil.copytree(folder / "runs", runs, symlinks=True)
@@ -80,11 +78,11 @@ def test_an_interrupted_training_is_called_one_and_can_still_go_on(
     execute(Run(recipe, runs / "run", Console(file=out, width=200)), stages_until("train"))
     assert "Continuing from step 2" in out.getvalue()
     kinds = {one.what for one in unreferenced(runs)}
-    assert "heads that no run refers to" in kinds, "those of the other rate, which are finished"
+    assert "heads that no run refers to" in kinds, "the other learning rate's finished heads"
     assert free(runs, unreferenced(runs)) > 0
 
 
-def test_what_training_predicts_stands_apart_from_what_was_measured(data: tuple[Recipe, Path], tmp_path: Path) -> None:
+def test_predicted_and_measured_tau_are_separate_columns(data: tuple[Recipe, Path], tmp_path: Path) -> None:
     recipe, folder = data
     shutil.copytree(folder / "runs", tmp_path / "runs", symlinks=True)
     execute(quiet(tmp_path / "runs" / "run", recipe), stages_until("train"))
@@ -101,22 +99,16 @@ def test_the_disk_of_a_plan_adds_up(data: tuple[Recipe, Path]) -> None:
     recipe, folder = data
     plan = make_plan(quiet(folder / "nothing" / "run", recipe), prompt_tokens=20)
     every = sum(plan.disk.values())
-    assert plan.disk_bytes > every, "nothing is done yet: all is still to write, and a checkpoint stands beside"
+    assert plan.disk_bytes > every, "nothing is written yet, and a checkpoint is stored in addition"
     told = dict(plan.facts)["Disk space"]
     assert told.startswith(f"{format_bytes(every)} in all, up to {format_bytes(plan.disk_bytes)} of it still to write")
 
 
-REFUSED = {
-    ("eagle3", "sglang"): {"norm_before_residual": True},
-    ("medusa", "gguf"): {},
-    ("hydra", "vllm"): {},
-}
+REFUSED = {("eagle3", "sglang"): {"norm_before_residual": True}, ("medusa", "gguf"): {}, ("hydra", "vllm"): {}}
 
 
 @pytest.mark.parametrize(("name", "format"), REFUSED)
-def test_heads_that_a_format_cannot_hold_are_refused_before_any_work(
-    data: tuple[Recipe, Path], tmp_path: Path, name: str, format: str
-) -> None:
+def test_unsupported_formats_are_refused(data: tuple[Recipe, Path], tmp_path: Path, name: str, format: str) -> None:
     heads = {"family": name, **HEADS[name], **REFUSED[name, format]}
     settings = {**data[0].model_dump(mode="json"), "heads": heads, "export": {"formats": [format]}}
     run = quiet(tmp_path / "run", parse_recipe(settings))
@@ -128,7 +120,7 @@ def test_heads_that_a_format_cannot_hold_are_refused_before_any_work(
         make_plan(run)
 
 
-def test_what_the_formats_can_hold_is_not_refused(data: tuple[Recipe, Path], tiny_target: Target) -> None:
+def test_heads_that_fit_the_formats_are_accepted(data: tuple[Recipe, Path], tiny_target: Target) -> None:
     settings = data[0].model_dump(mode="json")
     heads = {"family": "eagle3", **HEADS["eagle3"]}
     formats = ["vllm", "speculators"]

@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
-from headstart.heads.base import HeadBatch, family, make_config
+from headstart.heads.base import family, make_config
 from headstart.model.model import Target
 from headstart.model.outline import outline
 from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import load_recipe, packaged_recipes
-from headstart.replay.patch import FINAL
 from headstart.tree.tree import TreeShape
+from tests.heads.test_contract import batch_of
 from tests.tiny import tiny_tokenizer
 
 PLANS = Path(__file__).parents[1] / "docs" / "plans"
@@ -44,9 +44,9 @@ ZOO = [name for name, file in packaged_recipes().items() if file.parent.name == 
 
 
 @pytest.fixture
-def zoo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLANS.parents[1] / "benchmarks"))
-    return importlib.import_module("zoo")
+    return importlib.import_module("plans")
 
 
 def tiny(name: str, folder: Path) -> Target:
@@ -82,13 +82,7 @@ def test_a_recipe_fits_a_tiny_model_of_the_architecture(name: str, tmp_path: Pat
     heads = family(recipe.heads.family)(make_config(recipe.heads, target))
     heads.warm_start(target)
     tokens = list(range(3, 35))
-    states = target.hidden_states([tokens], sorted({*heads.aux_layers, FINAL}))[0]
-    batch = HeadBatch(
-        torch.tensor([tokens]),
-        torch.ones(1, len(tokens), dtype=torch.bool),
-        {layer: state_TE[None] for layer, state_TE in states.items()},
-    )
-    steps = list(heads.unroll(batch))
+    steps = list(heads.unroll(batch_of(target, heads, [tokens], prompt=0)))
     assert len(steps) == recipe.heads.draft_steps  # type: ignore[attr-defined]  # of EAGLE-3
     sum(step.logits_MD.logsumexp(-1).sum() for step in steps).backward()  # type: ignore[union-attr]
     assert all(weight.grad is not None for weight in heads.parameters() if weight.requires_grad)
@@ -102,8 +96,9 @@ def test_a_recipe_fits_a_tiny_model_of_the_architecture(name: str, tmp_path: Pat
     check_formats(Run(recipe, tmp_path / "run", Console(file=io.StringIO())), target)
 
 
-def test_the_page_is_what_plans_say(zoo: ModuleType) -> None:
-    assert list(zoo.ZOO) == ZOO
-    text = zoo.PAGE.read_text(encoding="utf-8")
-    assert zoo.page(text) == text, "python benchmarks/zoo.py writes it again"
-    assert all(zoo.commands(name) in text for name in ZOO)
+@pytest.mark.parametrize("name", ["docs/scaling.md", "README.md"])
+def test_pages_are_up_to_date(name: str, plans: ModuleType) -> None:
+    text = (plans.ROOT / name).read_text(encoding="utf-8")
+    assert plans.page(name) == text, "run python benchmarks/plans.py"
+    assert (f"`{ZOO[0]}`" if name == "README.md" else plans.EXAMPLES[0].command) in text
+    assert list(plans.ZOO) == ZOO

@@ -7,28 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as tf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 KINDS = ("llama", "qwen3", "gemma3", "gemma2", "gpt_neox", "mixtral", "mistral", "gpt2", "phi3")
 """Architectures that `tiny_model` knows: sliding windows, mixture of experts, learned positions, fused projections."""
@@ -75,41 +55,41 @@ def tiny_model(kind: str, seed: int = 0, vocab_size: int = 101, max_length: int 
         torch.manual_seed(seed)
         match kind:
             case "llama":
-                model = LlamaForCausalLM(LlamaConfig(**grouped))
+                model = tf.LlamaForCausalLM(tf.LlamaConfig(**grouped))
             case "qwen3":
-                model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **grouped))
+                model = tf.Qwen3ForCausalLM(tf.Qwen3Config(head_dim=16, **grouped))
             case "gemma3":
-                gemma3 = Gemma3TextConfig(
+                gemma3 = tf.Gemma3TextConfig(
                     head_dim=16, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=16, **grouped
                 )
-                model = Gemma3ForCausalLM(gemma3)
+                model = tf.Gemma3ForCausalLM(gemma3)
             case "gemma2":
-                model = Gemma2ForCausalLM(Gemma2Config(head_dim=16, sliding_window=8, **grouped))
+                model = tf.Gemma2ForCausalLM(tf.Gemma2Config(head_dim=16, sliding_window=8, **grouped))
             case "gpt_neox":
-                model = GPTNeoXForCausalLM(GPTNeoXConfig(**base))
+                model = tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**base))
             case "mixtral":
-                model = MixtralForCausalLM(MixtralConfig(num_local_experts=4, **grouped))
+                model = tf.MixtralForCausalLM(tf.MixtralConfig(num_local_experts=4, **grouped))
             case "mistral":
-                model = MistralForCausalLM(MistralConfig(sliding_window=8, **grouped))
+                model = tf.MistralForCausalLM(tf.MistralConfig(sliding_window=8, **grouped))
             case "gpt2":
-                gpt2 = GPT2Config(vocab_size=vocab_size, n_embd=64, n_layer=3, n_head=4, n_positions=max_length)
-                model = GPT2LMHeadModel(gpt2)
+                gpt2 = tf.GPT2Config(vocab_size=vocab_size, n_embd=64, n_layer=3, n_head=4, n_positions=max_length)
+                model = tf.GPT2LMHeadModel(gpt2)
             case "phi3":
-                model = Phi3ForCausalLM(Phi3Config(pad_token_id=0, **grouped))
+                model = tf.Phi3ForCausalLM(tf.Phi3Config(pad_token_id=0, **grouped))
             case "phi3_long":
-                phi3 = Phi3Config(
+                phi3 = tf.Phi3Config(
                     pad_token_id=0, original_max_position_embeddings=24, rope_parameters=longrope, **grouped
                 )
-                model = Phi3ForCausalLM(phi3)
+                model = tf.Phi3ForCausalLM(phi3)
             case "llama_long":
-                model = LlamaForCausalLM(LlamaConfig(rope_parameters=longrope, **grouped))
+                model = tf.LlamaForCausalLM(tf.LlamaConfig(rope_parameters=longrope, **grouped))
             case _:
                 raise ValueError(f"no tiny model {kind!r}; known: {', '.join(KINDS)}")
     return model.float().eval()
 
 
 class PackedLinear(torch.nn.Module):
-    """A linear layer as quantisers leave it: neither the dtype nor the shape of its weight is that of the matrix."""
+    """A linear layer as quantisers leave it: its weight has another dtype and shape than the matrix."""
 
     def __init__(self, linear: torch.nn.Linear, bits: int = 8) -> None:
         super().__init__()
@@ -119,7 +99,7 @@ class PackedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter((weight / self.scale).round().to(torch.int8).view(-1, 1), requires_grad=False)
 
     def whole(self) -> torch.Tensor:
-        """The matrix that the layer multiplies with."""
+        """Return the matrix that the layer multiplies with."""
         return self.weight.view(self.out_features, self.in_features) * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +107,7 @@ class PackedLinear(torch.nn.Module):
 
 
 def packed_model(model: Any, bits: int) -> Any:
-    """The same model with the linear maps of its layers packed, in place."""
+    """Pack the linear maps of a model's layers in place, and return it."""
     for layer in model.get_decoder().layers:
         for module in list(layer.modules()):
             for name, child in list(module.named_children()):
@@ -136,7 +116,9 @@ def packed_model(model: Any, bits: int) -> Any:
     return model
 
 
-def tiny_tokenizer(chat_template: str | None = CHATML, special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    chat_template: str | None = CHATML, special: tuple[str, ...] = SPECIAL
+) -> tf.PreTrainedTokenizerFast:
     """A byte-level tokenizer of about 300 tokens: any text round-trips.
 
     Args:
@@ -153,7 +135,7 @@ def tiny_tokenizer(chat_template: str | None = CHATML, special: tuple[str, ...] 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return PreTrainedTokenizerFast(
+    return tf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=special[0],
         eos_token=special[-1],
@@ -176,7 +158,7 @@ def save_tiny_adapter(folder: Path, target_folder: Path, seed: int = 0, **settin
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+        model = tf.LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
         adapted = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
         for name, weight in adapted.named_parameters():
             if "lora_" in name:

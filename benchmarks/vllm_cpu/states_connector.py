@@ -1,6 +1,6 @@
-"""vLLM's connector that writes hidden states, for its CPU build: the stock one copies by way of CUDA streams.
+"""Hidden-states connector for vLLM's CPU build, which lacks the CUDA streams of the stock connector.
 
-vLLM imports this module itself; nothing of headstart is imported here. Start it so:
+vLLM imports this module; it does not import headstart. Usage:
 
     PYTHONPATH=benchmarks/vllm_cpu vllm serve TARGET ... --kv-transfer-config '{"kv_connector": "CpuHiddenStates",
         "kv_connector_module_path": "states_connector", ...}'
@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (  # type: ignore[impor
 
 
 class _Copied:
-    """Stands for a CUDA event that has happened."""
+    """A completed CUDA event."""
 
     def query(self) -> bool:
         return True
@@ -28,7 +28,7 @@ class _Copied:
 
 
 class CpuHiddenStates(stock.ExampleHiddenStatesConnector):  # type: ignore[misc]  # Any here
-    """Writes what the stock connector writes, in the same files."""
+    """Connector that writes the same files as the stock connector."""
 
     def _submit_async_write(self, pending: Any) -> None:
         if not self._is_tp_rank_zero:

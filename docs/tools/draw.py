@@ -261,7 +261,7 @@ def budget() -> Drawing:
 
 
 def shift() -> Drawing:
-    """What heads are worth while the traffic shifts and shifts back, as `benchmarks/adapting.py` found."""
+    """Draw the tokens per round of heads while traffic shifts and shifts back, from `results/adapting.json`."""
     drawing = Drawing("Tokens a round while requests shift to a kind that training never saw, and back again.")
     results, updates = _results("adapting"), _results("adapting_updates")["rows"]
     rows, end = results["rows"], sum(results["settings"]["phases"]) / results["settings"]["rate"]

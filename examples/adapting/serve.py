@@ -1,9 +1,9 @@
-"""Answers requests one after the other, keeps them in a log, and takes newer heads as soon as they are better.
+"""Answer requests one by one, log them, and switch to updated heads.
 
     python serve.py requests.jsonl --heads runs/quickstart/adapt/heads --log traffic
 
-Each line of the file is {"user": ..., "prompt": ...}. It stands for a server: what matters are the lines that load,
-that answer, and that name who asks.
+Each line of the file is {"user": ..., "prompt": ...}. It stands in for a server: the lines to copy
+load the heads, answer, and pass the user of each request.
 """
 
 from __future__ import annotations

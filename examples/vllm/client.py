@@ -1,8 +1,8 @@
-"""Ask a vLLM server a question, and say how many of its drafts were accepted meanwhile.
+"""Send a question to a vLLM server and print the answer and the accepted drafts.
 
     python client.py "Why is the sky blue?" --server http://localhost:8000
 
-vLLM counts for all of its requests together, so ask while nobody else does.
+vLLM counts all requests together, so no other client may use the server meanwhile.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{([^}]*)\})? ([\d.e
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a server has counted since it started.
+    """Counters of a server since its start.
 
     Attributes:
-        rounds: in which it drafted.
-        accepted: drafts that were accepted, by position.
+        rounds: number of drafting rounds.
+        accepted: accepted drafts by position.
     """
 
     rounds: float
     accepted: tuple[float, ...]
 
     def since(self, before: Drafting) -> Drafting:
-        """What was counted after `before`."""
+        """Return the counts after `before`."""
         earlier = before.accepted or (0.0,) * len(self.accepted)
         counts = tuple(now - then for now, then in zip(self.accepted, earlier, strict=True))
         return Drafting(self.rounds - before.rounds, counts)
@@ -48,7 +48,7 @@ def drafting(server: httpx.Client) -> Drafting:
 
 
 def answer(server: httpx.Client, question: str, max_tokens: int) -> str:
-    """What the model that is served answers; greedy."""
+    """Return the served model's greedy answer."""
     model = server.get("/v1/models").raise_for_status().json()["data"][0]["id"]
     messages = [{"role": "user", "content": question}]
     body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}

@@ -164,7 +164,7 @@ class Decoder:
         return self._answers([prompt], options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[DecodeKeywords]) -> list[Answer]:
-        """Answer several prompts at once; prompt b samples with seed + b. Errors are those of `generate`."""
+        """Answer several prompts at once; prompt b samples with seed + b. Raises the errors of `generate`."""
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise UserError(
                 f"The prompts of a batch are of the type {type(prompts).__name__}.",
@@ -173,7 +173,7 @@ class Decoder:
         return self._answers(prompts, options)
 
     def stream(self, prompt: Prompt, kept_text: KeptText | None = None, **options: Unpack[DecodeKeywords]) -> Stream:
-        """Answer one prompt, piece by piece; errors are those of `generate`.
+        """Answer one prompt, piece by piece; raises the errors of `generate`.
 
         Args:
             prompt: see `generate`.
@@ -212,7 +212,7 @@ class Decoder:
         tools: Sequence[Any] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a prompt; options and errors are those of `generate`."""
+        """Token ids of a prompt; takes the options of `generate` and raises its errors."""
         tokenizer = self.target.tokenizer
         empty = UserError("The prompt is empty.", "Give a question or a text to continue.")
         if isinstance(prompt, str) and raw:

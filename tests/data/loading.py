@@ -1,4 +1,4 @@
-"""Prompts of one source and conversations on disk, as tests read them."""
+"""Helpers of tests that read prompts and build conversations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from headstart.recipes.sections import DataSection
 
 
 def load(source: str, split: str = "train", tokenizer: Any = None, **how: Any) -> Prompts:
-    """The prompts of a source; `how` are settings of the data, and what `load_prompts` takes."""
+    """Load the prompts of a source; `how` holds fields of the data section and arguments of `load_prompts`."""
     names = ("max_prompt_tokens", "prefix_tokens", "exclude", "revision", "regenerate")
     settings = {name: how.pop(name) for name in names if name in how}
     data = DataSection(prompts=source, split=split).model_copy(update=settings)
     return load_prompts(data, tokenizer, **how)
+
+
+def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, *({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))]
 
 
 def everything(splits: Splits) -> list[list[Conversation]]:
@@ -25,5 +30,5 @@ def everything(splits: Splits) -> list[list[Conversation]]:
 
 
 def of_part(file: Path) -> list[Conversation]:
-    """The conversations of a part, without the line that describes it."""
+    """Read the conversations of a part, without its header line."""
     return [Conversation.from_json(json.loads(line)) for line in file.read_text().splitlines()[1:]]

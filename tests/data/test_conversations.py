@@ -1,4 +1,4 @@
-"""The mask: exactly what the assistant wrote, for templates of many styles."""
+"""The supervision mask covers exactly the assistant's text, for many styles of chat template."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
 from headstart.data.prompts.chat import prompt_tokens, render
 from headstart.errors import UserError
+from tests.data.loading import turns
 from tests.tiny import CHATML, tiny_tokenizer
 
 INST = (
@@ -48,69 +49,48 @@ def inst_tokenizer() -> Any:
     return tiny_tokenizer(INST, special=("<unk>", "<s>", "</s>"))
 
 
-def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    roles = ("user", "assistant")
-    start = [] if system is None else [{"role": "system", "content": system}]
-    return [*start, *({"role": roles[i % 2], "content": text} for i, text in enumerate(texts))]
-
-
 def supervised_text(tokenizer: Any, tokens: list[int], supervised: list[bool]) -> list[str]:
     conversation = Conversation("x", tokens, supervised, [])
     return [tokenizer.decode(tokens[start:stop]) for start, stop in conversation.supervised_spans]
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "messages", "spans"),
-    [
-        pytest.param(tiny_tokenizer(), turns("Hi", "Hello."), ["Hello.<|im_end|>"], id="chatml"),
-        pytest.param(
-            tiny_tokenizer(),
-            turns("Hi", "Hello.", "And é?", "日本 ☃\n\n", system="Be brief."),
-            ["Hello.<|im_end|>", "日本 ☃\n\n<|im_end|>"],
-            id="chatml with a system message, two turns",
-        ),
-        pytest.param(tiny_tokenizer(), turns("Hi", "\n Hello"), ["\n Hello<|im_end|>"], id="answer starts with blanks"),
-        pytest.param(tiny_tokenizer(), turns("Hi", ""), ["<|im_end|>"], id="an empty answer is its end of turn"),
-        pytest.param(
-            tiny_tokenizer(),
-            turns("Say user", "user", "user", "im_end"),
-            ["user<|im_end|>", "im_end<|im_end|>"],
-            id="answer that repeats markup",
-        ),
-        pytest.param(inst_tokenizer(), turns("Hi", "Hello."), [" Hello. </s>"], id="[INST]"),
-        pytest.param(
-            inst_tokenizer(), turns("a", " b ", "c", "d", system="s"), [" b </s>", " d </s>"], id="[INST], two turns"
-        ),
-        pytest.param(
-            tiny_tokenizer(DEFAULT_SYSTEM + CHATML),
-            turns("a", "b", "c", "d"),
-            ["b<|im_end|>", "d<|im_end|>"],
-            id="default system prompt",
-        ),
-        pytest.param(
-            tiny_tokenizer(DROPS_THINKING),
-            turns("a", "plain", "c", "<think>hm</think>d"),
-            ["plain<|im_end|>", "<think>hm</think>d<|im_end|>"],
-            id="thinking in the last turn only",
-        ),
-        pytest.param(
-            tiny_tokenizer(EMPTY_THINKING_LAST),
-            turns("a", "b", "c", "d"),
-            ["b<|im_end|>", "d<|im_end|>"],
-            id="the template writes an empty thinking block",
-        ),
-        pytest.param(
-            tiny_tokenizer(PLAIN), turns("a", "Hello.", "b", "Bye."), ["Hello.", "Bye."], id="no end-of-turn token"
-        ),
-    ],
-)
-def test_what_is_supervised(tokenizer: Any, messages: list[dict[str, str]], spans: list[str]) -> None:
+CHAT = tiny_tokenizer()
+SUPERVISED: dict[str, tuple[Any, list[dict[str, str]], list[str]]] = {
+    "chatml": (CHAT, turns("Hi", "Hello."), ["Hello.<|im_end|>"]),
+    "chatml with a system message, two turns": (
+        CHAT, turns("Hi", "Hello.", "And é?", "日本 ☃\n\n", system="Be brief."),
+        ["Hello.<|im_end|>", "日本 ☃\n\n<|im_end|>"],
+    ),
+    "answer starts with blanks": (CHAT, turns("Hi", "\n Hello"), ["\n Hello<|im_end|>"]),
+    "an empty answer is its end of turn": (CHAT, turns("Hi", ""), ["<|im_end|>"]),
+    "answer that repeats markup": (
+        CHAT, turns("Say user", "user", "user", "im_end"), ["user<|im_end|>", "im_end<|im_end|>"],
+    ),
+    "[INST]": (inst_tokenizer(), turns("Hi", "Hello."), [" Hello. </s>"]),
+    "[INST], two turns": (inst_tokenizer(), turns("a", " b ", "c", "d", system="s"), [" b </s>", " d </s>"]),
+    "default system prompt": (
+        tiny_tokenizer(DEFAULT_SYSTEM + CHATML), turns("a", "b", "c", "d"), ["b<|im_end|>", "d<|im_end|>"],
+    ),
+    "thinking in the last turn only": (
+        tiny_tokenizer(DROPS_THINKING), turns("a", "plain", "c", "<think>hm</think>d"),
+        ["plain<|im_end|>", "<think>hm</think>d<|im_end|>"],
+    ),
+    "the template writes an empty thinking block": (
+        tiny_tokenizer(EMPTY_THINKING_LAST), turns("a", "b", "c", "d"), ["b<|im_end|>", "d<|im_end|>"],
+    ),
+    "no end-of-turn token": (tiny_tokenizer(PLAIN), turns("a", "Hello.", "b", "Bye."), ["Hello.", "Bye."]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SUPERVISED)
+def test_supervises_answers_and_their_end_of_turn(case: str) -> None:
+    tokenizer, messages, spans = SUPERVISED[case]
     tokens, supervised = encode(messages, tokenizer)
     assert tokenizer.decode(tokens) == render(messages, tokenizer, answer=False)
     assert supervised_text(tokenizer, tokens, supervised) == spans
 
 
-def test_an_answer_that_the_template_rewrites_later_is_not_supervised() -> None:
+def test_rewritten_answer_is_not_supervised() -> None:
     tokenizer = tiny_tokenizer(DROPS_THINKING)
     tokens, supervised = encode(turns("a", "<think>hm</think>b", "c", "d"), tokenizer)
     assert supervised_text(tokenizer, tokens, supervised) == ["d<|im_end|>"]
@@ -128,7 +108,7 @@ def test_mask_by_hand() -> None:
 
 
 def test_supervised_tokens_are_the_answers() -> None:
-    """Whatever the texts, the supervised tokens decode to each answer and its end of turn, in order."""
+    """Random texts: the supervised tokens decode to each answer and its end of turn, in order."""
     tokenizer = tiny_tokenizer()
     rng = random.Random(0)
     for _ in range(200):
@@ -138,13 +118,13 @@ def test_supervised_tokens_are_the_answers() -> None:
         assert written == "".join(answer + "<|im_end|>" for answer in texts[1::2])
 
 
-def test_prompt_tokens_are_what_comes_before_the_answer() -> None:
+def test_prompt_tokens_end_where_the_answer_begins() -> None:
     tokenizer = tiny_tokenizer()
     tokens, supervised = encode(turns("Hi", "Hello."), tokenizer)
     assert prompt_tokens(turns("Hi"), tokenizer) == tokens[: supervised.index(True)]
 
 
-def test_offsets_without_leading_blanks_do_not_move_the_mask() -> None:
+def test_trimmed_offsets_do_not_move_the_mask() -> None:
     """Some byte-level tokenizers report a line break as an empty token after itself."""
     from tokenizers import processors
 
@@ -154,7 +134,7 @@ def test_offsets_without_leading_blanks_do_not_move_the_mask() -> None:
     assert encode(turns("Hi", "Hello.", "b", " c"), tokenizer) == plain
 
 
-def test_a_token_across_the_border_is_not_supervised() -> None:
+def test_token_across_the_border_is_not_supervised() -> None:
     """'ASSISTANT: ' + 'a cat' becomes ':', 'Ġa', ...; the target never writes 'Ġa' after this prompt."""
     tokenizer = tiny_tokenizer(PLAIN)
     tokens, supervised = encode(turns("a", "a cat"), tokenizer)
@@ -218,12 +198,12 @@ class TestFiles:
         write_conversations(tmp_path / "c.jsonl", given)
         assert read_conversations(tmp_path / "c.jsonl") == given
 
-    def test_a_token_takes_five_bytes(self, tmp_path: Path) -> None:
+    def test_reading_takes_five_bytes_per_token(self, tmp_path: Path) -> None:
         """A million conversations have half a billion tokens."""
         count, length = 40, 2000
         row = {"id": "a", "tokens": list(range(1000, 1000 + length)), "supervised": [[9, length]], "messages": []}
         (tmp_path / "c.jsonl").write_text((json.dumps(row) + "\n") * count)
-        read_conversations(tmp_path / "c.jsonl")  # whatever the first call keeps
+        read_conversations(tmp_path / "c.jsonl")  # warm up caches of the first call
         tracemalloc.start()
         kept = read_conversations(tmp_path / "c.jsonl")
         held, _ = tracemalloc.get_traced_memory()

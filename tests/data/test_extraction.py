@@ -1,4 +1,4 @@
-"""States that vLLM wrote become those of our store; files that are not what they should be are refused by reason."""
+"""Importing hidden states from vLLM: they match our own, and each bad file or server is refused with its reason."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.servers import client
+from tests.spies import spy
 from tests.tiny import KINDS, tiny_model
 
 AUX_LAYERS = (2, 1, FINAL)
@@ -47,8 +48,7 @@ def write(
     name: str = "",
     change: Change | None = None,
 ) -> Path:
-    """A file as vLLM 0.32 wrote it for one request: bfloat16 there, the target's dtype here, no metadata, and the
-    empty file of its lock beside it."""
+    """Write the file of one request as vLLM 0.32 does: no metadata, an empty lock file, here in the target's dtype."""
     folder.mkdir(parents=True, exist_ok=True)
     (states,) = target.hidden_states([tokens], layers)
     tensors = {
@@ -70,21 +70,17 @@ def imported(tmp_path: Path, target: Target, given: Sequence[Conversation], **op
 def stored(
     tmp_path: Path, target: Target, given: Sequence[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[StateStore, int]:
-    """The store of what is in the shards, and how many conversations had to be computed for it."""
-    rows: list[int] = []
-    stock = target.hidden_states
+    """Return the store over the shards, and the number of conversations it had to compute."""
     with monkeypatch.context() as patched:
-        patched.setattr(
-            target, "hidden_states", lambda some, layers: rows.extend(map(len, some)) or stock(some, layers)
-        )
+        rows = spy(patched, target, "hidden_states", lambda some, _: len(some))
         built = build_store(
             tmp_path / "store", given, target, AUX_LAYERS, budget_bytes=10**9, shards=tmp_path / "shards"
         )
-    return built, len(rows)
+    return built, sum(rows)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10**9], ids=["a shard each", "one shard"])
-def test_a_store_of_imported_states_is_that_of_computed_ones(
+def test_imported_states_match_computed_ones(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
     given = conversations(tiny_target)
@@ -104,12 +100,10 @@ def test_a_store_of_imported_states_is_that_of_computed_ones(
         (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
-    assert imported(tmp_path, tiny_target, given).known == 5, "a second import has nothing to do"
+    assert imported(tmp_path, tiny_target, given).known == 5, "a second import finds everything"
 
 
-def test_only_layers_that_are_missing_are_taken(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = conversations(tiny_target, 2)
     build_store(tmp_path / "one", given, tiny_target, (1,), budget_bytes=10**9, shards=tmp_path / "shards")
     (before,) = (tmp_path / "shards").glob("shard-*")
@@ -119,12 +113,12 @@ def test_only_layers_that_are_missing_are_taken(
     work.take_folder(tmp_path / "files")
     assert work.taken == 2
     (added,) = set((tmp_path / "shards").glob("shard-*")) - {before}
-    assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers beside the one"
+    assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers, the first one had one"
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_final_norm_of_every_architecture(kind: str) -> None:
+def test_final_norm_of_every_architecture(kind: str) -> None:
     target = Target(tiny_model(kind), None)
     states = target.hidden_states([[5, 6, 7, 8]], [target.num_layers, FINAL])[0]
     normed = final_norm(target)(states[target.num_layers][None])[0]
@@ -132,7 +126,7 @@ def test_the_final_norm_of_every_architecture(kind: str) -> None:
     assert not torch.equal(states[target.num_layers], states[FINAL])
 
 
-def test_the_command_asks_for_the_layers_before_the_norm(tiny_target: Target, tmp_path: Path) -> None:
+def test_serve_command_names_the_layers_before_the_norm(tiny_target: Target, tmp_path: Path) -> None:
     words = shlex.split(serve_command("user/model", tiny_target, (FINAL, 0, 2), tmp_path))
     settings = {name: json.loads(words[words.index(name) + 1]) for name in words if name.endswith("-config")}
     wanted = settings["--speculative-config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
@@ -143,7 +137,7 @@ def test_the_command_asks_for_the_layers_before_the_norm(tiny_target: Target, tm
     assert engine_layers((3, FINAL), tiny_target) == [3], "both come from the last layer"
 
 
-# -- files that are not what they should be ---------------------------------------------------------------------------
+# -- bad files ---------------------------------------------------------------------------------------------------------
 
 
 def half(tensors: dict[str, torch.Tensor]) -> None:
@@ -188,9 +182,7 @@ def other_ids(tensors: dict[str, torch.Tensor]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_file_is_left_out_by_reason_and_the_others_are_taken(
-    tiny_target: Target, tmp_path: Path, change: Any, said: str
-) -> None:
+def test_bad_file_is_left_out_with_its_reason(tiny_target: Target, tmp_path: Path, change: Any, said: str) -> None:
     given = conversations(tiny_target, 3)
     for number, item in enumerate(given):
         file = write(
@@ -212,14 +204,9 @@ def test_a_file_is_left_out_by_reason_and_the_others_are_taken(
 
 @pytest.mark.parametrize(
     ("layers", "said"),
-    [
-        ((0, 1, 2), "layer 2 holds layer 1: off by one"),
-        ((1, 1, 3), "layer 2 holds layer 1: off by one"),
-    ],
+    [((0, 1, 2), "layer 2 holds layer 1: off by one"), ((1, 1, 3), "layer 2 holds layer 1: off by one")],
 )
-def test_states_of_other_layers_are_refused_before_anything_is_written(
-    tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str
-) -> None:
+def test_wrong_layers_are_refused(tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str) -> None:
     given = conversations(tiny_target)
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens, layers)
@@ -237,7 +224,7 @@ def test_states_of_another_model_are_refused(tiny_target: Target, tmp_path: Path
         imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
 
 
-def test_a_folder_without_files(tiny_target: Target, tmp_path: Path) -> None:
+def test_folder_without_files_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     work = imported(tmp_path, tiny_target, conversations(tiny_target))
     with pytest.raises(UserError, match=r"nowhere holds no .safetensors files.*shared_storage_path"):
         work.take_folder(tmp_path / "nowhere")
@@ -248,11 +235,11 @@ def test_a_folder_without_files(tiny_target: Target, tmp_path: Path) -> None:
 
 @dataclass
 class Fake:
-    """A vLLM that writes hidden states, after a list of faults, one a request for completions.
+    """A vLLM server that writes hidden states. Each completion request consumes one fault until none is left.
 
-    Faults: a number is a status; `drop` closes the connection, `junk` is no JSON, `none` writes no states, `short` read
-    fewer tokens, `lost` and `unlocked` name a file that is not there, `cut` and a function write one that is not whole
-    or not as asked.
+    Faults: a number is an HTTP status; `drop` closes the connection, `junk` replies without JSON, `none` writes no
+    states, `short` echoes fewer tokens, `lost` and `unlocked` name a missing file, `cut` truncates the file, and a
+    function changes its tensors.
     """
 
     target: Target
@@ -279,8 +266,11 @@ class Fake:
         return {"choices": [choice], "kv_transfer_params": params}
 
 
+Serve = Callable[..., Fake]
+
+
 @pytest.fixture
-def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Callable[..., Fake]]:
+def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Serve]:
     running: list[ThreadingHTTPServer] = []
 
     def started(*faults: Any) -> Fake:
@@ -331,8 +321,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_servers_are_asked_for_every_conversation_once(
-    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, requests: int
+def test_each_conversation_is_requested_once(
+    tiny_target: Target, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, requests: int
 ) -> None:
     given = conversations(tiny_target)
     fakes = [serve(), serve()]
@@ -341,11 +331,11 @@ def test_servers_are_asked_for_every_conversation_once(
     assert (work.taken, work.waiting) == (5, [])
     assert sorted(fakes[0].asked + fakes[1].asked) == sorted(list(item.tokens) for item in given)
     assert fakes[0].asked and fakes[1].asked
-    assert not list((tmp_path / "files").rglob("*.*")), "what was taken over is not kept twice"
+    assert not list((tmp_path / "files").rglob("*.*")), "imported files are deleted"
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
 
 
-def test_a_server_that_fails_is_asked_again(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
     given = conversations(tiny_target)
     fake = serve("drop", 503, "junk", 429, "lost")
     work = imported(tmp_path, tiny_target, given)
@@ -353,7 +343,7 @@ def test_a_server_that_fails_is_asked_again(tiny_target: Target, tmp_path: Path,
     assert work.taken == 5
 
 
-def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
     given = conversations(tiny_target)
     with pytest.raises(UserError, match="answered 404"):
         take_from_servers([serve(*[None] * 3, 404).url], imported(tmp_path, tiny_target, given), 1)
@@ -361,23 +351,16 @@ def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path,
     assert (again.known, len(again.waiting)) == (3, 2)
 
 
-def test_a_refusal_costs_its_conversation(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
-    """The longest is asked for first, and may be longer than the server's context."""
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(400, "the server refuses its tokens"), (nan, "its states are not finite")]
+)
+def test_bad_text_is_skipped(tiny_target: Target, tmp_path: Path, serve: Serve, fault: Any, reason: str) -> None:
+    """The longest is requested first, and may exceed the server's context."""
     work = imported(tmp_path, tiny_target, conversations(tiny_target))
     longest = work.waiting[0]
-    take_from_servers([serve(400).url], work, 1)
+    take_from_servers([serve(fault).url], work, 1)
     assert work.taken == 4 and work.waiting == [longest]
-    assert work.left_out == {"the server refuses its tokens": [longest.id]}
-
-
-def test_states_that_are_not_finite_cost_their_conversation(
-    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]
-) -> None:
-    work = imported(tmp_path, tiny_target, conversations(tiny_target))
-    longest = work.waiting[0]
-    take_from_servers([serve(nan).url], work, 1)
-    assert work.taken == 4 and work.waiting == [longest]
-    assert work.left_out == {"its states are not finite": [longest.id]}
+    assert work.left_out == {reason: [longest.id]}
     assert not list((tmp_path / "files").rglob("*.*"))
 
 
@@ -395,9 +378,7 @@ def test_states_that_are_not_finite_cost_their_conversation(
     ],
     ids=["500", "400", "none", "short", "unlocked", "cut", "other ids", "fewer layers"],
 )
-def test_what_a_server_does_wrong_is_said(
-    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], faults: list[Any], said: str
-) -> None:
+def test_faults_are_named(tiny_target: Target, tmp_path: Path, serve: Serve, faults: list[Any], said: str) -> None:
     fake = serve(*faults)
     with pytest.raises(UserError, match=said):
         take_from_servers([fake.url], imported(tmp_path, tiny_target, conversations(tiny_target)), 1)

@@ -1,4 +1,4 @@
-"""On-policy conversations: exact tokens, splits that do not overlap, resuming, budgets."""
+"""On-policy conversations: exact tokens, disjoint splits, resuming, budgets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rich.console import Console
 from tokenizers import decoders
 
 from headstart.data.conversations import part_writer
-from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.building import Splits, build_conversations
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.parts import Part, TimeBudget
 from headstart.data.prompts import self_prompts
@@ -30,8 +31,10 @@ from headstart.errors import UserError
 from headstart.model.model import Target, TargetOutput
 from headstart.recipes.sections import DataSection
 from headstart.replay.cache import TreeCache
+from headstart.support.files import write_jsonl
 from headstart.support.terminal import Bar
-from tests.data.loading import everything
+from tests.data.loading import everything, turns
+from tests.spies import spy
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
 DROPS_THINKING = (
@@ -42,11 +45,14 @@ DROPS_THINKING = (
 )
 
 
+def given(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
+    write_jsonl(folder / "prompts.jsonl", rows)
+    return str(folder / "prompts.jsonl")
+
+
 def prompt_file(folder: Path, count: int = 24) -> str:
-    path = folder / "prompts.jsonl"
     rows = [{"turns": [f"Question number {i}: why {'so ' * (i % 5)}?"], "category": f"c{i % 3}"} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return given(folder, rows)
 
 
 def section(prompts: str, **over: object) -> DataSection:
@@ -54,28 +60,26 @@ def section(prompts: str, **over: object) -> DataSection:
     return DataSection.model_validate({"prompts": prompts, **values, **over})
 
 
-def test_only_training_answers_are_written_in_8_bits(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounded, wrote = copy(tiny_target), list[tuple[bool, int]]()
-    own = InProcess.continue_rows
+def told(target: Target, data: DataSection, tmp_path: Path, name: str = "data", **how: Any) -> tuple[Splits, str]:
+    """Build the conversations in a folder of this name; return them and the console's text."""
+    shown = io.StringIO()
+    return build_conversations(target, data, tmp_path / name, Console(file=shown, width=400), **how), shown.getvalue()
 
-    def noted(self: InProcess, rows: Any, continuation: Continuation) -> Any:
-        wrote.append((self._target is rounded, len(rows)))
-        return own(self, rows, continuation)
 
-    monkeypatch.setattr(InProcess, "continue_rows", noted)
+def test_only_training_answers_are_int8(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = copy(tiny_target)
+    wrote = spy(monkeypatch, InProcess, "continue_rows", lambda one, rows, _: (one._target is rounded, len(rows)))
     monkeypatch.setattr(Target, "in_int8", lambda _: rounded)
     for dtype in ("auto", "int8"):
         wrote.clear()
         settings = section(prompt_file(tmp_path), writing_dtype=dtype)
         splits = build_conversations(tiny_target, settings, tmp_path / dtype)
         in_full = sum(rows for is_rounded, rows in wrote if not is_rounded)
-        assert sum(rows for _, rows in wrote) == 13 and len(splits.train) == 10, "held-out requests have no answers"
+        assert sum(rows for _, rows in wrote) == 13 and len(splits.train) == 10, "held-out prompts get no answers"
         assert in_full == (13 if dtype == "auto" else 3)
 
 
-def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path: Path) -> None:
+def test_answers_are_the_targets_greedy_tokens(tiny_target: Target, tmp_path: Path) -> None:
     splits = build_conversations(tiny_target, section(prompt_file(tmp_path)), tmp_path / "data")
     assert len(splits.train) == 10
     for item in splits.train[:4]:
@@ -89,7 +93,7 @@ def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path
         assert tiny_target.tokenizer.decode(item.tokens[:first]) == rendered
 
 
-def test_a_share_of_the_training_answers_is_sampled_and_no_other(tiny_target: Target, tmp_path: Path) -> None:
+def test_sampled_fraction_applies_to_training_alone(tiny_target: Target, tmp_path: Path) -> None:
     settings = section(prompt_file(tmp_path), sampled_fraction=0.4)
     splits = build_conversations(tiny_target, settings, tmp_path / "data")
     assert [item.sampling["temperature"] for item in splits.validation] == [0.0] * 3
@@ -109,9 +113,7 @@ def test_splits_do_not_overlap(tiny_target: Target, tmp_path: Path) -> None:
     assert not any(any(item.supervised) for item in splits.heldout), "held-out prompts need no answer"
 
 
-def test_an_interrupted_run_continues_and_gives_the_same(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_gives_the_same(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = prompt_file(tmp_path)
     whole = build_conversations(tiny_target, section(prompts), tmp_path / "whole")
     calls = 0
@@ -131,11 +133,11 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
     assert len(written) == 3
     assert everything(build_conversations(tiny_target, section(prompts), tmp_path / "cut")) == everything(whole)
-    assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "whole parts are not written again"
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "complete parts are kept"
 
 
-def test_parts_are_only_ever_added(tiny_target: Target, tmp_path: Path) -> None:
-    """Also when one was moved away, and when the size of batches changes."""
+def test_existing_parts_are_never_rewritten(tiny_target: Target, tmp_path: Path) -> None:
+    """Also when a part was moved away, and when the batch size changes."""
     prompts = prompt_file(tmp_path, 60)
     parts = tmp_path / "data" / "parts"
     build_conversations(tiny_target, section(prompts), tmp_path / "data")
@@ -151,27 +153,17 @@ def test_parts_are_only_ever_added(tiny_target: Target, tmp_path: Path) -> None:
 
 def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_path: Path) -> None:
     short = section(prompt_file(tmp_path, 60), conversations=50, minutes=1e-6)
-    for _ in range(2):  # written, and found there
-        shown = io.StringIO()
-        splits = build_conversations(tiny_target, short, tmp_path / "data", Console(file=shown, width=200))
+    for _ in range(2):  # written, then reused
+        splits, notice = told(tiny_target, short, tmp_path)
         assert len(splits.heldout) == 4
         assert len(splits.validation) == 3
         assert 1 <= len(splits.train) <= 5, "one part, then the budget is spent"
-        assert f"{len(splits.train)} of the 50 conversations asked for: data.minutes=1e-06 is spent" in shown.getvalue()
-    shown = io.StringIO()
-    build_conversations(tiny_target, section(short.prompts), tmp_path / "data", Console(file=shown, width=200))
-    assert "spent" not in shown.getvalue(), "without a budget"
+        assert f"{len(splits.train)} of the 50 conversations asked for: data.minutes=1e-06 is spent" in notice
+    assert "spent" not in told(tiny_target, section(short.prompts), tmp_path)[1], "without a budget"
 
 
-def test_the_bar_ends_where_the_time_does(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    totals: list[float] = []
-    real = Bar.update
-
-    def update(bar: Bar, done: float, total: float, note: str) -> None:
-        totals.append(total)
-        real(bar, done, total, note=note)
-
-    monkeypatch.setattr(Bar, "update", update)
+def test_progress_ends_at_the_budget(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = spy(monkeypatch, Bar, "update", lambda _bar, _done, total: total)
     prompts = prompt_file(tmp_path, 60)
     build_conversations(tiny_target, section(prompts, conversations=20), tmp_path / "all")
     assert set(totals) == {4 + 3 + 20}
@@ -180,173 +172,131 @@ def test_the_bar_ends_where_the_time_does(tiny_target: Target, tmp_path: Path, m
     monkeypatch.setattr(TimeBudget, "share", spent)
     asked = section(prompts, conversations=20, batch_size=1, minutes=1000)
     build_conversations(tiny_target, asked, tmp_path / "some")
-    assert totals[:7] == [27] * 7 and totals[7:23] == [4 + 3 + 16] * 16, "a sixteenth of the time for each"
+    assert totals[:7] == [27] * 7 and totals[7:23] == [4 + 3 + 16] * 16, "each takes a sixteenth of the time"
 
 
-def test_prompts_that_run_out_are_told(tiny_target: Target, tmp_path: Path) -> None:
-    def said(conversations: int) -> str:
-        shown = io.StringIO()
-        data = section(prompt_file(tmp_path), conversations=conversations)
-        build_conversations(tiny_target, data, tmp_path / "data", Console(file=shown, width=300))
-        return shown.getvalue()
+def test_notice_when_prompts_run_out(tiny_target: Target, tmp_path: Path) -> None:
+    def notice(conversations: int) -> str:
+        return told(tiny_target, section(prompt_file(tmp_path), conversations=conversations), tmp_path)[1]
 
-    assert "no more" not in said(16)
+    assert "no more" not in notice(16)
     ran_out = "17 of the 50 conversations asked for: there are no more prompts in"
-    for _ in range(2):  # written, and found there
-        assert f"{ran_out} {tmp_path / 'prompts.jsonl'}. Give more of them." in said(50)
-    assert "no more" not in said(16), "fewer are used than are there"
+    for _ in range(2):  # written, then reused
+        assert f"{ran_out} {tmp_path / 'prompts.jsonl'}. Give more of them." in notice(50)
+    assert "no more" not in notice(16), "fewer than there are"
 
 
-def test_writing_that_ends_for_want_of_room_says_so(tiny_target: Target, tmp_path: Path) -> None:
+def test_notice_when_the_cache_is_full(tiny_target: Target, tmp_path: Path) -> None:
     data = section(prompt_file(tmp_path, 60), conversations=50)
-    for _ in range(2):  # written, and found there
-        shown = io.StringIO()
-        console = Console(file=shown, width=200)
-        count = len(build_conversations(tiny_target, data, tmp_path / "data", console, max_tokens=400).train)
+    for _ in range(2):  # written, then reused
+        splits, notice = told(tiny_target, data, tmp_path, max_tokens=400)
+        count = len(splits.train)
         assert 1 <= count < 50
-        told = f"{count} of the 50 conversations asked for: data.cache_gigabytes=4 is full. Raise it for more."
-        assert told in shown.getvalue()
+        assert f"{count} of the 50 conversations asked for: data.cache_gigabytes=4 is full. Raise it" in notice
 
 
 @pytest.fixture
 def says_fine(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target that answers everything with "Fine." and ends its turn."""
+    """Have the target answer "Fine." to everything and end its turn."""
     answer = [*tiny_target.tokenizer.encode("Fine."), tiny_target.tokenizer.eos_token_id]
     monkeypatch.setattr(InProcess, "continue_rows", lambda _self, rows, _how: [list(answer) for _ in rows])
 
 
 @pytest.mark.usefixtures("says_fine")
 def test_every_user_turn_is_answered_with_exact_tokens(tiny_target: Target, tmp_path: Path) -> None:
-    path = tmp_path / "turns.jsonl"
-    path.write_text("".join(json.dumps({"turns": [f"First {i}", f"Second {i}"]}) + "\n" for i in range(17)))
-    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data")
+    rows = [{"turns": [f"First {i}", f"Second {i}"]} for i in range(17)]
+    splits = build_conversations(tiny_target, section(given(tmp_path, rows)), tmp_path / "data")
     for item in splits.train:
         assert [turn["content"] for turn in item.messages[1::2]] == ["Fine.", "Fine."]
         tokens, supervised = encode(item.messages, tiny_target.tokenizer)
-        # The template's line break after the last answer comes with the turn after it, and there is none.
+        # The template writes the line break after an answer only when another turn follows.
         assert (list(item.tokens), list(item.supervised)) == (tokens[:-1], supervised[:-1])
 
 
 @pytest.mark.usefixtures("says_fine")
 @pytest.mark.parametrize("rows", [1, 5])
-def test_prompts_that_begin_alike_stay_in_one_split_and_are_all_answered_there(
-    tiny_target: Target, tmp_path: Path, rows: int
-) -> None:
-    """Also where later parts are written after a restart."""
-    path = tmp_path / "turns.jsonl"
-    path.write_text("".join(json.dumps({"turns": [f"First {i % 18}", f"Second {i}"]}) + "\n" for i in range(72)))
+def test_prompts_with_one_beginning_stay_in_one_split(tiny_target: Target, tmp_path: Path, rows: int) -> None:
+    """All of them are answered there, also by parts written after a restart."""
+    path = given(tmp_path, [{"turns": [f"First {i % 18}", f"Second {i}"]} for i in range(72)])
     for conversations, folder in ((10, "data"), (60, "data"), (60, "at once")):
-        said = io.StringIO()
-        data = section(str(path), conversations=conversations, batch_size=rows)
-        splits = build_conversations(tiny_target, data, tmp_path / folder, Console(file=said, width=300))
+        data = section(path, conversations=conversations, batch_size=rows)
+        splits, notice = told(tiny_target, data, tmp_path, folder)
         begun = [{item.messages[0]["content"] for item in part} for part in (splits.heldout, splits.validation)]
         begun.append({item.messages[0]["content"] for item in splits.train})
         assert sum(map(len, begun)) == len(set().union(*begun))
-    assert len(splits.train) == 4 * len(begun[2]), "all of a beginning"
+    assert len(splits.train) == 4 * len(begun[2]), "all prompts with one beginning"
     assert len(begun[0]) <= 4 and len(begun[1]) <= 3 and len(begun[2]) >= 11
     skipped = 72 - len(splits.train) - 4 - 3
-    assert f"{skipped} that begin like a prompt of another split" in said.getvalue()
-    assert "lower data.heldout or data.validation" in said.getvalue()
-    assert "conversations asked for: there are no more prompts in" in said.getvalue()
+    assert f"{skipped} that begin like a prompt of another split" in notice
+    assert "lower data.heldout or data.validation" in notice
+    assert "conversations asked for: there are no more prompts in" in notice
 
 
 @pytest.mark.usefixtures("says_fine")
-def test_documents_in_system_messages_are_beginnings_of_their_own(tiny_target: Target, tmp_path: Path) -> None:
-    path = tmp_path / "documents.jsonl"
-    rows = [
-        {"messages": [{"role": "system", "content": f"Text {i}"}, {"role": "user", "content": "Summarise."}]}
-        for i in range(17)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data")
+def test_documents_in_system_messages_count_as_beginnings(tiny_target: Target, tmp_path: Path) -> None:
+    rows = [{"messages": turns("Summarise.", system=f"Text {i}")} for i in range(17)]
+    splits = build_conversations(tiny_target, section(given(tmp_path, rows)), tmp_path / "data")
     asked = [item.messages[0]["content"] for part in (splits.heldout, splits.validation, splits.train) for item in part]
     assert sorted(asked) == sorted(row["messages"][0]["content"] for row in rows)
 
 
 @pytest.mark.usefixtures("says_fine")
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("regenerate", [False, True])
 @pytest.mark.parametrize("limit", [{"max_prompt_tokens": 40}, {"max_new_tokens": 900}, {}])
-def test_a_later_turn_without_room_ends_the_conversation(
-    tiny_target: Target, tmp_path: Path, limit: dict[str, int], given: bool
-) -> None:
-    """Where answers are given, too; nothing is kept of the text after the last answer, and the notice counts turns."""
-    path, long = tmp_path / "turns.jsonl", "and " * (60 if limit else 700)
-    texts = ["First {}", "One.", long, "Two.", "Third", "Three."]
-    rows = [
-        {"messages": [{"role": ("user", "assistant")[k % 2], "content": texts[k].format(i)} for k in range(6)]}
-        for i in range(17)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = io.StringIO()
-    data = section(str(path), **{"max_prompt_tokens": 4000, **limit}, regenerate=not given)
-    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
+def test_turn_over_limit_ends_it(tiny_target: Target, tmp_path: Path, limit: dict[str, int], regenerate: bool) -> None:
+    """Also with given answers. No text is kept after the last answer, and the notice counts turns."""
+    long = "and " * (60 if limit else 700)
+    path = given(
+        tmp_path, [{"messages": turns(f"First {i}", "One.", long, "Two.", "Third", "Three.")} for i in range(17)]
+    )
+    data = section(path, **{"max_prompt_tokens": 4000, **limit}, regenerate=regenerate)
+    splits, notice = told(tiny_target, data, tmp_path)
     assert len(splits.train) == 10
-    if given and "max_new_tokens" in limit:
-        assert all(len(item.supervised_spans) == 3 for item in splits.train) and not told.getvalue()
+    if not regenerate and "max_new_tokens" in limit:
+        assert all(len(item.supervised_spans) == 3 for item in splits.train) and not notice
         return
     for item in splits.train:
         assert len(item.supervised_spans) == 1 and item.supervised_spans[0][1] == len(item.tokens)
         assert item.tokens[-1] == tiny_target.tokenizer.eos_token_id
     context = f"that a context of {tiny_target.max_length} tokens does not hold"
     why = "over 40 tokens" if "max_prompt_tokens" in limit else context
-    assert f"Left out: 26 later turns {why}. To keep them: " in told.getvalue()
-    assert ("raise data.max_prompt_tokens" in told.getvalue()) is ("max_prompt_tokens" in limit)
+    assert f"Left out: 26 later turns {why}. To keep them: " in notice
+    assert ("raise data.max_prompt_tokens" in notice) is ("max_prompt_tokens" in limit)
 
 
-def test_answers_that_are_cut_are_counted_with_the_turns_after_them(tiny_target: Target, tmp_path: Path) -> None:
+def test_cut_answers_are_counted_with_their_later_turns(tiny_target: Target, tmp_path: Path) -> None:
     """A random target never ends its turn."""
-    path, told = tmp_path / "turns.jsonl", io.StringIO()
-    rows = [{"turns": [f"First {i}", "Second", "Third"][: 1 + 2 * (i % 2)]} for i in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = section(str(path), conversations=19, heldout=0, validation=1)
-    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
+    path = given(tmp_path, [{"turns": [f"First {i}", "Second", "Third"][: 1 + 2 * (i % 2)]} for i in range(20)])
+    splits, notice = told(tiny_target, section(path, conversations=19, heldout=0, validation=1), tmp_path)
     assert {len(item.messages) for item in splits.train} == {2}
     assert (
         "Left out: 20 ends of answers over 12 tokens, 20 later turns after an answer over 12 tokens. To keep them: "
         "raise data.max_new_tokens."
-    ) in told.getvalue()
+    ) in notice
 
 
-def test_a_given_answer_that_the_context_does_not_hold_is_kept_to_there(tiny_target: Target, tmp_path: Path) -> None:
-    path, told = tmp_path / "chat.jsonl", io.StringIO()
-    answers = ["and " * 700, "never read"]
-    texts = ["Hi {}", answers[0], "And?", answers[1]]
-    rows = [
-        {"messages": [{"role": ("user", "assistant")[k % 2], "content": texts[k].format(i)} for k in range(4)]}
-        for i in range(11)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = section(str(path), heldout=0, validation=1, regenerate=False)
-    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
+def test_given_answer_is_cut_at_the_context(tiny_target: Target, tmp_path: Path) -> None:
+    path = given(tmp_path, [{"messages": turns(f"Hi {i}", "and " * 700, "And?", "never read")} for i in range(11)])
+    splits, notice = told(tiny_target, section(path, heldout=0, validation=1, regenerate=False), tmp_path)
     window = tiny_target.max_length
     assert all(len(item.tokens) == window == item.supervised_spans[-1][1] for item in splits.train)
     counted = f"a context of {window} tokens does not hold"
-    assert f"11 ends of answers that {counted}, 11 later turns that {counted}" in told.getvalue()
+    assert f"11 ends of answers that {counted}, 11 later turns that {counted}" in notice
 
 
-def test_texts_that_are_not_utf8_cost_their_row(tiny_target: Target, tmp_path: Path) -> None:
-    path, told = tmp_path / "prompts.jsonl", io.StringIO()
-    good = Path(prompt_file(tmp_path)).read_text()
-    path.write_text(good + json.dumps({"prompt": "nice \ud83d"}) + "\n" + json.dumps({"prompt": "x", "id": "\udc00"}))
-    data = section(str(path), conversations=30)
-    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
-    assert len(splits.train) == 17 and "2 with text that is not UTF-8" in told.getvalue()
+def test_rows_with_invalid_utf8_are_left_out(tiny_target: Target, tmp_path: Path) -> None:
+    path = Path(prompt_file(tmp_path))
+    with path.open("a") as file:
+        file.write(json.dumps({"prompt": "nice \ud83d"}) + "\n" + json.dumps({"prompt": "x", "id": "\udc00"}))
+    splits, notice = told(tiny_target, section(str(path), conversations=30), tmp_path)
+    assert len(splits.train) == 17 and "2 with text that is not UTF-8" in notice
 
 
-def test_a_restart_parses_no_conversation_and_damaged_parts_are_named(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_parses_no_conversation(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, folder = section(prompt_file(tmp_path)), tmp_path / "data"
     before = everything(build_conversations(tiny_target, data, folder))
-    parsed: list[int] = []
-    loads = json.loads
-
-    def noted(text: Any, *how: Any, **more: Any) -> Any:
-        parsed.append(text.count("tokens" if isinstance(text, str) else b"tokens"))
-        return loads(text, *how, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(json, "loads", noted)
+        parsed = spy(patch, json, "loads", lambda text: text.count("tokens" if isinstance(text, str) else b"tokens"))
         splits = build_conversations(tiny_target, data, folder)
     assert sum(parsed) == 0 and everything(splits) == before
     part = sorted((folder / "parts").glob("*-train.jsonl"))[0]
@@ -358,20 +308,16 @@ def test_a_restart_parses_no_conversation_and_damaged_parts_are_named(
         build_conversations(tiny_target, data, folder)
 
 
-def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target, tmp_path: Path) -> None:
-    path = tmp_path / "sorted.jsonl"
+def test_every_split_of_a_sorted_file_has_all_kinds(tiny_target: Target, tmp_path: Path) -> None:
     rows = [{"turns": [f"{'ab'[i // 30]}: question {i}"], "category": "ab"[i // 30]} for i in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"conversations": 36, "heldout": 12, "validation": 12, "max_new_tokens": 8, "batch_size": 32}
-    splits = build_conversations(tiny_target, section(str(path), **sizes), tmp_path / "data")
+    splits = build_conversations(tiny_target, section(given(tmp_path, rows), **sizes), tmp_path / "data")
     for part in (splits.heldout, splits.validation, splits.train):
         assert {item.category for item in part} == {"a", "b"}
 
 
 @pytest.mark.usefixtures("says_fine")
-def test_a_prompt_of_another_split_costs_no_further_batch(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_duplicate_costs_no_extra_batch(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
@@ -383,76 +329,53 @@ def test_a_prompt_of_another_split_costs_no_further_batch(
 
 
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": f"Hi {i}"}, {"role": "assistant", "content": f"Hello {i}!"}]}
-        for i in range(20)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    splits = build_conversations(tiny_target, section(str(path), regenerate=False), tmp_path / "data")
+    path = given(tmp_path, [{"messages": turns(f"Hi {i}", f"Hello {i}!")} for i in range(20)])
+    splits = build_conversations(tiny_target, section(path, regenerate=False), tmp_path / "data")
     item = splits.train[0]
     said = [token for token, mine in zip(item.tokens, item.supervised, strict=True) if mine]
     assert tiny_target.tokenizer.decode(said) == item.messages[1]["content"] + "<|im_end|>"
 
 
-def test_given_answers_that_the_template_rewrites_are_not_learned_and_counted(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_rewritten_given_answers_are_counted_and_not_learned(tiny_target: Target, tmp_path: Path) -> None:
     target = Target(tiny_target.model, tiny_tokenizer(DROPS_THINKING), "thinking")
-    path = tmp_path / "chat.jsonl"
-
-    def chat(number: int, answer: str) -> dict[str, Any]:
-        texts = [f"Hi {number}", answer, "And?", "Bye."]
-        return {"messages": [{"role": ("user", "assistant")[i % 2], "content": texts[i]} for i in range(4)]}
-
-    rows = [chat(i, "<think>so</think>Yes" if i % 3 == 0 else "No") for i in range(27)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = io.StringIO()
+    answers = ["No" if i % 3 else "<think>so</think>Yes" for i in range(27)]
+    rows = [{"messages": turns(f"Hi {i}", answer, "And?", "Bye.")} for i, answer in enumerate(answers)]
     sizes = {"conversations": 26, "heldout": 0, "validation": 1, "batch_size": 27, "regenerate": False}
-    splits = build_conversations(target, section(str(path), **sizes), tmp_path / "data", Console(file=said, width=200))
+    data = section(given(tmp_path, rows), **sizes)
+    splits, notice = told(target, data, tmp_path)
     learned = {
         (item.messages[1]["content"], *(target.tokenizer.decode(item.tokens[a:b]) for a, b in item.supervised_spans))
         for item in splits.train
     }
     assert learned == {("No", "No<|im_end|>", "Bye.<|im_end|>"), ("<think>so</think>Yes", "Bye.<|im_end|>")}
-    assert "Left out: 9 earlier answers that the chat template rewrites. To keep them: set data." in said.getvalue()
+    assert "Left out: 9 earlier answers that the chat template rewrites. To keep them: set data." in notice
 
     opens = Target(tiny_target.model, tiny_tokenizer(CHATML.replace("assistant\n'", "assistant\n<think>\n'")), "opens")
     with pytest.raises(
         UserError, match=r"No training conversation .* Left out: 27 in which the chat template rewrites"
     ):
-        build_conversations(opens, section(str(path), **sizes), tmp_path / "none")
+        build_conversations(opens, data, tmp_path / "none")
 
 
 @pytest.mark.usefixtures("says_fine")
-def test_a_turn_that_the_template_refuses_ends_its_conversation_and_no_other(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_turn_refused_by_the_template_ends_only_its_conversation(tiny_target: Target, tmp_path: Path) -> None:
     refuses = "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('bad') }}{% endif %}{% endfor %}"
     target = Target(tiny_target.model, tiny_tokenizer(refuses + CHATML), "picky")
-    path = tmp_path / "turns.jsonl"
-    path.write_text(
-        "".join(json.dumps({"turns": [f"First {i}", "bad" if i % 2 else "good"]}) + "\n" for i in range(17))
-    )
-    splits = build_conversations(target, section(str(path)), tmp_path / "data")
+    rows = [{"turns": [f"First {i}", "bad" if i % 2 else "good"]} for i in range(17)]
+    splits = build_conversations(target, section(given(tmp_path, rows)), tmp_path / "data")
     assert len(splits.train) == 10
     for item in splits.train:
         assert len(item.messages) == (2 if int(item.id.split("-")[1]) % 2 == 0 else 4)
 
 
-def test_a_shared_system_message_does_not_make_prompts_equal(tiny_target: Target, tmp_path: Path) -> None:
-    path = tmp_path / "system.jsonl"
-    rows = [
-        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Hi {i}"}]}
-        for i in range(17)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data")
+def test_shared_system_message_does_not_make_prompts_equal(tiny_target: Target, tmp_path: Path) -> None:
+    rows = [{"messages": turns(f"Hi {i}", system="Be brief.")} for i in range(17)]
+    splits = build_conversations(tiny_target, section(given(tmp_path, rows)), tmp_path / "data")
     assert len(splits.train) == 10
     assert splits.train[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 
-def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> None:
+def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No training conversation could be written"):
         build_conversations(tiny_target, section(prompt_file(tmp_path, 3)), tmp_path / "data")
     with pytest.raises(UserError, match=r"No usable prompt in .*: 3 read, 3 over 8 tokens"):
@@ -461,7 +384,7 @@ def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> Non
 
 def test_self_prompts_start_with_their_seed_prompt(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_prompts, "acceptable", lambda text, special: True)
-    # A random model seldom writes the token that ends a turn.
+    # More end tokens: a random model seldom writes the only one.
     monkeypatch.setitem(vars(tiny_target), "end_tokens", frozenset(range(0, tiny_target.vocab_size, 9)))
     prompts = self_prompts.write_prompts(tiny_target, 12, "broad", seed=1)
     assert len(prompts) > 6 and len({category for _, category in prompts}) > 3
@@ -473,15 +396,15 @@ def test_self_prompts_start_with_their_seed_prompt(tiny_target: Target, monkeypa
     assert prompts != self_prompts.write_prompts(tiny_target, 12, "broad", seed=2)
 
 
-def test_requests_that_do_not_end_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unended_self_prompts_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_prompts, "acceptable", lambda text, special: True)
     monkeypatch.setattr(self_prompts, "_MAX_PROMPT_TOKENS", 3)
     monkeypatch.setitem(vars(tiny_target), "end_tokens", frozenset())
     assert self_prompts.write_prompts(tiny_target, 4, "broad", seed=1) == []
 
 
-def test_the_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenizers of the SentencePiece kind drop the blank before the first word of what they decode."""
+def test_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece tokenizers drop the blank before the first word they decode."""
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     target = Target(tiny_target.model, tokenizer)
@@ -513,7 +436,7 @@ def test_quality_filter(text: str, good: bool) -> None:
     assert self_prompts.acceptable(text, ["<|im_end|>"]) is good
 
 
-def test_a_target_without_template_cannot_prompt_itself(tiny_target: Target) -> None:
+def test_target_without_template_cannot_prompt_itself(tiny_target: Target) -> None:
     class Bare:
         chat_template = None
 
@@ -525,7 +448,7 @@ def sample_rows(target: Target, rows: list[list[int]], **how: Any) -> list[list[
     return InProcess(target).continue_rows(rows, Continuation(**how))
 
 
-def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> None:
+def test_rows_of_a_batch_are_independent(tiny_target: Target) -> None:
     rows = [[5, 6, 7], [8] * 9, [9, 10]]
     common: dict[str, Any] = {"max_new_tokens": 10, "top_p": 1.0, "ends": frozenset[int](), "seed": 0}
     together = sample_rows(tiny_target, rows, temperatures=[0.0] * 3, **common)
@@ -536,7 +459,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> Non
 SAMPLED: dict[str, Any] = {"max_new_tokens": 10, "top_p": 0.95, "ends": frozenset({1}), "seed": 3}
 
 
-def test_what_a_sampled_row_says_does_not_depend_on_the_rows_beside_it(tiny_target: Target) -> None:
+def test_sampled_row_does_not_depend_on_other_rows(tiny_target: Target) -> None:
     rows = [[5, 6, 7], [8] * 9, [9, 10]]
     warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 3, **SAMPLED)
     mixed = sample_rows(tiny_target, [*rows[:2], [4] * 30], temperatures=[1.0, 0.0, 1.0], **SAMPLED)
@@ -544,17 +467,17 @@ def test_what_a_sampled_row_says_does_not_depend_on_the_rows_beside_it(tiny_targ
     assert warm[1] != mixed[1], "greedy"
     assert sample_rows(tiny_target, [rows[0]] * 2, temperatures=[1.0] * 2, **SAMPLED)[0] == warm[0]
     twins = sample_rows(tiny_target, [rows[0]] * 2, temperatures=[1.0] * 2, **SAMPLED)
-    assert twins[0] != twins[1], "draws of their own"
+    assert twins[0] != twins[1], "each row draws for itself"
 
 
 @pytest.mark.parametrize(
     "error", [torch.cuda.OutOfMemoryError("x"), MemoryError(), RuntimeError("can't allocate memory")]
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_same(
+def test_batch_over_memory_is_written_in_halves(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch, error: Exception, late: bool
 ) -> None:
-    """Memory ends when the cache is made, or in the middle of writing."""
+    """Memory runs out at the allocation of the cache, or while decoding. The answers stay the same."""
     rng = random.Random(0)
     rows = [[rng.randrange(3, 200) for _ in range(rng.randrange(2, 9))] for _ in range(11)]
     temperatures = [float(i % 2) for i in range(11)]
@@ -579,12 +502,10 @@ def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_sam
     writer = InProcess(tiny_target)
     for _ in range(2):
         assert writer.continue_rows(rows, Continuation(temperatures=temperatures, **SAMPLED)) == expected
-    assert tried.count(11) == 1, "what failed once is not tried again"
+    assert tried.count(11) == 1, "a size that failed is not tried again"
 
 
-def test_memory_that_does_not_hold_one_row_is_an_error_and_other_errors_stay_what_they_are(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_row_over_memory_is_a_user_error(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     failure: Exception = MemoryError()
 
     def fails(*_arguments: Any) -> None:
@@ -598,46 +519,30 @@ def test_memory_that_does_not_hold_one_row_is_an_error_and_other_errors_stay_wha
         sample_rows(tiny_target, [[5, 6]] * 4, temperatures=[0.0] * 4, **SAMPLED)
 
 
-def test_a_batch_larger_than_free_memory_is_not_even_tried(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_over_free_memory_is_split_up_front(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[5, 6, 7 + i] for i in range(8)]
     expected = sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED)
-    tried: list[int] = []
-    new_cache = Target.new_cache
-
-    def noted(self: Target, rows: int, capacity: int) -> TreeCache:
-        tried.append(rows * capacity)
-        return new_cache(self, rows, capacity)
-
-    monkeypatch.setattr(Target, "new_cache", noted)
+    tried = spy(monkeypatch, Target, "new_cache", lambda _target, rows, capacity: rows * capacity)
     free = 100 * tiny_target.kv_bytes_per_token
     monkeypatch.setattr("headstart.data.writing.in_process.free_bytes", lambda _device: free)
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
-    assert max(tried) * CACHE_PEAK <= 100 / 2, "two workers write at once on a CPU"
+    assert max(tried) * CACHE_PEAK <= 100 / 2, "two workers share a CPU"
 
     tried.clear()
-    monkeypatch.setattr(Target, "spare_bytes", 1000 * free)  # what the batch before left to this one
+    monkeypatch.setattr(Target, "spare_bytes", 1000 * free)  # freed by the batch before
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
     assert max(tried) > 100, "all rows at once"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
-def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the sliding window, too; read once, and every row continues as it does on its own."""
+def test_common_prefix_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also past the sliding window: every row continues as it does alone."""
     target = Target(tiny_model(kind, vocab_size=61))
-    target.record()  # which reads a text of its own
+    target.record()  # recording itself reads a text
     rng = torch.Generator().manual_seed(0)
     words = torch.randint(3, 61, (40,), generator=rng).tolist()
     rows = [words[:12] + words[20:23], words[:12] + words[30:], words[:13], words[:12] + words[33:]]
-    read: list[list[int]] = []
-    prefill = Target.prefill
-
-    def noted(self: Target, cache: TreeCache, rows: list[list[int]], aux_layers: tuple[int, ...] = ()) -> TargetOutput:
-        read.append(list(map(len, rows)))
-        return prefill(self, cache, rows, aux_layers)
-
-    monkeypatch.setattr(Target, "prefill", noted)
+    read = spy(monkeypatch, Target, "prefill", lambda _target, _cache, rows, *_: list(map(len, rows)))
     common: dict[str, Any] = {"max_new_tokens": 9, "top_p": 1.0, "ends": frozenset({1}), "seed": 0}
     together = sample_rows(target, rows, temperatures=[0.0] * 4, **common)
     assert read == [[12], [1, 3, 7, 10]], "shortest first"
@@ -659,7 +564,7 @@ def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
     probs = dict(zip(top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True))
     drawn = Counter(row[0] for row in warm)
     assert set(drawn) <= set(probs)
-    # Pearson's statistic over the ten likeliest tokens and the others; with 10 degrees, 29.6 is passed once in 1000.
+    # Pearson's statistic over the ten likeliest tokens and the rest: at 10 degrees of freedom, p = 0.001 is 29.6.
     leading = sorted(probs, key=lambda token: -probs[token])[:10]
     pairs = [(drawn[token], 400 * probs[token]) for token in leading]
     pairs.append((400 - sum(found for found, _ in pairs), 400 - sum(wanted for _, wanted in pairs)))
@@ -667,7 +572,7 @@ def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_draws_follow_the_nucleus_at_any_heat(top_p: float) -> None:
+def test_draws_follow_the_nucleus(top_p: float) -> None:
     logits_V = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
     count = 20_000
     numbers = [(index + 0.5) / count for index in range(count)]

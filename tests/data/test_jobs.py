@@ -1,4 +1,4 @@
-"""Work that several processes share: nothing lost, nothing done twice, whoever dies."""
+"""The job queue of cooperating processes: no job is lost or done twice, also when a process dies."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from headstart.recipes.sections import DataSection
 from headstart.replay.patch import FINAL
 from headstart.support.files import write_jsonl
 from tests.data.loading import everything
+from tests.spies import raising
 
 CPU = torch.device("cpu")
 LONG = 60
-"""Seconds after which something has gone wrong."""
+"""A timeout in seconds that only a failing test reaches."""
 
 
 class Numbers:
-    """A plan of so many jobs.
+    """A plan of `count` jobs.
 
     Attributes:
-        time: whether those that nobody has begun are still to be done.
+        time: predicate: may this job still begin?
     """
 
     def __init__(self, count: int) -> None:
@@ -67,7 +68,7 @@ def helping(
     do: Callable[[dict[str, Any]], dict[str, Any]],
     mine: Callable[[dict[str, Any]], bool] = lambda _: True,
 ) -> Iterator[None]:
-    """A helper in a thread of its own: locks are between open files, so it is like another process to them."""
+    """Run a helper in a thread. Locks belong to open files, so they treat it as another process."""
     stop = threading.Event()
     raised: list[BaseException] = []
 
@@ -101,7 +102,7 @@ def board(tmp_path: Path) -> Board:
     return Board(tmp_path / "jobs")
 
 
-def test_a_job_belongs_to_one_until_it_is_done(board: Board) -> None:
+def test_job_has_one_owner_until_it_is_done(board: Board) -> None:
     board.post("a", {"number": 1})
     claim = board.claim("a")
     assert claim is not None and board.claim("a") is None and not board.is_free("a") and not board.withdraw("a")
@@ -118,7 +119,7 @@ def test_a_job_belongs_to_one_until_it_is_done(board: Board) -> None:
     assert not board.folder.exists()
 
 
-def test_the_job_of_a_killed_process_is_free(board: Board) -> None:
+def test_job_of_a_killed_process_is_free(board: Board) -> None:
     board.post("a", {"number": 1})
     code = (
         "import sys, pathlib, threading\nfrom headstart.support.lock import locked\n"
@@ -135,7 +136,7 @@ def test_the_job_of_a_killed_process_is_free(board: Board) -> None:
     claim.close()
 
 
-def test_what_is_left_behind_is_cleared_but_for_what_somebody_does(board: Board) -> None:
+def test_clear_keeps_claimed_jobs(board: Board) -> None:
     for name in ("done", "free", "held"):
         board.post(name, {})
     board.finish("done", {})
@@ -146,7 +147,7 @@ def test_what_is_left_behind_is_cleared_but_for_what_somebody_does(board: Board)
     claim.close()
 
 
-def test_what_cannot_be_done_here_is_looked_at_once(board: Board) -> None:
+def test_refused_job_is_examined_once(board: Board) -> None:
     board.post("0-other", {"number": 1})
     seen: list[dict[str, Any]] = []
 
@@ -161,8 +162,8 @@ def test_what_cannot_be_done_here_is_looked_at_once(board: Board) -> None:
     assert len(seen) == 1 and refused == {"0-other"} and board.is_free("0-other")
 
 
-def test_helpers_do_what_the_planner_has_no_time_for(board: Board) -> None:
-    """The planner's first job waits for three that somebody else does."""
+def test_helpers_do_jobs_of_a_busy_planner(board: Board) -> None:
+    """The planner's first job waits until a helper has done three others."""
     theirs, ours = list[int](), list[int]()
     three = threading.Semaphore(0)
 
@@ -183,7 +184,7 @@ def test_helpers_do_what_the_planner_has_no_time_for(board: Board) -> None:
     assert board.names() == []
 
 
-def test_what_a_helper_cannot_do_is_done_here(board: Board) -> None:
+def test_planner_does_jobs_that_fail_on_a_helper(board: Board) -> None:
     refused = threading.Event()
 
     def fails(what: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def test_jobs_of_another_target_are_left_alone(board: Board) -> None:
 
 
 def test_results_outlive_the_planner(board: Board) -> None:
-    """One planner dies while a helper has done a job of its plan; the next one does the others only."""
+    """A planner dies after a helper has done one job of its plan. The next planner does only the rest."""
     (job,) = [Numbers(3).next((), 1)]
     assert job is not None
     board.post(job.name, job.what)
@@ -225,8 +226,8 @@ def test_results_outlive_the_planner(board: Board) -> None:
     assert done == [1, 2]
 
 
-def test_what_the_time_is_up_for_is_withdrawn(board: Board) -> None:
-    """The job that is posted for whoever comes is not begun when its turn comes too late."""
+def test_jobs_past_the_deadline_are_withdrawn(board: Board) -> None:
+    """A job posted for helpers does not start when its turn comes after the deadline."""
     plan, done = Numbers(9), list[int]()
 
     def noted(what: dict[str, Any]) -> dict[str, Any]:
@@ -239,12 +240,9 @@ def test_what_the_time_is_up_for_is_withdrawn(board: Board) -> None:
     assert done == [0, 1, 2] and board.names() == []
 
 
-def test_an_error_here_withdraws_what_nobody_has_begun(board: Board) -> None:
-    def fails(what: dict[str, Any]) -> dict[str, Any]:
-        raise ValueError("no")
-
+def test_planner_error_withdraws_unclaimed_jobs(board: Board) -> None:
     with pytest.raises(ValueError, match="no"):
-        squares(Numbers(9), board, fails)
+        squares(Numbers(9), board, raising(ValueError("no")))
     assert [name for name in board.names() if not name.startswith("000")] == []
 
 
@@ -256,7 +254,7 @@ SMALL = Work(batch_tokens=64, shard_bytes=20_000)
 
 
 def section(tmp_path: Path, **more: object) -> DataSection:
-    """Every fourth conversation comes to nothing, so that how many there are is known only once they are written."""
+    """Settings over 40 prompts. `some_unfit` drops every fourth, so the count is known only after writing."""
     rows = [{"turns": [f"{'so ' * (i % 5)}why {i}?", "And?"][: 1 + i % 2], "id": str(i)} for i in range(40)]
     write_jsonl(tmp_path / "prompts.jsonl", rows)
     values = {"conversations": 10, "heldout": 2, "validation": 3, "batch_size": 4, "max_new_tokens": 8}
@@ -266,7 +264,7 @@ def section(tmp_path: Path, **more: object) -> DataSection:
 
 
 def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of some prompts come to nothing once they are to be written."""
+    """Drop every fourth prompt at the time of writing."""
     answered = Answers.answered
 
     def fewer(self: Answers, prompts: Any, *arguments: Any) -> Any:
@@ -276,7 +274,7 @@ def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(folder: Path) -> dict[str, list[str]]:
-    """Each part without the line that says how long it took."""
+    """Read each part without its header, which holds the time taken."""
     return {file.name: file.read_text().splitlines()[1:] for file in (folder / "parts").glob("*.jsonl")}
 
 
@@ -287,7 +285,7 @@ def written(target: Target, folder: Path, data: DataSection, shared: Path | None
 
 
 class Turns:
-    """Lets the planner wait until a helper has done something."""
+    """A gate at which the planner waits until a helper has finished a job."""
 
     def __init__(self) -> None:
         self._helps = threading.local()
@@ -307,9 +305,7 @@ class Turns:
         return self._done.is_set()
 
 
-def test_parts_that_others_write_are_those_of_one(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helpers_write_the_same_parts(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some_unfit(monkeypatch)
     data, turns, owner = section(tmp_path), Turns(), tiny_target.whole_identity
     alone = written(tiny_target, tmp_path / "alone", data, None, tmp_path / "a")
@@ -338,9 +334,7 @@ def test_parts_that_others_write_are_those_of_one(
     assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in (tmp_path / "b").iterdir()}
 
 
-def test_states_that_others_compute_are_those_of_one(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helpers_compute_the_same_states(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
     alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
     own, turns = tiny_target.hidden_states, Turns()
@@ -361,7 +355,7 @@ def test_states_that_others_compute_are_those_of_one(
 
 
 def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_path: Path, board: Board) -> None:
-    """Else the shards of the next planner would hold some of their conversations again."""
+    """Otherwise the next planner would store some conversations twice."""
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
     posted: list[Job] = []
 

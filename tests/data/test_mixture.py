@@ -1,4 +1,4 @@
-"""Prompts of several sources by weight, and the commits that they are pinned to."""
+"""Prompts drawn from several sources by weight, and the commits the sources are pinned to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headstart.model.model import Target
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
-from headstart.recipes.recipe import load_recipe, parse_recipe
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, PromptSource
 from tests.data.loading import everything
 
@@ -34,11 +34,16 @@ def write(path: Path, *texts: str) -> str:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[dict[str, Any]]:
-    """Sixty prompts "a ..", and ten "b .." with a third of the weight, of which one is also in the first."""
+    """59 prompts "a ..", and ten "b .." at a third of the weight; "b 3" is in both files."""
     first = write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(59)), "b 3")
     (tmp_path / "other").mkdir()
     second = write(tmp_path / "other" / "p.jsonl", *(f"b {i}" for i in range(10)))
     return [{"source": first, "weight": 3}, {"source": second}]
+
+
+def recipe_of(target: Path, data: dict[str, Any]) -> Recipe:
+    spec = {"spec": str(target), "dtype": "float32", "device": "cpu"}
+    return parse_recipe({"name": "mixed", "target": spec, "data": data, "heads": {"family": "medusa"}})
 
 
 def drawn(sources: list[dict[str, Any]], limit: int | None, seed: int = 0) -> Prompts:
@@ -50,24 +55,24 @@ def texts(found: Prompts) -> list[str]:
     return [prompt.turns[0] for prompt in found.prompts]
 
 
-def test_each_source_gives_its_share_at_every_point(sources: list[dict[str, Any]]) -> None:
+def test_sources_keep_their_weights_at_every_point(sources: list[dict[str, Any]]) -> None:
     some = drawn(sources, 36)
     kinds = [text[0] for text in texts(some)]
     assert all(abs(kinds[:count].count("b") - count / 4) <= 1 for count in range(1, 37))
     assert len({prompt.id for prompt in some.prompts}) == 36, "both files are called p.jsonl"
     assert not some.used_up
     of_kinds = {prompt.category: prompt.turns[0][0] for prompt in some.prompts}
-    assert of_kinds == {sources[0]["source"]: "a", sources[1]["source"]: "b"}, "without kinds of their own"
+    assert of_kinds == {sources[0]["source"]: "a", sources[1]["source"]: "b"}, "the source is the default category"
 
 
-def test_the_order_is_the_seeds_and_more_go_on_in_it(sources: list[dict[str, Any]]) -> None:
+def test_larger_limit_continues_the_seeds_order(sources: list[dict[str, Any]]) -> None:
     everything = texts(drawn(sources, None))
     for limit in (1, 7, 36, 60):
         assert texts(drawn(sources, limit)) == everything[:limit]
     assert everything != texts(drawn(sources, None, seed=1))
 
 
-def test_a_source_that_is_used_up_is_named_and_no_prompt_comes_twice(sources: list[dict[str, Any]]) -> None:
+def test_exhausted_source_is_named_and_no_prompt_repeats(sources: list[dict[str, Any]]) -> None:
     found = drawn(sources, 60)
     assert Counter(text[0] for text in texts(found)) == {"a": 50, "b": 10}
     ends = {letter: 1 + max(i for i, text in enumerate(texts(found)) if text[0] == letter) for letter in "ab"}
@@ -78,7 +83,7 @@ def test_a_source_that_is_used_up_is_named_and_no_prompt_comes_twice(sources: li
     assert everything.left_out.counts == {"repeated": 1}
 
 
-def test_three_sources() -> None:
+def test_three_sources_keep_their_weights() -> None:
     counts = Counter[int]()
     turns = in_turns([iter(range(1000)) for _ in range(3)], [0.5, 0.3, 0.2])
     for number, (source, _) in zip(range(1, 501), turns, strict=False):
@@ -86,13 +91,13 @@ def test_three_sources() -> None:
         assert all(abs(counts[one] - number * weight) < 2 for one, weight in enumerate([0.5, 0.3, 0.2]))
 
 
-def test_a_source_without_prompts_is_an_error(sources: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_source_without_prompts_is_refused(sources: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"body": "a"}\n')
     with pytest.raises(UserError, match=r"No usable prompt in .*empty\.jsonl: 1 read"):
         drawn([*sources, {"source": str(tmp_path / "empty.jsonl"), "weight": 1e-3}], None)
 
 
-def test_conversations_of_a_mixture(tiny_target: Target, sources: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_splits_keep_the_weights(tiny_target: Target, sources: list[dict[str, Any]], tmp_path: Path) -> None:
     sizes = {"conversations": 12, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": 4}
     data = DataSection.model_validate({"prompts": sources, **sizes})
     splits = build_conversations(tiny_target, data, tmp_path / "data")
@@ -100,10 +105,8 @@ def test_conversations_of_a_mixture(tiny_target: Target, sources: list[dict[str,
     assert [sum(item.messages[0]["content"].startswith("b") for item in part) for part in parts] == [1, 1, 3]
 
 
-def test_the_target_writes_its_share_of_a_mixture(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every part, and all that is missing once the files are used up; of what it writes no more than that."""
+def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every split, and everything missing once the files are exhausted, but no more than that."""
     asked = []
 
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
@@ -120,13 +123,13 @@ def test_the_target_writes_its_share_of_a_mixture(
     parts = (splits.heldout, splits.validation, splits.train)
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]
-    assert asked == [2, 3, 3, 8, 8], "a few more than wanted beside given ones, whole batches without"
+    assert asked == [2, 3, 3, 8, 8], "with files left a few more than wanted, then complete batches"
     written = identity(tiny_target, data.model_dump(mode="json"))
     assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}).model_dump(mode="json"))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_shares_of_less_than_a_prompt_add_up_also_after_an_interruption(
+def test_fractions_of_a_prompt_add_up_across_a_restart(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
@@ -143,20 +146,11 @@ def test_shares_of_less_than_a_prompt_add_up_also_after_an_interruption(
     assert everything(build_conversations(tiny_target, data, tmp_path / "data")) == everything(splits)
 
 
-def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
-    tiny_target_folder: Path, sources: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_edited_exclusion_rebuilds(tiny_target_folder: Path, sources: list[dict[str, Any]], tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"turns": ["a 1"]}\n')
     sizes = {"conversations": 60, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 32}
-    recipe = parse_recipe(
-        {
-            "name": "mixed",
-            "target": {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"},
-            "data": {"prompts": sources, "exclude": [str(questions)], **sizes},
-            "heads": {"family": "medusa"},
-        }
-    )
+    recipe = recipe_of(tiny_target_folder, {"prompts": sources, "exclude": [str(questions)], **sizes})
     stages = stages_until("conversations")
     asked = []
     for _ in range(2):
@@ -167,7 +161,7 @@ def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
         asked.append({item.messages[0]["content"] for item in conversations(run, "train")})
         questions.write_text('{"turns": ["a 2"]}\n')
     assert "a 1" not in asked[0] and "a 2" not in asked[1]
-    assert "a 2" in asked[0] or "a 1" in asked[1], "one of them may be held out"
+    assert "a 2" in asked[0] or "a 1" in asked[1], "either may be held out"
     questions.unlink()
     with pytest.raises(UserError, match=r"No file at .*questions\.jsonl"):
         check_inputs(recipe, stages)
@@ -175,7 +169,7 @@ def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
         check_inputs(load_recipe("quickstart", ["data.prompts=[none.jsonl]"]), stages)
 
 
-def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
+def test_identity_follows_weights_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     def of(*given: dict[str, Any]) -> dict[str, Any]:
         settings = DataSection.model_validate({"prompts": list(given)}).model_dump(mode="json")
         return identity(tiny_target, settings)
@@ -191,7 +185,7 @@ def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: 
     assert same != of(one, other)
 
 
-def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
+def test_identity_of_a_single_source_has_no_unset_options(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     for prompts in ("self", sources[0]["source"]):
         now = DataSection(prompts=prompts).model_dump(mode="json")
         before = {
@@ -206,7 +200,7 @@ def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: l
         }
 
 
-def test_answers_in_8_bits_are_others_unless_a_server_writes_them(tiny_target: Target) -> None:
+def test_int8_changes_the_identity_unless_a_server_writes(tiny_target: Target) -> None:
     def known(**settings: Any) -> dict[str, Any]:
         return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
 
@@ -215,7 +209,7 @@ def test_answers_in_8_bits_are_others_unless_a_server_writes_them(tiny_target: T
     assert known(writing_dtype="int8", server=server) == known(server=server)
 
 
-def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
+def test_run_keeps_the_commits_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
     newest = "1" * 40
     monkeypatch.setattr(
         "headstart.data.conversations.depends_on.find_origin",
@@ -238,19 +232,13 @@ def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPa
     [
         ("data.prompts=[]", r"'data.prompts' is \[\].*list of {source, weight}"),
         ("data.prompts=3", "'data.prompts' is 3"),
-        (
-            "data.prompts=[{path: a.jsonl}]",
-            "Source 1 of data.prompts has an unknown key 'path'. A source has source",
-        ),
-        (
-            "data.prompts=[a.jsonl, {source: b, wieght: 2}]",
-            "Source 2 .* unknown key 'wieght'. A source has source",
-        ),
+        ("data.prompts=[{path: a.jsonl}]", "Source 1 of data.prompts has an unknown key 'path'. A source has source"),
+        ("data.prompts=[a.jsonl, {source: b, wieght: 2}]", "Source 2 .* unknown key 'wieght'. A source has source"),
         ("data.prompts=[{source: b, weight: 0}]", "Source 1 .* weight input should be greater than 0"),
         ("data.prompts=[{weight: 1}]", "Source 1 .* source field required"),
     ],
 )
-def test_mistakes_in_the_recipe_are_answered(override: str, said: str) -> None:
+def test_recipe_mistakes_are_refused(override: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_recipe("quickstart", [override])
     with pytest.raises(UserError, match=r"data\.revision is 'main', and data.prompts names several sources"):
@@ -265,14 +253,7 @@ def test_held_out_prompts_keep_their_system_message(tiny_target_folder: Path, tm
     rows = [{"messages": [{**system, "content": f"Text {i}"}, user]} for i in range(6)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"conversations": 3, "heldout": 2, "validation": 1, "max_new_tokens": 8}
-    recipe = parse_recipe(
-        {
-            "name": "documents",
-            "target": {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"},
-            "data": {"prompts": str(file), **sizes},
-            "heads": {"family": "medusa"},
-        }
-    )
+    recipe = recipe_of(tiny_target_folder, {"prompts": str(file), **sizes})
     run = Run(recipe, tmp_path / "run", Console(quiet=True))
     execute(run, stages_until("conversations"))
     asked = [question.messages(1) for question in read_questions(run.folder / "data" / "heldout.jsonl")]

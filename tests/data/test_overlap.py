@@ -49,12 +49,12 @@ def words(start: int, count: int) -> str:
         (["看" + CHINESE[:-1]], None),
     ],
 )
-def test_what_gives_a_question_away(questions: str, turns: list[str], reason: str | None) -> None:
+def test_overlap_with_a_question(questions: str, turns: list[str], reason: str | None) -> None:
     assert Excluded([questions]).reason(turns) == reason
     assert Excluded([]).reason(turns) is None
 
 
-def test_they_are_left_out_of_given_prompts_and_counted(questions: str, tmp_path: Path) -> None:
+def test_overlapping_prompts_are_left_out_and_counted(questions: str, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     rows = [
         {"turns": ["What is 2 + 2"]},
@@ -70,7 +70,7 @@ def test_they_are_left_out_of_given_prompts_and_counted(questions: str, tmp_path
         load(str(path), "train", exclude=["none.jsonl"])
 
 
-def test_they_are_left_out_of_self_prompts(
+def test_overlapping_self_prompts_are_left_out(
     questions: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_prompts(_target: Any, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
@@ -86,9 +86,7 @@ def test_they_are_left_out_of_self_prompts(
         assert ("What is 2 + 2?" in asked) is (not excluded) and len(asked) == 10
 
 
-def test_the_identity_follows_the_questions_and_not_where_they_lie(
-    questions: str, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_identity_follows_the_questions_not_their_path(questions: str, tiny_target: Target, tmp_path: Path) -> None:
     def of(**settings: Any) -> dict[str, Any]:
         return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
 

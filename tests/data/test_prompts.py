@@ -1,4 +1,4 @@
-"""Prompts of every accepted shape, and errors that name file and line."""
+"""Reading prompts: accepted record shapes, filters and their counts, and errors that name file and line."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
 from tests.data.loading import load
+from tests.spies import raising
 from tests.tiny import CHATML, tiny_tokenizer
 
 
@@ -39,90 +40,71 @@ def write(path: Path, *rows: Any) -> str:
     return str(path)
 
 
+def chat(*messages: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+def sharegpt(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+
+
+def calls(**function: Any) -> dict[str, Any]:
+    return {**assistant(""), "tool_calls": [{"function": function}]}
+
+
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
+WRITTEN_CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}, "id": None}
+ANSWER = {"role": "assistant", "content": None}
+PARTS = [{"type": "text", "text": "a"}, {"text": " b"}, " c"]
+
+
 @pytest.mark.parametrize(
     ("row", "messages"),
     [
         ({"turns": ["a", "b"]}, [user("a"), user("b")]),
-        ({"messages": [user("a"), assistant("b")]}, [user("a"), assistant("b")]),
-        (
-            {"messages": [{"role": "developer", "content": "s"}, user("a")]},
-            [{"role": "system", "content": "s"}, user("a")],
-        ),
-        (
-            {
-                "conversations": [
-                    {"from": "gpt", "value": "hi"},
-                    {"from": "human", "value": "a"},
-                    {"from": "gpt", "value": "b"},
-                ]
-            },
-            [user("a"), assistant("b")],
-        ),
+        (chat(user("a"), assistant("b")), [user("a"), assistant("b")]),
+        (chat({"role": "developer", "content": "s"}, user("a")), [SYSTEM, user("a")]),
+        (sharegpt(("gpt", "hi"), ("human", "a"), ("gpt", "b")), [user("a"), assistant("b")]),
         ({"conversations": [user("a")]}, [user("a")]),
         ({"instruction": "a", "input": "", "output": "b"}, [user("a"), assistant("b")]),
         ({"instruction": "a", "input": "x"}, [user("a\n\nx")]),
         ({"prompt": "a"}, [user("a")]),
         ({"prompt": [user("a")]}, [user("a")]),
+        (chat({"role": "user", "content": PARTS}), [user("a b c")]),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": " b"}, " c"]}]},
-            [user("a b c")],
+            chat(user("a"), {**ANSWER, "tool_calls": [{"name": "f"}]}, user("b")),
+            [user("a"), calls(name="f"), user("b")],
         ),
         (
-            {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, user("b")]},
-            [user("a"), {**assistant(""), "tool_calls": [{"function": {"name": "f"}}]}, user("b")],
-        ),
-        (
-            {
-                "messages": [
-                    user("a"),
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}, "id": None}],
-                    },
-                    {"role": "tool", "content": "2", "tool_call_id": "1"},
-                    {**assistant("b"), "tool_calls": None},
-                ]
-            },
-            [
+            chat(
                 user("a"),
-                {**assistant(""), "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
-                {"role": "tool", "content": "2", "tool_call_id": "1"},
-                assistant("b"),
-            ],
+                {"role": "assistant", "tool_calls": [WRITTEN_CALL]},
+                RESULT,
+                {**assistant("b"), "tool_calls": None},
+            ),
+            [user("a"), calls(name="f", arguments={"x": 1}), RESULT, assistant("b")],
         ),
-        (
-            {"messages": [user("a"), {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
-            [user("a"), {**assistant(""), "tool_calls": [{"function": {"name": "f"}}]}],
-        ),
-        ({"messages": [SYSTEM, user("a"), assistant("b")]}, [SYSTEM, user("a"), assistant("b")]),
-        (
-            {
-                "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "Human", "value": "a"},
-                    {"from": "ChatGPT", "value": "b"},
-                ]
-            },
-            [SYSTEM, user("a"), assistant("b")],
-        ),
+        (chat(user("a"), {**ANSWER, "function_call": {"name": "f"}}), [user("a"), calls(name="f")]),
+        (chat(SYSTEM, user("a"), assistant("b")), [SYSTEM, user("a"), assistant("b")]),
+        (sharegpt(("system", "s"), ("Human", "a"), ("ChatGPT", "b")), [SYSTEM, user("a"), assistant("b")]),
         ({"conversation": [{"from": "user", "value": "a"}], "system": "s"}, [SYSTEM, user("a")]),
         ({"instruction": "a", "input": "x", "output": "b", "system": "s"}, [SYSTEM, user("a\n\nx"), assistant("b")]),
         ({"instruction": "a", "input": None, "output": None, "system": " "}, [user("a")]),
         ({"messages": None, "prompt": "a"}, [user("a")]),
         (
-            {"messages": [user("a"), {**assistant("b"), "reasoning_content": "r", "tool_calls": []}]},
+            chat(user("a"), {**assistant("b"), "reasoning_content": "r", "tool_calls": []}),
             [user("a"), {**assistant("b"), "reasoning_content": "r"}],
         ),
     ],
 )
-def test_shapes(tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
+def test_every_record_shape_is_read(tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
     expected = [Prompt(messages, "", "p-1")]
     assert load(write(tmp_path / "p.jsonl", row), "train").prompts == expected
     (tmp_path / "p.json").write_text(json.dumps([row]))
     assert load(str(tmp_path / "p.json"), "train").prompts == expected
 
 
-def test_id_category_and_parts(tmp_path: Path) -> None:
+def test_id_category_and_roles(tmp_path: Path) -> None:
     row = {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")], "question_id": 81}
     (prompt,) = load(write(tmp_path / "p.jsonl", {**row, "category": "maths"}), "train").prompts
     assert (prompt.id, prompt.category) == ("81", "maths")
@@ -141,7 +123,7 @@ def test_id_category_and_parts(tmp_path: Path) -> None:
         ({"\ud83d": "a"}, r"unknown shape with the keys \\ud83d"),
     ],
 )
-def test_a_record_of_another_shape_is_counted_and_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+def test_unknown_shape_is_counted_and_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
     found = load(write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "b"}, row), "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["b"]]
     assert re.search(rf"2 of a shape that is not understood .the first: line 2: {reason}", found.left_out.notice)
@@ -151,7 +133,7 @@ def test_a_record_of_another_shape_is_counted_and_named(tmp_path: Path, row: dic
 
 
 @pytest.mark.parametrize("tools", ["f()", ["f"], {"a": 1}, [{"a": 1}], [], None])
-def test_a_column_of_that_name_that_defines_no_tools_is_left(tools: Any, tmp_path: Path) -> None:
+def test_malformed_tools_column_is_ignored(tools: Any, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps([{"prompt": "a", "tools": tools}]))
     (prompt,) = load(str(tmp_path / "p.json"), "train").prompts
     assert prompt.messages == [user("a")]
@@ -160,7 +142,7 @@ def test_a_column_of_that_name_that_defines_no_tools_is_left(tools: Any, tmp_pat
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
     (
-        {"messages": [user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]},
+        chat(user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}),
         "1 with a call of a tool whose arguments are no JSON",
     ),
     ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are no list"),
@@ -170,10 +152,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "1 with image content"),
     ({"messages": [{"role": ["user"], "content": "a"}]}, "1 with a message of the role ['user']"),
     ({"conversations": [{"from": "observation", "value": "a"}]}, "1 with a message of the role 'tool'"),
-    (
-        {"messages": [user("a"), {"role": "assistant", "content": {"text": "b"}}]},
-        "1 with a dict where text is expected",
-    ),
+    (chat(user("a"), {"role": "assistant", "content": {"text": "b"}}), "1 with a dict where text is expected"),
     ({"prompt": None}, "1 with a message without text"),
     ({"text": "a"}, f"1 {PLAIN}"),
     ({"text": " "}, "1 without text"),
@@ -184,7 +163,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
         ({"messages": [user("a"), assistant("b")], **row}, "1 with text that is not UTF-8")
         for row in (
             {"messages": [user("nice \ud83d")]},
-            {"messages": [{"role": "system", "content": "\ud83d"}, user("a")]},
+            chat({**SYSTEM, "content": "\ud83d"}, user("a")),
             {"messages": [user("a"), assistant("\udc00")]},
             {"tools": [{"name": "f", "description": "\ud83d"}]},
             {"id": "\ud83d"},
@@ -197,11 +176,11 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
 
 
 ANSWERER = [user("a"), {"role": "claude-9", "content": "b"}, user("c"), {"role": "claude-9", "content": "d"}]
-RESULT = [user("a"), assistant("f()"), {"role": "ipython", "content": "1"}, assistant("b"), user("c")]
+WITH_RESULT = [user("a"), assistant("f()"), {"role": "ipython", "content": "1"}, assistant("b"), user("c")]
 
 
-def test_the_name_of_the_answerer_counts_only_where_answers_are_kept(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": RESULT}, {"prompt": "fine"})
+def test_answer_roles_are_checked_only_when_answers_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": WITH_RESULT}, {"prompt": "fine"})
     asked = load(path, "train").prompts
     assert [[message["content"] for message in prompt.asked] for prompt in asked] == [["a", "c"], ["a"], ["fine"]]
     kept = load(path, "train", regenerate=False)
@@ -212,13 +191,11 @@ def test_the_name_of_the_answerer_counts_only_where_answers_are_kept(tmp_path: P
     assert "max_prompt_tokens" not in str(told.value)
 
 
-def test_calls_in_sharegpt(tmp_path: Path) -> None:
+def test_tool_calls_in_sharegpt(tmp_path: Path) -> None:
     call = {"name": "f", "arguments": {"x": 1}}
     turns = [("human", "a"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "b")]
-    row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
-    (prompt,) = load(write(tmp_path / "p.jsonl", row), "train", regenerate=False).prompts
-    calling = {**assistant(""), "tool_calls": [{"function": call}]}
-    assert prompt.messages == [user("a"), calling, {"role": "tool", "content": "2"}, assistant("b")]
+    (prompt,) = load(write(tmp_path / "p.jsonl", sharegpt(*turns)), "train", regenerate=False).prompts
+    assert prompt.messages == [user("a"), calls(**call), {"role": "tool", "content": "2"}, assistant("b")]
 
 
 @pytest.mark.parametrize(
@@ -236,14 +213,14 @@ def test_calls_in_sharegpt(tmp_path: Path) -> None:
 def test_the_remedy_fits_the_reason(rows: list[dict[str, Any]], remedy: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=remedy):
         load(write(tmp_path / "p.jsonl", *rows), "train", tiny_tokenizer(), max_prompt_tokens=40)
-    # A source with nothing but what another one has.
+    # Every prompt of the second source is in the first.
     both = (PromptSource(source=write(tmp_path / f"{name}.jsonl", {"prompt": "a"})) for name in "ab")
     with pytest.raises(UserError, match=r"1 repeated .*To use them: let them differ in system message, tools or turns"):
         load_prompts(DataSection(prompts=tuple(both)))
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_definitions_of_tools(tmp_path: Path, written: bool) -> None:
+def test_tool_definitions(tmp_path: Path, written: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": None, "y": [{"z": 1, "n": None}]}}}]
     row = {"prompt": "a", "tools": json.dumps(tools) if written else tools}
     (prompt,) = load(write(tmp_path / "p.jsonl", row), "train").prompts
@@ -251,9 +228,7 @@ def test_definitions_of_tools(tmp_path: Path, written: bool) -> None:
 
 
 @pytest.mark.parametrize(("row", "reason"), UNUSABLE)
-def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
-    tmp_path: Path, row: dict[str, Any], reason: str
-) -> None:
+def test_unusable_record_is_left_out_and_counted(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine as well"})
     found = load(path, "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["fine as well"]]
@@ -262,7 +237,7 @@ def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
         load(write(tmp_path / "p.jsonl", row), "train")
 
 
-def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
+def test_notice_counts_by_reason(tmp_path: Path) -> None:
     tool = {"messages": [user("a"), {"role": "tool", "content": "b"}]}
     path = write(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
     found = load(path, "train", tiny_tokenizer(), max_prompt_tokens=40)
@@ -274,7 +249,7 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
     assert len(found.prompts) == 1
 
 
-def test_what_the_chat_template_refuses_is_left_out(tmp_path: Path) -> None:
+def test_prompts_refused_by_the_template_are_left_out(tmp_path: Path) -> None:
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
     system = {"messages": [{"role": "system", "content": "s"}, user("a")]}
     path = write(tmp_path / "p.jsonl", system, {"prompt": "b"})
@@ -283,8 +258,8 @@ def test_what_the_chat_template_refuses_is_left_out(tmp_path: Path) -> None:
     assert found.left_out.notice.startswith("Left out: 1 that the chat template refuses. To keep them: start with")
 
 
-def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_same_order(tmp_path: Path) -> None:
-    """Repeated and too long ones lie in between."""
+def test_shuffled_order_spans_the_file_and_extends(tmp_path: Path) -> None:
+    """Among repeated and overlong prompts."""
     rows = [{"prompt": f"{i % 30} " + "long " * (20 * (i % 7 == 0))} for i in range(60)]
     path = write(tmp_path / "p.jsonl", *rows)
 
@@ -301,7 +276,7 @@ def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_sam
     assert max(int(name.split("-")[1]) for name in ids) > 40, "not the first records"
 
 
-def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
+def test_file_identity_is_its_content(tmp_path: Path) -> None:
     one = find_origin(write(tmp_path / "a.jsonl", {"prompt": "a"}))
     same = find_origin(write(tmp_path / "b.jsonl", {"prompt": "a"}))
     other = find_origin(write(tmp_path / "a.jsonl", {"prompt": "b"}))
@@ -310,7 +285,7 @@ def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
         find_origin(str(tmp_path / "a.jsonl"), "main")
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     for name, text, match in [
         ("a.jsonl", '{"prompt": "x"}\n{"prompt', r"a\.jsonl, line 2: not valid JSON"),
         ("b.jsonl", "[1]\n", r"b\.jsonl, line 1: a list, not an object"),
@@ -340,8 +315,8 @@ def test_duplicates_and_limit(tmp_path: Path) -> None:
     assert [prompt.turns[0] for prompt in load(path, "train", limit=2).prompts] == kept[:2]
 
 
-def test_a_prompt_is_repeated_only_where_all_that_is_rendered_of_it_is(tmp_path: Path) -> None:
-    """System message, tools, every turn; answers only where they are kept."""
+def test_duplicates_match_in_everything_rendered(tmp_path: Path) -> None:
+    """System message, tools and every turn; answers only when they are kept."""
     documents = [{"messages": [{"role": "system", "content": f"d{i}"}, user("Summarise.")]} for i in range(9)]
     tools = [{"prompt": "Call.", "tools": [{"name": f"f{i}"}]} for i in range(9)]
     later = [{"turns": ["Hello", f"then {i}"]} for i in range(9)]
@@ -367,7 +342,7 @@ OLD, NEW = "1" * 40, "2" * 40
 
 
 class FakeHub:
-    """What `datasets` and `huggingface_hub` are asked, and a data set of 50 rows with two revisions."""
+    """A data set of 50 rows with two revisions, behind `datasets` and `huggingface_hub`; records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -402,24 +377,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 
 
 class TestDatasets:
-    def test_the_revision_is_pinned_and_given_back(self, hub: FakeHub) -> None:
+    def test_revision_is_pinned_and_returned(self, hub: FakeHub) -> None:
         found = load("someone/chats:small", "test", limit=2)
         assert find_origin("someone/chats:small") == Origin("someone/chats:small", commit=NEW)
         assert hub.asked == [
             {"name": "someone/chats", "config": "small", "split": "test", "streaming": False, "revision": NEW}
         ]
-        assert [(prompt.id, prompt.turns) for prompt in found.prompts] == [
-            ("test-1", ["row 0"]),
-            ("test-2", ["row 1"]),
-        ]
+        assert [(prompt.id, prompt.turns) for prompt in found.prompts] == [("test-1", ["row 0"]), ("test-2", ["row 1"])]
         load("someone/chats", "test", revision="v1")
         older = find_origin("someone/chats", "v1")
         assert older.commit == OLD == hub.asked[-1]["revision"]
         assert older.identity != find_origin("someone/chats").identity
 
     @pytest.mark.parametrize("size", [1000, 10**12])
-    def test_prompts_are_drawn_from_all_of_it_in_one_order(self, hub: FakeHub, size: int) -> None:
-        """Downloaded as a whole, or read as a stream where it is large."""
+    def test_shuffled_order_spans_the_data_set(self, hub: FakeHub, size: int) -> None:
+        """A small data set is downloaded, a large one streamed."""
         hub.bytes = size
         hub.rows += [{"prompt": "Row 7"}, {"prompt": "long " * 30}]
 
@@ -431,18 +403,18 @@ class TestDatasets:
 
         everything = drawn(None)
         assert len(everything) == 50 and everything[:10] != [f"row {i}" for i in range(10)]
-        assert any(int(text.split()[1]) > 40 for text in everything[:10]), "also of its end"
+        assert any(int(text.split()[1]) > 40 for text in everything[:10]), "also from the end"
         for limit in (1, 10, 30, 50):
             assert drawn(limit) == everything[:limit]
         assert drawn(None, seed=3) != everything
         assert {asked["streaming"] for asked in hub.asked} == {size > 1000}
 
-    def test_looking_at_the_first_rows_downloads_no_more(self, hub: FakeHub) -> None:
+    def test_first_rows_are_streamed(self, hub: FakeHub) -> None:
         found = load("someone/chats", "train", limit=3, whole=False)
         assert [prompt.turns for prompt in found.prompts] == [["row 0"], ["row 1"], ["row 2"]]
         assert hub.asked[0]["streaming"] is True
 
-    def test_unusable_rows_abort_nothing(self, hub: FakeHub) -> None:
+    def test_unusable_rows_are_counted(self, hub: FakeHub) -> None:
         chats = [
             [user("a")],
             [user("b"), {"role": "tool", "content": "c"}],
@@ -461,7 +433,7 @@ class TestDatasets:
             "of a shape that is not understood": 1,
         }
 
-    def test_without_a_network_what_was_downloaded_counts(self, hub: FakeHub) -> None:
+    def test_offline_uses_the_downloaded_revision(self, hub: FakeHub) -> None:
         hub.error = ConnectionError("no network")
         assert find_origin("someone/chats").commit == OLD and len(load("someone/chats", limit=1).prompts) == 1
         assert len(load("someone/chats", limit=1, revision=OLD).prompts) == 1
@@ -470,7 +442,7 @@ class TestDatasets:
         with pytest.raises(UserError, match="does not answer, so revision 'v1' of 'someone/chats' cannot be looked up"):
             load("someone/chats", "train", limit=1, revision="v1")
 
-    def test_a_folder_with_the_real_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_folder_with_the_real_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         (tmp_path / "data").mkdir()
         write(tmp_path / "data" / "train.jsonl", {"messages": [user("a"), assistant("b")]}, {"messages": [user("c")]})
@@ -485,7 +457,7 @@ class TestDatasets:
         write(tmp_path / "data" / "train.jsonl", {"messages": [user("d")]})
         assert origin.identity != find_origin(str(tmp_path / "data")).identity
 
-    def test_files_of_a_folder_may_have_other_columns(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_files_of_a_folder_may_differ_in_columns(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         folder = tmp_path / "data"
         folder.mkdir()
@@ -504,22 +476,21 @@ class TestDatasets:
         with pytest.raises(UserError, match="column names don't match"):
             load(str(folder), "train")
 
-    def test_unknown_shape(self, hub: FakeHub) -> None:
+    def test_unknown_shape_is_refused_early(self, hub: FakeHub) -> None:
         hub.rows = [{"body": "a"}] * 3000
         with pytest.raises(UserError, match=r"'wiki', split 'train': 1000 read, .*row 1: unknown shape.*Accepted"):
             load("wiki", "train")
 
-    def test_unreachable(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-        def load_dataset(*_args: Any, **_options: Any) -> None:
-            raise FileNotFoundError("Dataset 'no/such' doesn't exist.\nmore")
-
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    def test_load_error_is_reported(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            datasets, "load_dataset", raising(FileNotFoundError("Dataset 'no/such' doesn't exist.\nmore"))
+        )
         with pytest.raises(UserError, match=r"'no/such'.*FileNotFoundError: Dataset 'no/such' doesn't exist\. Give"):
             load("no/such", "train")
 
 
 class TestQuestions:
-    def test_read(self, tmp_path: Path) -> None:
+    def test_questions_are_read(self, tmp_path: Path) -> None:
         write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "category": "c", "question_id": 81}, {"turns": ["d"]})
         assert read_questions(tmp_path / "q.jsonl") == [Question(81, "c", ["a", "b"]), Question(2, "", ["d"])]
         tools = [{"name": "f"}]
@@ -540,20 +511,20 @@ class TestQuestions:
             ({"turns": ["a"], "question_id": "\ud83d"}, "a question with text that is not UTF-8"),
         ],
     )
-    def test_malformed(self, tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    def test_malformed_questions_are_refused(self, tmp_path: Path, row: dict[str, Any], reason: str) -> None:
         write(tmp_path / "q.jsonl", {"turns": ["a"]}, row)
         with pytest.raises(UserError, match=rf"q\.jsonl, line 2: .*{reason}"):
             read_questions(tmp_path / "q.jsonl")
 
-    def test_a_pipe_is_a_file(self) -> None:
-        """Such as /dev/stdin, or <(a command)."""
+    def test_questions_from_a_pipe(self) -> None:
+        """Such as /dev/stdin or <(a command)."""
         reads, writes = os.pipe()
         os.write(writes, b'{"turns": ["a"]}\n')
         os.close(writes)
         assert read_questions(Path(f"/dev/fd/{reads}")) == [Question(1, "", ["a"])]
         os.close(reads)
 
-    def test_missing_and_empty(self, tmp_path: Path) -> None:
+    def test_missing_and_empty_files_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"No file at .*q\.jsonl"):
             read_questions(tmp_path / "q.jsonl")
         (tmp_path / "q.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""The requests that come with headstart: whole, different, readable, and no question that heads are measured on."""
+"""The packaged requests: distinct, readable, and without any question used for measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headstart.recipes.sections import DataSection
 QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "leaderboard_questions.jsonl"
 
 
-def test_ready_made_requests_are_many_all_different_and_give_no_question_away() -> None:
+def test_ready_made_requests_are_distinct_and_reveal_no_question() -> None:
     prompts = load_prompts(DataSection(prompts=READY_MADE)).prompts
     asked = [prompt.turns[0] for prompt in prompts]
     assert len({normalise(text) for text in asked}) == len(asked) >= 4000
@@ -28,12 +28,12 @@ def test_ready_made_requests_are_many_all_different_and_give_no_question_away() 
     assert set(kinds) == set(SEED_PROMPTS)
     others = mean(count for kind, count in kinds.items() if kind not in SHARES)
     for kind, share in SHARES.items():
-        assert kinds[kind] / others == pytest.approx(share, rel=0.05), "mixed as those that a target writes"
+        assert kinds[kind] / others == pytest.approx(share, rel=0.05), "the mix of self-written prompts"
     excluded = Excluded([str(QUESTIONS)])
     assert not any(excluded.reason([text]) for text in asked)
 
 
-def test_recipes_of_a_laptop_ask_them_first_and_have_the_target_write_what_is_missing() -> None:
+def test_laptop_recipes_use_them_before_the_target_writes_more() -> None:
     data = load_recipe("quickstart").data
     assert [source.source for source in data.sources] == [READY_MADE]
     assert 0 < data.self_share < 0.002, "all but a few"

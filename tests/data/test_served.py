@@ -1,4 +1,4 @@
-"""The log of what was served: what is kept, its bounds, and what is left out of logs that are not clean."""
+"""The request log: its contents and bounds, and reading logs of engines with unusable rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def left_out_of(rows: list[Any], folder: Path, target: Target) -> tuple[list[Ser
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_decoder_logs_what_it_answers_and_nothing_else(tiny_target: Target, tmp_path: Path) -> None:
+def test_decoder_logs_answers_without_text(tiny_target: Target, tmp_path: Path) -> None:
     heads = make_heads(tiny_target)
     heads.version = "abc"
     decoder = Decoder(tiny_target, heads, TreeShape.chain(2))
@@ -69,21 +69,21 @@ def test_a_decoder_logs_what_it_answers_and_nothing_else(tiny_target: Target, tm
     assert [asdict(item) for item in served] == rows and not left_out.counts
 
 
-def test_a_filter_leaves_out_prompts_and_names_sources(tmp_path: Path) -> None:
+def test_filter_drops_prompts_and_names_sources(tmp_path: Path) -> None:
     log = RequestLog(tmp_path, keep=lambda served: None if 5 in served.prompt else replace(served, source="anna"))
     log.add(ONE)
     log.add(replace(ONE, prompt=[6]))
     assert [(row["prompt"], row["source"]) for row in lines(tmp_path)] == [([6], "anna")]
 
 
-def test_a_filter_that_raises_keeps_nothing(tmp_path: Path) -> None:
+def test_raising_filter_keeps_nothing(tmp_path: Path) -> None:
     log = RequestLog(tmp_path, keep=lambda served: served if served.sampling["user"] else None)
     with pytest.warns(RuntimeWarning, match="filter of the log raised KeyError"):
         log.add(ONE)
     assert not lines(tmp_path)
 
 
-def test_bounds_by_bytes_and_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_bounded_in_bytes_and_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(json.dumps(asdict(replace(ONE, time=100.0)), separators=(",", ":"))) + 1
     log = RequestLog(tmp_path, gigabytes=40 * size / 1e9, days=2)
     for number in range(200):
@@ -97,11 +97,11 @@ def test_bounds_by_bytes_and_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "time", lambda: 1e9 + 2.1 * 86400)
     prune(tmp_path)
     assert not segments(tmp_path)
-    log.add(ONE)  # the segment that was open is gone: another is begun
+    log.add(ONE)  # the open segment was deleted: a new one begins
     assert len(lines(tmp_path)) == 1
 
 
-def test_bounds_are_those_of_the_folder_unless_others_are_named(tmp_path: Path) -> None:
+def test_bounds_persist_until_others_are_given(tmp_path: Path) -> None:
     def bounds() -> dict[str, float]:
         return dict(json.loads((tmp_path / "log.json").read_text()))
 
@@ -112,7 +112,7 @@ def test_bounds_are_those_of_the_folder_unless_others_are_named(tmp_path: Path) 
     assert bounds() == {"gigabytes": 10, "days": 7}
 
 
-def test_an_update_under_way_is_as_old_as_a_request_may_be(tmp_path: Path) -> None:
+def test_pending_update_expires_with_its_requests(tmp_path: Path) -> None:
     RequestLog(tmp_path, days=2)
     plan = tmp_path / "update" / "plan.json"
     plan.parent.mkdir()
@@ -124,7 +124,7 @@ def test_an_update_under_way_is_as_old_as_a_request_may_be(tmp_path: Path) -> No
     assert not plan.parent.exists()
 
 
-def test_a_full_disk_stops_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_stop_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RequestLog(tmp_path)
     log.add(ONE)
     write = os.write
@@ -138,13 +138,13 @@ def test_a_full_disk_stops_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         log.add(ONE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        log.add(ONE)  # is told once
+        log.add(ONE)  # warns once only
     monkeypatch.setattr("headstart.data.served.log.os.write", write)
     log.add(replace(ONE, time=2.0))
     assert log.lost == 2 and [row["time"] for row in lines(tmp_path)] == [1.0, 2.0], "no half line is left"
 
 
-def test_threads_write_whole_lines(tmp_path: Path) -> None:
+def test_threads_write_complete_lines(tmp_path: Path) -> None:
     log = RequestLog(tmp_path)
     work = [threading.Thread(target=lambda: [log.add(ONE) for _ in range(50)]) for _ in range(8)]
     for thread in work:
@@ -157,7 +157,7 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_engines_return(tiny_target: Target, tmp_path: Path) -> None:
+def test_logs_of_all_engines_are_read(tiny_target: Target, tmp_path: Path) -> None:
     tokenizer = tiny_target.tokenizer
     prompt, text = prompt_tokens(MESSAGES, tokenizer), "I am the user"
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
@@ -175,17 +175,17 @@ def test_what_engines_return(tiny_target: Target, tmp_path: Path) -> None:
     assert len({item.source for item in served}) == 2 and not any("anna" in item.source for item in served)
 
 
-def test_engines_cut_the_text_that_stops_and_name_reasoning_in_two_ways(tiny_target: Target, tmp_path: Path) -> None:
+def test_stop_text_and_reasoning_come_from_token_ids(tiny_target: Target, tmp_path: Path) -> None:
     ids = tiny_target.tokenizer.encode("I am the user in")
     stopped = exchange({"token_ids": ids, "message": {"content": "I am the"}, "stop_reason": "user in"})
     thought = {"content": "the user in", "reasoning": "I am"}
     served, counts = left_out_of([stopped, exchange({"token_ids": ids, "message": thought})], tmp_path, tiny_target)
     assert [item.answer for item in served] == [ids, ids] and not counts
     assert served[0].finish == "stop"
-    assert not left_out_of([exchange({"message": thought})], tmp_path, tiny_target)[0], "its reasoning may not be lost"
+    assert not left_out_of([exchange({"message": thought})], tmp_path, tiny_target)[0], "text alone loses reasoning"
 
 
-def test_text_that_was_cut_loses_its_last_token(tiny_target: Target, tmp_path: Path) -> None:
+def test_truncated_text_loses_its_last_token(tiny_target: Target, tmp_path: Path) -> None:
     text = "I am the user in"
     cut = exchange({"message": {"content": text}, "finish_reason": "length"})
     (served,), counts = left_out_of([cut], tmp_path, tiny_target)
@@ -193,7 +193,7 @@ def test_text_that_was_cut_loses_its_last_token(tiny_target: Target, tmp_path: P
     assert served.answer == tiny_target.tokenizer.encode(text)[:-1]
 
 
-def test_what_is_left_out_is_named_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+def test_unusable_rows_are_named_and_counted(tiny_target: Target, tmp_path: Path) -> None:
     good, template = asdict(ONE), template_version(tiny_target.tokenizer)
     text = {"message": {"content": "I am the user"}}
     rows = [
@@ -234,7 +234,7 @@ def test_what_is_left_out_is_named_and_counted(tiny_target: Target, tmp_path: Pa
     }
 
 
-def test_half_written_and_damaged_lines(tiny_target: Target, tmp_path: Path) -> None:
+def test_damaged_lines_are_counted(tiny_target: Target, tmp_path: Path) -> None:
     whole = json.dumps(asdict(ONE)).encode()
     (tmp_path / "served-1-1.jsonl").write_bytes(whole + b"\n" + b"\xff\xfe{\n" + whole + b"\n" + whole[:20])
     served, left_out = read_log(tmp_path, tiny_target)
@@ -242,7 +242,7 @@ def test_half_written_and_damaged_lines(tiny_target: Target, tmp_path: Path) -> 
     assert "line 4" in left_out.examples["lines that are half-written"]
 
 
-def test_no_prompt_and_no_source_counts_for_many() -> None:
+def test_prompts_and_sources_are_capped() -> None:
     flood = [replace(ONE, source="mallory", prompt=[5, number], time=float(number)) for number in range(1000)]
     equal = [replace(ONE, time=2000.0 + number) for number in range(50)]
     others = [replace(ONE, source=f"user {number}", prompt=[6, number], time=3000.0) for number in range(5)]
@@ -253,7 +253,7 @@ def test_no_prompt_and_no_source_counts_for_many() -> None:
     assert kept[0].time == 992.0, "the newest of a source"
 
 
-def test_a_served_request_becomes_a_conversation() -> None:
+def test_served_request_becomes_a_conversation() -> None:
     made = as_conversation(replace(ONE, source="anna"))
     assert (
         list(made.tokens) == [5, 6, 7, 8, 9, 10, 11, 2]
@@ -262,7 +262,7 @@ def test_a_served_request_becomes_a_conversation() -> None:
     )
 
 
-def test_no_log(tiny_target: Target, tmp_path: Path) -> None:
+def test_missing_or_empty_log_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--log FOLDER"):
         read_log(tmp_path / "none", tiny_target)
     with pytest.raises(UserError, match="is empty"):

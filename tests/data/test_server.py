@@ -1,4 +1,4 @@
-"""Conversations written by servers: the same words as in process, whatever the servers do meanwhile."""
+"""Conversations written by servers: the same answers as in process, through every fault of a server."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ Answer = Callable[[list[int], int], list[int]]
 
 @dataclass
 class Fake:
-    """A server that answers as vLLM or llama-server do, after a list of faults, one a request for completions.
+    """A server that answers like vLLM or llama-server. Each completion request consumes one fault until none is left.
 
-    Faults: `drop` closes the connection, `cut` ends in the middle of the reply, `junk` is no JSON, `empty` no
-    completion, `abort` gives up in the middle; a number is a status; a pair is a status and its Retry-After.
+    Faults: `drop` closes the connection, `cut` truncates the reply, `junk` is not JSON, `empty` has no completion,
+    `abort` stops early; a number is an HTTP status; a pair is a status and its Retry-After.
 
     Attributes:
-        answer: tokens that continue a prompt.
-        kind: of server.
-        window: that it says it has, and keeps to.
-        slots: requests that llama-server says it decodes at once.
-        key: without which it answers 401.
-        faults: left to make; with `always`, the first for ever.
-        extra: put into every completion.
-        tokenize: what the page of that name answers; None is no such page.
-        bodies: of the completions that were asked for.
-        most: requests that were under way at a time.
+        answer: gives the tokens after a prompt.
+        kind: "vllm" or "llama.cpp".
+        window: the context it reports and enforces.
+        slots: concurrent requests that llama-server reports.
+        key: required API key; requests without it get 401.
+        faults: remaining faults; with `always`, the first repeats.
+        extra: fields added to every completion.
+        tokenize: the /tokenize endpoint; None replies 404.
+        bodies: completion requests received.
+        most: largest number of concurrent requests.
     """
 
     answer: Answer
@@ -89,7 +89,7 @@ class Fake:
             return (self.faults[0] if self.always else self.faults.pop(0)) if self.faults else None
 
     def about(self, path: str) -> dict[str, Any] | None:
-        """What its pages say of it; None for those that it has not."""
+        """Return the body of a GET request, or None for an unknown path."""
         owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}[self.kind]
         window = {"max_model_len": self.window} if self.kind == "vllm" else {}
         pages = {"/v1/models": {"data": [{"id": "fake", "owned_by": owner, **window}]}}
@@ -107,8 +107,11 @@ class Fake:
         return {**stopped, "tokens": self.answer(body["prompt"], body["n_predict"]), **self.extra}
 
 
+Serve = Callable[..., Fake]
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Fake]]:
+def serve() -> Iterator[Serve]:
     running: list[ThreadingHTTPServer] = []
 
     def started(answer: Answer, **options: Any) -> Fake:
@@ -191,24 +194,28 @@ def serve() -> Iterator[Callable[..., Fake]]:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 0.002)
     monkeypatch.setattr(client, "LONGEST_WAIT", 0.01)
 
 
 def counting(prompt: list[int], most: int) -> list[int]:
-    """What follows a prompt: it tells prompts apart, and ends before `most` for some."""
+    """Continue a prompt with tokens that depend on it; half of the prompts end before `most`."""
     written = [10 + (sum(prompt) + step) % 50 for step in range(most)]
     return written if sum(prompt) % 2 else [*written[: most // 2], 2]
 
 
+def continuation(rows: int, **more: Any) -> Continuation:
+    common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * rows, "ends": ENDS, "seed": 3}
+    return Continuation(**{**common, **more})
+
+
 def asked(servers: Servers, rows: list[list[int]], **more: Any) -> list[list[int]]:
-    common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * len(rows), "ends": ENDS, "seed": 3}
-    return servers.continue_rows(rows, Continuation(**{**common, **more}))
+    return servers.continue_rows(rows, continuation(len(rows), **more))
 
 
 def together(number: int) -> Answer:
-    """Answers when so many requests are under way, each time."""
+    """Answer only when `number` requests are under way at once."""
     meeting = threading.Barrier(number)
 
     def answer(prompt: list[int], most: int) -> list[int]:
@@ -218,35 +225,39 @@ def together(number: int) -> Answer:
     return answer
 
 
-ROWS = [[5, 6, 7 + number] for number in range(12)]
+def numbered(count: int) -> list[list[int]]:
+    return [[5, 6, 7 + number] for number in range(count)]
+
+
+ROWS = numbered(12)
 WANTED = [counting(row, 6) for row in ROWS]
-NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
+NOWHERE = "http://127.0.0.1:9"  # the discard service's port: nothing listens there
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
-def test_rows_come_back_in_order(tiny_target: Target, serve: Callable[..., Fake], kind: str, path: str) -> None:
+def test_rows_come_back_in_order(tiny_target: Target, serve: Serve, kind: str, path: str) -> None:
     fake = serve(together(4), kind=kind)
     assert asked(Servers([fake.url + path], tiny_target, 4), ROWS) == WANTED
-    assert len(fake.bodies) == 12 and fake.most == 4, "so many at a time and no more"
+    assert len(fake.bodies) == 12 and fake.most == 4, "never more than 4 requests at once"
 
 
 @pytest.mark.parametrize(
     "fault", ["drop", "cut", "junk", "empty", "abort", 408, 429, 500, 503, (429, "0"), (503, "soon")]
 )
-def test_what_may_pass_is_asked_again(tiny_target: Target, serve: Callable[..., Fake], fault: Any) -> None:
+def test_transient_faults_are_retried(tiny_target: Target, serve: Serve, fault: Any) -> None:
     fake = serve(counting, faults=[fault] * 5)
     assert asked(Servers([fake.url], tiny_target, 3), ROWS) == WANTED
     assert len(fake.bodies) == 12 + 5
 
 
-def test_a_server_is_left_alone_as_long_as_it_asks_for(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_retry_after_is_respected(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, faults=[(429, "0.4")])
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:2]) == WANTED[:2]
     assert fake.times[1] - fake.times[0] >= 0.4
 
 
-def test_waits_grow(tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_back_off(tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
     monkeypatch.setattr(client, "LONGEST_WAIT", 0.16)
     fake = serve(counting, faults=[500] * 5)
@@ -255,10 +266,8 @@ def test_waits_grow(tiny_target: Target, serve: Callable[..., Fake], monkeypatch
     assert all(gap >= least / 2 for gap, least in zip(gaps, [0.02, 0.04, 0.08, 0.16, 0.16], strict=True))
 
 
-def test_a_server_that_can_do_one_thing_at_a_time_is_waited_for(
-    tiny_target: Target, serve: Callable[..., Fake]
-) -> None:
-    """However many of the requests it turns away, as long as it answers others."""
+def test_busy_server_is_waited_for(tiny_target: Target, serve: Serve) -> None:
+    """However many requests it rejects, as long as it answers others."""
     open_ = threading.Semaphore(1)
     fake = serve(counting, pause=0.01)
     fake.fault = lambda: None if open_.acquire(blocking=False) else 429  # type: ignore[method-assign]
@@ -269,12 +278,12 @@ def test_a_server_that_can_do_one_thing_at_a_time_is_waited_for(
         return counting(prompt, most)
 
     fake.answer = answer
-    rows = [[5, 6, 7 + number] for number in range(30)]
+    rows = numbered(30)
     assert asked(Servers([fake.url], tiny_target, 12), rows) == [counting(row, 6) for row in rows]
-    assert len(fake.bodies) > 60, "most are turned away"
+    assert len(fake.bodies) > 60, "most are rejected"
 
 
-def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_unreachable_servers_are_an_error(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, faults=[503], always=True)
     with pytest.raises(UserError) as told:
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
@@ -286,23 +295,21 @@ def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> N
 
 
 @pytest.mark.parametrize("fault", ["drop", 500, "junk"])
-def test_a_server_that_keeps_failing_is_left_out(
-    tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: Any
-) -> None:
+def test_bad_server_is_dropped(tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 600.0)
     monkeypatch.setattr(client, "LONGEST_WAIT", 600.0)
     good, bad = serve(counting), serve(counting, faults=[fault], always=True)
-    rows = [[5, 6, 7 + number] for number in range(60)]
+    rows = numbered(60)
     assert asked(Servers([bad.url, good.url, NOWHERE], tiny_target, 4), rows) == [counting(row, 6) for row in rows]
     assert len(good.bodies) == 60
-    assert 1 <= len(bad.bodies) <= 4, "by the requests sent at first, and not again"
+    assert 1 <= len(bad.bodies) <= 4, "the first requests alone"
 
 
-def test_servers_share_the_work(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_servers_share_the_work(tiny_target: Target, serve: Serve) -> None:
     answer = together(4)
     both = [serve(answer), serve(answer)]
     assert asked(Servers([one.url for one in both], tiny_target, 4), ROWS) == WANTED
-    assert [len(one.bodies) for one in both] == [6, 6], "the one with fewer requests under way is asked"
+    assert [len(one.bodies) for one in both] == [6, 6], "requests go to the less busy server"
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
@@ -317,24 +324,20 @@ def test_servers_share_the_work(tiny_target: Target, serve: Callable[..., Fake])
         ([], "after 0 of 6 tokens"),
     ],
 )
-def test_what_the_target_cannot_have_written_is_refused(
-    tiny_target: Target, serve: Callable[..., Fake], kind: str, written: list[Any], said: str
-) -> None:
+def test_bad_answers_are_refused(tiny_target: Target, serve: Serve, kind: str, written: list[Any], said: str) -> None:
     fake = serve(lambda _prompt, _most: written, kind=kind)
     with pytest.raises(UserError, match=said) as told:
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert fake.url in told.value.problem
-    assert len(fake.bodies) == 1, "asking again would not help"
+    assert len(fake.bodies) == 1, "no retry"
 
 
-def test_words_after_the_end_are_cut_off(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_tokens_after_the_end_are_cut(tiny_target: Target, serve: Serve) -> None:
     fake = serve(lambda _prompt, _most: [5, 2, 6, 7, 8, 9])
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == [[5, 2]]
 
 
-def test_an_end_that_is_the_servers_alone_does_not_end_an_answer(
-    tiny_target: Target, serve: Callable[..., Fake]
-) -> None:
+def test_end_tokens_of_the_server_alone_are_ignored(tiny_target: Target, serve: Serve) -> None:
     """llama-server ends at tokens of its own choice."""
     whole = [11, 0, 12, 0, 13, 2]
 
@@ -356,21 +359,21 @@ def test_an_end_that_is_the_servers_alone_does_not_end_an_answer(
         ("vllm", {"token_ids": None}, "returns no token ids"),
     ],
 )
-def test_a_server_that_does_as_it_likes_is_refused(
-    tiny_target: Target, serve: Callable[..., Fake], kind: str, extra: dict[str, Any], said: str
+def test_server_that_reads_other_tokens_is_refused(
+    tiny_target: Target, serve: Serve, kind: str, extra: dict[str, Any], said: str
 ) -> None:
     fake = serve(counting, kind=kind, extra=extra)
     with pytest.raises(UserError, match=f"{fake.url} {said}"):
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
 
 
-def test_the_prompt_that_a_server_shows_may_be_the_right_one(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_echoed_prompt_may_match(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, extra={"prompt_token_ids": ROWS[0]})
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == WANTED[:1]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-def test_another_tokenizer_is_refused(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
+def test_another_tokenizer_is_refused(tiny_target: Target, serve: Serve, kind: str) -> None:
     def own(text: str) -> list[int]:
         return list(tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -382,7 +385,7 @@ def test_another_tokenizer_is_refused(tiny_target: Target, serve: Callable[..., 
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-def test_the_window_is_the_least_that_servers_say(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
+def test_window_is_the_smallest_reported(tiny_target: Target, serve: Serve, kind: str) -> None:
     def window(*fakes: Fake) -> int:
         return Servers([*(fake.url for fake in fakes), NOWHERE], tiny_target, 4).window
 
@@ -391,18 +394,15 @@ def test_the_window_is_the_least_that_servers_say(tiny_target: Target, serve: Ca
     assert window(silent) == window(large) == tiny_target.max_length
 
 
-def test_a_refusal_costs_its_row(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_refused_row_comes_back_empty(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, faults=[None] * 5 + [400])
-    how: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * 12, "ends": ENDS, "seed": 3}
-    continuation = Continuation(**how)
-    assert Servers([fake.url], tiny_target, 1).continue_rows(ROWS, continuation) == [*WANTED[:5], [], *WANTED[6:]]
-    assert len(fake.bodies) == 12, "it is not asked again"
-    assert list(continuation.refused) == [5] and f"{fake.url}/v1/completions answered 400" in continuation.refused[5]
+    how = continuation(12)
+    assert Servers([fake.url], tiny_target, 1).continue_rows(ROWS, how) == [*WANTED[:5], [], *WANTED[6:]]
+    assert len(fake.bodies) == 12, "no retry"
+    assert list(how.refused) == [5] and f"{fake.url}/v1/completions answered 400" in how.refused[5]
 
 
-def test_a_server_that_takes_to_refusing_everything_ends_the_work(
-    tiny_target: Target, serve: Callable[..., Fake]
-) -> None:
+def test_refusing_everything_ends_the_work(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting)
     servers = Servers([fake.url], tiny_target, 8)
     assert asked(servers, ROWS) == WANTED
@@ -410,17 +410,17 @@ def test_a_server_that_takes_to_refusing_everything_ends_the_work(
     with pytest.raises(UserError, match="answered 400"):
         for _ in range(100):
             assert asked(servers, ROWS) == [[]] * 12
-    # Some batches all of whose rows are over the context, say, between others, are no reason.
+    # A few batches refused completely, say over the context, do not end the work.
     assert 64 < len(fake.bodies) - 12 < 12 * 12
 
 
-def test_requests_are_as_many_as_the_servers_ask_for() -> None:
+def test_default_number_of_requests() -> None:
     assert client.Pool([NOWHERE], None, "").requests == client.REQUESTS
     assert client.Pool([NOWHERE] * 8, None, "").requests == 8 * client.REQUESTS
     assert client.Pool([NOWHERE] * 8, 3, "").requests == 3
 
 
-def test_an_address_that_stands_for_many_gpus_keeps_them_busy(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_one_address_may_serve_many_gpus(tiny_target: Target, serve: Serve) -> None:
     def requests(number: int | None = None, **fake: Any) -> int:
         servers = Servers([serve(counting, **fake).url, NOWHERE], tiny_target, number)
         assert servers.batches(64) == 1 + -(-2 * servers.requests // 64)
@@ -431,12 +431,11 @@ def test_an_address_that_stands_for_many_gpus_keeps_them_busy(tiny_target: Targe
     assert requests(5) == requests(5, kind="llama.cpp", slots=3) == 5
 
 
-def test_connections_raise_the_soft_limit_of_open_files(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_connections_raise_the_soft_limit_of_open_files(tiny_target: Target, serve: Serve) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        rows = [[5, 6, 7 + number] for number in range(20)]
-        assert len(asked(Servers([serve(counting).url], tiny_target, 400), rows)) == 20
+        assert len(asked(Servers([serve(counting).url], tiny_target, 400), numbered(20))) == 20
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 512)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -458,10 +457,10 @@ def answer(prompt, most, body):
     return (written if sum(prompt) % 2 else [*written[: most // 2], 2]), {}
 serve(StandIn("vllm", answer), "127.0.0.1", int(sys.argv[2]))
 """
-"""A server in a process of its own, which is killed in the middle of an answer after so many; it refuses a prompt."""
+"""A server process that kills itself in the middle of an answer after a number of them, and refuses one prompt."""
 
 
-def test_of_two_processes_one_is_killed_and_a_prompt_is_refused_in_the_middle(tiny_target: Target) -> None:
+def test_survives_a_killed_server_and_a_refused_prompt(tiny_target: Target) -> None:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         ports = [one.getsockname()[1] for one in sockets]
@@ -477,11 +476,9 @@ def test_of_two_processes_one_is_killed_and_a_prompt_is_refused_in_the_middle(ti
                     break
                 assert all(process.poll() is None for process in processes)
                 time.sleep(0.02)
-        how: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * 12, "ends": ENDS, "seed": 3}
-        continuation = Continuation(**how)
-        servers = Servers([f"http://127.0.0.1:{port}" for port in ports], tiny_target, 4)
-        assert servers.continue_rows(ROWS, continuation) == [*WANTED[:5], [], *WANTED[6:]]
-        assert list(continuation.refused) == [5] and "answered 400" in continuation.refused[5]
+        servers, how = Servers([f"http://127.0.0.1:{port}" for port in ports], tiny_target, 4), continuation(12)
+        assert servers.continue_rows(ROWS, how) == [*WANTED[:5], [], *WANTED[6:]]
+        assert list(how.refused) == [5] and "answered 400" in how.refused[5]
         assert processes[0].wait(60) == -9 and processes[1].poll() is None
     finally:
         for process in processes:
@@ -489,8 +486,8 @@ def test_of_two_processes_one_is_killed_and_a_prompt_is_refused_in_the_middle(ti
             process.wait()
 
 
-def test_a_machine_that_is_gone_shows(serve: Callable[..., Fake]) -> None:
-    """While an answer is written nothing else would say so for half an hour."""
+def test_connections_use_keepalive(serve: Serve) -> None:
+    """Otherwise a dead machine goes unnoticed for half an hour while an answer is written."""
     reply = client.Endpoint(serve(counting).url).send("GET", "/v1/models")
     connection = reply.extensions["network_stream"].get_extra_info("socket")
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -498,7 +495,7 @@ def test_a_machine_that_is_gone_shows(serve: Callable[..., Fake]) -> None:
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
-def test_threads_share_the_requests(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_threads_share_the_requests(tiny_target: Target, serve: Serve) -> None:
     fake = serve(together(4))
     servers = Servers([fake.url], tiny_target, 4)
     with ThreadPoolExecutor(5) as threads:
@@ -507,30 +504,28 @@ def test_threads_share_the_requests(tiny_target: Target, serve: Callable[..., Fa
 
 
 class TestKey:
-    """That the environment has."""
+    """The API key in the environment."""
 
-    def test_it_is_sent(self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_key_is_sent(self, tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(client.KEY, " sk-secret\n")
         fake = serve(counting, key="sk-secret")
         assert asked(Servers([fake.url], tiny_target, 2), ROWS) == WANTED
 
-    def test_without_it_a_message_says_how(self, tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    def test_missing_key_is_explained(self, tiny_target: Target, serve: Serve) -> None:
         with pytest.raises(UserError, match=f"answered 401.*export {client.KEY}="):
             asked(Servers([serve(counting, key="sk-secret").url], tiny_target, 2), ROWS)
 
     @pytest.mark.parametrize("fault", [401, 500])
-    def test_no_message_has_it(
-        self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: int
+    def test_messages_hide_the_key(
+        self, tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch, fault: int
     ) -> None:
-        monkeypatch.setenv(client.KEY, "to")  # a word of the server's, which repeats it
+        monkeypatch.setenv(client.KEY, "to")  # the server's reply contains it
         with pytest.raises(UserError, match=r"\*\*\*o much \*\*\* do") as told:
             asked(Servers([serve(counting, faults=[fault], always=True).url], tiny_target, 1), ROWS[:1])
         assert "too much" not in str(told.value)
 
     @pytest.mark.parametrize("key", ["sk-\u00e9", "sk-\nsecret"])
-    def test_what_is_none_is_refused_unseen(
-        self, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, key: str
-    ) -> None:
+    def test_malformed_key_is_refused(self, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
         monkeypatch.setenv(client.KEY, key)
         with pytest.raises(UserError, match=f"{client.KEY} holds characters that no key has") as told:
             Servers([NOWHERE], tiny_target, 1)
@@ -538,14 +533,14 @@ class TestKey:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
-def test_what_does_not_pass_is_not_asked_again(tiny_target: Target, serve: Callable[..., Fake], status: int) -> None:
+def test_permanent_errors_are_not_retried(tiny_target: Target, serve: Serve, status: int) -> None:
     fake = serve(counting, faults=[status], always=True)
     with pytest.raises(UserError, match=f"/v1/completions answered {status}: .*too much to do"):
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert len(fake.bodies) == 1
 
 
-def test_each_row_is_drawn_with_a_seed_of_its_own(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_each_row_has_its_own_seed(tiny_target: Target, serve: Serve) -> None:
     def seeds(kind: str, **more: Any) -> dict[int, int | None]:
         fake = serve(counting, kind=kind)
         asked(Servers([fake.url], tiny_target, 4), ROWS, temperatures=[1.0] * 11 + [0.0], **more)
@@ -559,13 +554,13 @@ def test_each_row_is_drawn_with_a_seed_of_its_own(tiny_target: Target, serve: Ca
     assert seeds("vllm", seed=4) != {**found, 18: None}
 
 
-def test_the_ends_are_the_targets(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_end_tokens_are_the_targets(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting)
     asked(Servers([fake.url], tiny_target, 1), ROWS[1:2], ends=frozenset({60, 2}))
     assert fake.bodies[0]["stop_token_ids"] == [2, 60] and fake.bodies[0]["ignore_eos"] is True
 
 
-def test_work_that_nobody_wants_any_more_ends(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_stopped_work_sends_no_more_requests(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, pause=0.05)
 
     def stops() -> None:
@@ -578,25 +573,24 @@ def test_work_that_nobody_wants_any_more_ends(tiny_target: Target, serve: Callab
     assert len(fake.bodies) < 12
 
 
+ONE_AT_A_TIME = threading.Lock()
+
+
+def greedy(target: Target) -> Answer:
+    def answer(prompt: list[int], most: int) -> list[int]:
+        with ONE_AT_A_TIME:
+            return InProcess(target).continue_rows([prompt], Continuation(most, [0.0], target.end_tokens, 0))[0]
+
+    return answer
+
+
+def brief(target: Target) -> Answer:
+    """Short answers with an end token, so that later turns follow; the random target never ends one."""
+    return lambda prompt, _most: [*(40 + (sum(prompt) + step) % 50 for step in range(3)), min(target.end_tokens)]
+
+
 class TestConversations:
-    """Written by a server that has the tiny target."""
-
-    @pytest.fixture
-    def truth(self, tiny_target: Target) -> Answer:
-        lock = threading.Lock()
-
-        def greedy(prompt: list[int], most: int) -> list[int]:
-            with lock:
-                how = Continuation(most, [0.0], tiny_target.end_tokens, 0)
-                return InProcess(tiny_target).continue_rows([prompt], how)[0]
-
-        return greedy
-
-    @pytest.fixture
-    def brief(self, tiny_target: Target) -> Answer:
-        """Answers that end, so that there are second turns: those of the target never do."""
-        end = min(tiny_target.end_tokens)
-        return lambda prompt, _most: [*(40 + (sum(prompt) + step) % 50 for step in range(3)), end]
+    """Conversations written by a server with the tiny target."""
 
     def section(self, folder: Path, **more: Any) -> DataSection:
         file = folder / "prompts.jsonl"
@@ -606,34 +600,23 @@ class TestConversations:
         return DataSection.model_validate({"prompts": str(file), **values, **more})
 
     @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-    def test_they_are_those_written_in_process(
-        self,
-        tiny_target: Target,
-        serve: Callable[..., Fake],
-        truth: Answer,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        kind: str,
+    def test_match_those_written_in_process(
+        self, tiny_target: Target, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
     ) -> None:
         notes: list[str] = []
         monkeypatch.setattr(Bar, "update", lambda _self, _done, _total, note: notes.append(note))
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
-        fakes = [serve(truth, kind=kind, faults=["drop", 503, "cut"]), serve(truth, kind=kind)]
+        fakes = [serve(greedy(tiny_target), kind=kind, faults=faults) for faults in (["drop", 503, "cut"], [])]
         section = self.section(tmp_path, server=",".join(fake.url for fake in fakes), server_requests=3)
         assert everything(build_conversations(tiny_target, section, tmp_path / "there")) == everything(here)
         assert sum(len(fake.bodies) for fake in fakes) >= 8
         assert "answer tokens/s, 3 requests at a time" in notes[-1]
 
-    def test_an_interrupted_run_does_not_ask_again_for_what_is_there(
-        self,
-        tiny_target: Target,
-        serve: Callable[..., Fake],
-        truth: Answer,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+    def test_restart_requests_missing_answers(
+        self, tiny_target: Target, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(client, "TRIES", 2)
-        whole, fake = serve(truth), serve(truth)
+        whole, fake = serve(greedy(tiny_target)), serve(greedy(tiny_target))
         section = self.section(tmp_path, server=whole.url, server_requests=1)
         splits = build_conversations(tiny_target, section, tmp_path / "whole")
         fake.faults = [None] * 6 + [500] * 2  # the server dies in a later part, and comes back
@@ -655,20 +638,18 @@ class TestConversations:
         }
         assert finished <= set(first) and not finished & set(again)
         assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
-        assert len(fake.bodies) == len(prompts), "all is there"
+        assert len(fake.bodies) == len(prompts), "nothing is requested again"
 
-    def test_they_end_where_the_context_of_the_server_does(
-        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
-    ) -> None:
+    def test_end_at_the_servers_context(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
         def section(**more: Any) -> DataSection:
             made = self.section(tmp_path, **more)
             rows = [{"turns": [f"Question {i}?", "And " * (20 * (i % 3)) + "then?"]} for i in range(14)]
             Path(str(made.prompts)).write_text("".join(json.dumps(row) + "\n" for row in rows))
             return made
 
-        whole = build_conversations(tiny_target, section(server=serve(brief).url), tmp_path / "whole")
+        whole = build_conversations(tiny_target, section(server=serve(brief(tiny_target)).url), tmp_path / "whole")
         window = min(len(item.tokens) for item in whole.train) + 20
-        fake, told = serve(brief, window=window), StringIO()
+        fake, told = serve(brief(tiny_target), window=window), StringIO()
         splits = build_conversations(
             tiny_target, section(server=fake.url), tmp_path / "there", Console(file=told, width=500)
         )
@@ -681,16 +662,14 @@ class TestConversations:
         assert f"later turns that a context of {window} tokens does not hold" in told.getvalue()
         assert all(len(body["prompt"]) + body["max_tokens"] <= window for body in fake.bodies)
 
-    def test_one_that_a_server_refuses_is_left_out(
-        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
-    ) -> None:
-        """In the middle of a job: its first turn, and the second one of another."""
-        section = self.section(tmp_path, server=serve(brief).url)
+    def test_refused_prompts_are_left_out(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
+        """In the middle of a job: the first turn of one conversation, and the second turn of another."""
+        section = self.section(tmp_path, server=serve(brief(tiny_target)).url)
         whole = build_conversations(tiny_target, section, tmp_path / "whole")
         short = next(item for item in whole.train if len(item.supervised_spans) == 1)
         long = next(item for item in whole.train if len(item.supervised_spans) == 2)
         refused = [list(item.tokens[: item.supervised_spans[-1][0]]) for item in (short, long)]
-        fake, told = serve(brief), StringIO()
+        fake, told = serve(brief(tiny_target)), StringIO()
         asked_for = fake.completion
 
         def completion(body: dict[str, Any]) -> dict[str, Any]:
@@ -700,15 +679,13 @@ class TestConversations:
         section = self.section(tmp_path, server=fake.url)
         splits = build_conversations(tiny_target, section, tmp_path / "there", Console(file=told, width=500))
         written = {item.id: item for item in splits.train}
-        assert short.id not in written and len(written) == 6, "another prompt is answered in its place"
+        assert short.id not in written and len(written) == 6, "another prompt replaces it"
         assert written[long.id].tokens == long.tokens[: long.supervised_spans[0][1]]
         assert [message["role"] for message in written[long.id].messages] == ["user", "assistant"]
         assert "1 that a server refused (the first: " in told.getvalue() and "answered 400" in told.getvalue()
         assert "1 later turns that a server refused" in told.getvalue()
 
-    def test_requests_go_on_while_a_part_waits_for_its_last_answer(
-        self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path
-    ) -> None:
+    def test_next_part_starts_during_a_slow_answer(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
         slow = list(here.train[0].tokens[: here.train[0].supervised_spans[0][0]])
         others, in_time = threading.Event(), list[bool]()
@@ -718,17 +695,15 @@ class TestConversations:
                 others.set()
             if prompt == slow:
                 in_time.append(others.wait(20))
-            return truth(prompt, most)
+            return greedy(tiny_target)(prompt, most)
 
         fake = serve(answer)
         there = build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there")
         assert everything(there) == everything(here)
-        assert in_time == [True], "the next part is asked for meanwhile"
+        assert in_time == [True], "the next part is requested meanwhile"
 
-    def test_no_part_counts_again_what_is_kept(
-        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
-    ) -> None:
-        """With a million conversations there are thousands of parts."""
+    def test_kept_answers_are_counted_once(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
+        """A million conversations have thousands of parts."""
 
         class Counted(list[Written]):
             looked_at = 0
@@ -741,27 +716,20 @@ class TestConversations:
                 self.looked_at += len(super().__getitem__(at)) if isinstance(at, slice) else 1
                 return super().__getitem__(at)
 
-        section, kept = self.section(tmp_path, server=serve(brief).url, batch_size=1), Counted()
+        section, kept = self.section(tmp_path, server=serve(brief(tiny_target)).url, batch_size=1), Counted()
         build_conversations(tiny_target, section, tmp_path / "data")
         parts = _Writing(PartWriter(tiny_target, section), tmp_path / "data" / "parts", Board(tmp_path / "jobs"))
         for part, _ in parts.parts("train", kept, 6, math.inf):
             kept.extend(part.fresh)
         assert len(kept) == 6 and kept.looked_at <= 6
 
-    def test_the_target_is_not_loaded_meanwhile(
-        self,
-        tiny_target_folder: Path,
-        serve: Callable[..., Fake],
-        truth: Answer,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def test_loads_no_target(self, tiny_target: Target, tiny_target_folder: Path, serve: Serve, tmp_path: Path) -> None:
         def run(**data: Any) -> Run:
-            changes = {"server": serve(truth).url, **data}
+            changes = {"server": serve(greedy(tiny_target)).url, **data}
             recipe = tiny_recipe(tmp_path, tiny_target_folder, data=changes)
             return Run(recipe, tmp_path / "run", Console(file=StringIO()))
 
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
             execute(run(states="online"), stages_until("states"))
         written = (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text()
@@ -771,18 +739,16 @@ class TestConversations:
         assert (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text() == written
         assert len(list(tmp_path.glob("artifacts/conversations/*"))) == 1, "the same, with the target loaded"
 
-    def test_those_who_help_do_not_load_it_either(
-        self, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What servers write is nobody's to help with; there may be states to compute later."""
+    def test_helpers_load_none(self, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Helpers cannot take over writing from servers; there may be states to compute later."""
         recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"server": NOWHERE})
         monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
         monkeypatch.setattr("headstart.pipeline.together.referred", lambda _, stage: tmp_path / stage)
         Board(tmp_path / "conversations" / JOBS).post("00000-train-a", {"kind": PART, "target": ""})
         assert _Helper(Run(recipe, tmp_path / "run", Console(quiet=True))).help() == 0
 
-    def test_self_prompts_are_written_there_too(
-        self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_self_prompts_come_from_the_server(
+        self, tiny_target: Target, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda _text, _special: True)
         monkeypatch.setattr(InProcess, "continue_rows", lambda *_: pytest.fail("in process"))
@@ -793,20 +759,18 @@ class TestConversations:
         assert len(build_conversations(tiny_target, section, tmp_path / "data").train) == 6
         assert {body["temperature"] for body in fake.bodies} == {0.0, 1.0}
 
-    def test_they_are_others_than_those_written_in_process_and_the_same_wherever_the_server_is(
-        self, tiny_target: Target, tmp_path: Path
-    ) -> None:
+    def test_identity_names_a_server_without_its_address(self, tiny_target: Target, tmp_path: Path) -> None:
         def known(**more: Any) -> dict[str, Any]:
             return identity(tiny_target, self.section(tmp_path, **more).model_dump(mode="json"))
 
-        assert not {"server", "server_requests"} & known().keys(), "what was written before has no such words"
+        assert not {"server", "server_requests"} & known().keys(), "absent without a server"
         assert known(server_requests=3) == known()
         assert known(server="http://a:1") == known(server="http://b:2,http://c", server_requests=2)
         assert known(server="http://a:1") == {**known(), "server": True}
 
 
 class TestRecipe:
-    def test_addresses(self) -> None:
+    def test_server_addresses(self) -> None:
         def addresses(text: str) -> Any:
             return load_recipe("quickstart", [f"data.server={text}"]).data.server
 
@@ -816,6 +780,6 @@ class TestRecipe:
         assert addresses("null") is addresses("''") is None
 
     @pytest.mark.parametrize("text", ["localhost:8000", "ftp://a", "http://", "http://a,b"])
-    def test_what_is_no_address_is_refused(self, text: str) -> None:
+    def test_malformed_address_is_refused(self, text: str) -> None:
         with pytest.raises(UserError, match=r"'data\.server' has '.*http://localhost:8000"):
             load_recipe("quickstart", [f"data.server={text}"])

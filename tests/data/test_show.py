@@ -1,4 +1,4 @@
-"""A shown conversation tells supervised text apart, with and without colours."""
+"""Showing a conversation marks its supervised text, with and without colours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shown(colours: bool, sampling: dict[str, object]) -> str:
     return out.getvalue()
 
 
-def test_legible_without_colour() -> None:
+def test_readable_without_colour() -> None:
     text = shown(False, {})
     assert "<|im_start|>user\n[red]Hi[/red]<|im_end|>\n<|im_start|>assistant\n⟦Hello.<|im_end|>⟧\n" in text
     assert "self-3  chat" in text

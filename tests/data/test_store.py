@@ -1,4 +1,4 @@
-"""The store holds what the target computes, survives kills, and keeps to its budget."""
+"""The store of hidden states: correct values, recovery from kills and damage, and the byte budget."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from tests.spies import raising, spy
 from tests.tiny import tiny_model
 
 AUX_LAYERS = (1, FINAL)
@@ -44,7 +45,7 @@ def build(folder: Path, target: Target, taken: Sequence[Conversation], **options
 
 
 class Forwards:
-    """Counts a target's forwards, and may kill the process at one of them."""
+    """Counts forwards and rows of a target; raises KeyboardInterrupt at forward `kill_at`."""
 
     def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> None:
         self.count = 0
@@ -61,7 +62,7 @@ class Forwards:
         monkeypatch.setattr(target, "hidden_states", hidden_states)
 
 
-def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path) -> None:
+def test_stored_states_match_the_target(tiny_target: Target, tmp_path: Path) -> None:
     given = conversations(tiny_target)
     seen: list[tuple[int, int]] = []
     build(tmp_path / "store", tiny_target, given, advance=lambda done, total: seen.append((done, total)))
@@ -76,7 +77,7 @@ def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path) -> 
         assert sample.tokens_T.dtype == torch.int64
         assert sample.supervised_T.tolist() == list(conversation.supervised)
         (expected,) = tiny_target.hidden_states([conversation.tokens], AUX_LAYERS)
-        for layer in AUX_LAYERS:  # rows of a padded batch are summed in another order: float32 rounding apart
+        for layer in AUX_LAYERS:  # a padded batch sums in another order: float32 rounding
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-4, atol=1e-5)
     totals = {total for _, total in seen}
     assert totals == {store.tokens}
@@ -86,13 +87,13 @@ def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path) -> 
         store.get(7)
 
 
-def test_dtype_of_the_target(tmp_path: Path, tiny_target: Target) -> None:
+def test_dtype_is_the_targets(tmp_path: Path, tiny_target: Target) -> None:
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size).to(torch.bfloat16)
     store = build(tmp_path, Target(model, tiny_target.tokenizer), conversations(tiny_target, 2))
     assert store.get(0).states[FINAL].dtype == torch.bfloat16
 
 
-def test_counts(tiny_target: Target, tmp_path: Path) -> None:
+def test_supervised_counts(tiny_target: Target, tmp_path: Path) -> None:
     given = conversations(tiny_target)
     store = build(tmp_path, tiny_target, given)
     counts_V = store.supervised_counts(tiny_target.vocab_size)
@@ -101,10 +102,12 @@ def test_counts(tiny_target: Target, tmp_path: Path) -> None:
     assert counts_V[tiny_target.tokenizer.eos_token_id] == len(given)
 
 
-def test_size_is_as_estimated(tiny_target: Target, tmp_path: Path) -> None:
-    store = build(tmp_path, tiny_target, conversations(tiny_target))
-    expected = estimate_bytes(store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
-    assert expected <= store.bytes <= expected + 600 * len(list(tmp_path.glob("shard-*")))
+@pytest.mark.parametrize(("states_dtype", "header"), [("auto", 600), ("fp8", 1200)])
+def test_size_matches_the_estimate(tiny_target: Target, tmp_path: Path, states_dtype: str, header: int) -> None:
+    store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype=states_dtype)
+    sizes = store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype
+    expected = estimate_bytes(*sizes, states_dtype)
+    assert expected <= store.bytes <= expected + header * len(list(tmp_path.glob("shard-*")))
 
 
 class TestResume:
@@ -112,7 +115,7 @@ class TestResume:
     def test_after_a_kill(
         self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int
     ) -> None:
-        """The second build computes only what is missing and gives the store of an uninterrupted one."""
+        """The second build computes only missing shards and gives the store of an uninterrupted build."""
         given = conversations(tiny_target)
         whole = build(tmp_path / "whole", tiny_target, given)
         with monkeypatch.context() as patch:
@@ -147,9 +150,7 @@ class TestResume:
         store = build(tmp_path / "store", tiny_target, given)
         self.same(build(tmp_path / "whole", tiny_target, given), store)
 
-    def test_a_disk_that_is_full_in_the_middle_of_a_shard(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_full_disk_in_a_shard(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given, written = conversations(tiny_target), []
 
         def full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -164,23 +165,19 @@ class TestResume:
             with pytest.raises(OSError, match="No space left"):
                 build(tmp_path, tiny_target, given)
         files = [file.suffix for file in tmp_path.iterdir() if file.is_file()]
-        assert files == [".safetensors"], "the shard before it, and nothing half"
+        assert files == [".safetensors"], "the complete shard alone"
         forwards = Forwards(tiny_target, monkeypatch)
         assert len(build(tmp_path, tiny_target, given)) == len(given)
         assert 0 < forwards.rows < len(given)
 
-    def test_a_finished_store_is_not_computed_again(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_finished_build_is_kept(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
         build(tmp_path, tiny_target, given)
         forwards = Forwards(tiny_target, monkeypatch)
         build(tmp_path, tiny_target, given)
         assert forwards.count == 0
 
-    def test_killed_before_the_manifest(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_kill_before_manifest(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
         whole = build(tmp_path / "whole", tiny_target, given)
         build(tmp_path / "store", tiny_target, given)
@@ -189,9 +186,7 @@ class TestResume:
         self.same(whole, build(tmp_path / "store", tiny_target, given))
         assert forwards.count == 0
 
-    def test_a_shard_cut_short_is_computed_again(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_cut_shard_is_rebuilt(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
         whole = build(tmp_path / "whole", tiny_target, given)
         build(tmp_path / "store", tiny_target, given)
@@ -216,10 +211,8 @@ class TestResume:
                 assert torch.equal(one.get(i).states[layer], other.get(i).states[layer])
 
 
-def test_what_is_kept_of_a_conversation_is_read_at_once(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And by a call that other threads do not wait for: a read for its tokens and one for each layer."""
+def test_conversation_takes_few_reads(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read for the tokens and one per layer, safe under concurrent threads."""
     store = build(tmp_path, tiny_target, conversations(tiny_target))
     read, reads = os.preadv, list[int]()
 
@@ -232,19 +225,17 @@ def test_what_is_kept_of_a_conversation_is_read_at_once(
     sizes = [4 * len(sample.tokens_T), *[state_TE.nbytes for state_TE in sample.states.values()]]
     assert len(sizes) == 3 and reads == sizes
     store.samples([3], [FINAL])
-    assert reads[3:] == [sizes[0], sizes[2]], "of no other layer"
+    assert reads[3:] == [sizes[0], sizes[2]], "no other layer is read"
     with ThreadPoolExecutor(4) as threads:
         for one, other in zip(threads.map(store.get, range(7)), map(StateStore(tmp_path).get, range(7)), strict=True):
             assert all(torch.equal(one.states[layer], other.states[layer]) for layer in AUX_LAYERS)
 
 
 class TestDamage:
-    """A flipped bit is noticed before anything learns from it, and costs one shard."""
+    """A flipped bit is detected before training uses it, and costs one shard."""
 
     @pytest.mark.parametrize("where", ["states", "tokens", "header"])
-    def test_a_flipped_bit(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-    ) -> None:
+    def test_bit_flip(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
         given = conversations(tiny_target)
         before = build(tmp_path, tiny_target, given)
         kept = [before.get(i).states[FINAL].clone() for i in range(len(given))]
@@ -263,28 +254,25 @@ class TestDamage:
         for i, states_TE in enumerate(kept):
             torch.testing.assert_close(again.get(i).states[FINAL], states_TE, rtol=1e-4, atol=1e-5)
 
-    def test_a_look_at_all_of_it_leaves_it_in_its_place(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_verification_leaves_files_in_place(self, tiny_target: Target, tmp_path: Path) -> None:
         store = build(tmp_path, tiny_target, conversations(tiny_target))
         assert store.damaged_files() == []
         flip(store.files[1], "states")
         assert store.damaged_files() == [store.files[1]]
         assert store.files[1].exists()
 
-    def test_memory_that_is_short_says_nothing_of_a_shard(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_memory_error_is_raised(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = build(tmp_path, tiny_target, conversations(tiny_target))
         store = StateStore(tmp_path)
 
-        def fails(*_: Any, **__: Any) -> None:
-            raise RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)")
-
-        monkeypatch.setattr(StateStore, "_part", fails)
+        monkeypatch.setattr(
+            StateStore, "_part", raising(RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)"))
+        )
         with pytest.raises(RuntimeError, match="Cannot allocate memory"):
             store.get(0)
         assert store.files[0].exists()
 
-    def test_a_shard_that_goes_while_it_is_in_use(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_shard_removed_during_use(self, tiny_target: Target, tmp_path: Path) -> None:
         store = build(tmp_path, tiny_target, conversations(tiny_target))
         for file in store.files:
             file.unlink()
@@ -293,7 +281,7 @@ class TestDamage:
 
 
 def poison(target: Target, monkeypatch: pytest.MonkeyPatch, *poisoned: Sequence[int]) -> None:
-    """Have the target compute a NaN for these texts, as an overflow leaves it."""
+    """Have the target compute a NaN for these texts, as an overflow would."""
     stock = target.hidden_states
 
     def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> Any:
@@ -307,12 +295,12 @@ def poison(target: Target, monkeypatch: pytest.MonkeyPatch, *poisoned: Sequence[
 
 
 @pytest.mark.parametrize("states_dtype", ["auto", "fp8"])
-def test_conversations_with_states_that_are_not_finite_are_named_and_left_out(
+def test_not_finite_conversations_are_left_out_by_name(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states_dtype: str
 ) -> None:
     taken = conversations(tiny_target)
     poison(tiny_target, monkeypatch, taken[2].tokens, taken[5].tokens)
-    for _ in range(2):  # the shards that are there say nothing of them
+    for _ in range(2):  # existing shards do not list them
         store = build(tmp_path, tiny_target, taken, states_dtype=states_dtype)
         assert (len(store), store.dropped, store.not_finite) == (5, 0, {2: "c2", 5: "c5"})
         assert "2 conversations are left out" in store.notice and "'c2', 'c5'" in store.notice
@@ -328,9 +316,7 @@ def test_conversations_with_states_that_are_not_finite_are_named_and_left_out(
     assert not (tmp_path / "other" / "manifest.json").exists()
 
 
-def test_states_that_writing_brought_along_are_kept_only_where_they_are_finite(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_captured_states_are_kept_only_if_finite(tiny_target: Target, tmp_path: Path) -> None:
     taken = conversations(tiny_target, 3)
     states = tiny_target.hidden_states([item.tokens for item in taken], AUX_LAYERS)
     states[1][1][0, 0] = -torch.inf
@@ -340,7 +326,7 @@ def test_states_that_writing_brought_along_are_kept_only_where_they_are_finite(
 
 
 def flip(file: Path, where: str) -> None:
-    """One bit of a shard: of its states, its tokens or its lengths."""
+    """Flip one bit of a shard: in its states, tokens or header (lengths)."""
     content = bytearray(file.read_bytes())
     header = int.from_bytes(content[:8], "little")
     names = json.loads(content[8 : 8 + header])
@@ -351,25 +337,23 @@ def flip(file: Path, where: str) -> None:
     file.write_bytes(content)
 
 
-def test_a_large_store_has_few_shards_and_a_small_one_loses_little() -> None:
+def test_shard_size_grows_with_the_store() -> None:
     for total in (10**6, 10**9, 20 * 10**9, 550 * 10**9, 5 * 10**12):
         assert total / shard_size(total) <= max(200, total / 2e9)
         assert 64e6 <= shard_size(total) <= 2e9
 
 
 class TestCodes:
-    """One byte a number, with a scale for each token."""
+    """States stored in one byte a number, with a scale per token."""
 
     @pytest.mark.parametrize(("states_dtype", "lost"), [("int8", 0.02), ("fp8", 0.05)])
-    def test_states_come_back_but_for_rounding(
-        self, tiny_target: Target, tmp_path: Path, states_dtype: str, lost: float
-    ) -> None:
+    def test_int8_and_fp8_only_round(self, tiny_target: Target, tmp_path: Path, states_dtype: str, lost: float) -> None:
         given = conversations(tiny_target)
         plain = build(tmp_path / "plain", tiny_target, given)
         built = build(tmp_path / "codes", tiny_target, given, states_dtype=states_dtype)
         store = StateStore(tmp_path / "codes")
         assert store.bytes < 0.45 * plain.bytes, "float32 takes four bytes a number"
-        assert store.fingerprint == built.fingerprint != plain.fingerprint, "heads of one are not those of the other"
+        assert store.fingerprint == built.fingerprint != plain.fingerprint, "trainings on them differ"
         for i, item in enumerate(given):
             sample = store.get(i)
             assert sample.tokens_T.tolist() == list(item.tokens)
@@ -379,26 +363,14 @@ class TestCodes:
                 shares_T = (sample.states[layer] - exact_TE).norm(dim=-1) / exact_TE.norm(dim=-1)
                 assert 0 < shares_T.max() < lost
 
-    def test_size_is_as_estimated(self, tiny_target: Target, tmp_path: Path) -> None:
-        store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype="fp8")
-        expected = estimate_bytes(store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype, "fp8")
-        assert expected <= store.bytes <= expected + 1200 * len(list(tmp_path.glob("shard-*")))
-
-    def test_the_budget_holds_more(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_budget_holds_more(self, tiny_target: Target, tmp_path: Path) -> None:
         given = conversations(tiny_target)
-        budget = estimate_bytes(
-            sum(len(item.tokens) for item in given[:3]), len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype
-        )
-        plain = build(tmp_path / "plain", tiny_target, given, budget_bytes=budget)
-        assert (
-            len(plain)
-            == 3
-            < len(build(tmp_path / "codes", tiny_target, given, budget_bytes=budget, states_dtype="int8"))
-        )
+        tokens = sum(len(item.tokens) for item in given[:3])
+        budget = estimate_bytes(tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
+        assert len(build(tmp_path / "plain", tiny_target, given, budget_bytes=budget)) == 3
+        assert len(build(tmp_path / "codes", tiny_target, given, budget_bytes=budget, states_dtype="int8")) > 3
 
-    def test_they_lie_beside_those_stored_as_they_are(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_coexist_with_plain(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target, 3)
         shards = tmp_path / "shards"
         plain = build(tmp_path / "plain", tiny_target, given, shards=shards)
@@ -418,7 +390,7 @@ class TestCodes:
 
 
 class TestMore:
-    """Shards are only ever added: what one of them holds is not computed again."""
+    """Shards are only added: a conversation in an existing shard is not computed again."""
 
     def test_more_conversations(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
@@ -434,9 +406,7 @@ class TestMore:
         assert {file: file.stat().st_mtime_ns for file in first.files} == before
         assert len(StateStore(tmp_path / "one")) == 4, "the first store is as it was"
 
-    def test_fewer_or_equal_conversations(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_fewer_conversations(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
         build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
         forwards = Forwards(tiny_target, monkeypatch)
@@ -444,29 +414,20 @@ class TestMore:
         assert forwards.count == 0
         assert [store.get(i).tokens_T.tolist() for i in range(3)] == [list(given[i].tokens) for i in (5, 2, 5)]
 
-    def test_another_layer_alone(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_additional_layer(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
         first = build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
-        asked: list[tuple[int, ...]] = []
-        stock = tiny_target.hidden_states
-
-        def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> object:
-            asked.append(tuple(aux_layers))
-            return stock(rows, aux_layers)
-
-        monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
+        asked = spy(monkeypatch, tiny_target, "hidden_states", lambda _rows, layers: tuple(layers))
         store = build(tmp_path / "two", tiny_target, given, aux_layers=(2, *AUX_LAYERS), shards=tmp_path / "shards")
         assert set(asked) == {(2,)}
         assert store.aux_layers == (2, *AUX_LAYERS)
-        assert store.fingerprint == first.fingerprint, "the same texts, whatever is kept of them"
+        assert store.fingerprint == first.fingerprint, "the same texts, whichever layers are stored"
         for i, conversation in enumerate(given):
-            (expected,) = stock([conversation.tokens], store.aux_layers)
+            (expected,) = tiny_target.hidden_states([conversation.tokens], store.aux_layers)
             for layer in store.aux_layers:
                 torch.testing.assert_close(store.get(i).states[layer], expected[layer], rtol=1e-4, atol=1e-5)
 
-    def test_another_mask_is_another_store_of_the_same_states(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_other_mask_same_states(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target, 3)
         first = build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
         forwards = Forwards(tiny_target, monkeypatch)
@@ -477,7 +438,7 @@ class TestMore:
         assert [store.get(i).supervised_T.tolist() for i in range(3)] == [list(item.supervised) for item in masked]
         assert [mask.tolist() for mask in store.supervised()] == [list(item.supervised) for item in masked]
 
-    def test_the_states_of_another_target_are_its_own(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_other_target_has_its_own_states(self, tiny_target: Target, tmp_path: Path) -> None:
         given = conversations(tiny_target)
         first = build(tmp_path, tiny_target, given)
         other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
@@ -487,7 +448,7 @@ class TestMore:
         for layer in AUX_LAYERS:
             torch.testing.assert_close(store.get(0).states[layer], expected[layer], rtol=1e-4, atol=1e-5)
 
-    def test_files_of_others_stay(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_foreign_files_stay(self, tiny_target: Target, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("mine")
         build(tmp_path, tiny_target, conversations(tiny_target, 2))
         build(tmp_path, tiny_target, conversations(tiny_target, 3))
@@ -495,7 +456,7 @@ class TestMore:
 
 
 class TestBudget:
-    def test_the_last_conversations_are_left_out(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_last_conversations_are_left_out(self, tiny_target: Target, tmp_path: Path) -> None:
         given = conversations(tiny_target)
         per_token = estimate_bytes(1, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
         budget = per_token * sum(len(item.tokens) for item in given[:4]) + per_token
@@ -504,7 +465,7 @@ class TestBudget:
         assert store.notice.startswith("The byte budget holds 4 of 7 conversations")
         assert store.get(3).tokens_T.tolist() == list(given[3].tokens)
 
-    def test_not_even_one(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_budget_below_one_conversation(self, tiny_target: Target, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"does not hold one conversation .*cache_gigabytes"):
             build(tmp_path, tiny_target, conversations(tiny_target), budget_bytes=1000)
 
@@ -519,7 +480,7 @@ class TestBudget:
 
 
 class TestRefusals:
-    def test_conversations_that_cannot_be_stored(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_unstorable_conversations(self, tiny_target: Target, tmp_path: Path) -> None:
         def refuse(match: str, *tokens: int, supervised: bool = True) -> None:
             given = [Conversation("odd", list(tokens), [supervised] * len(tokens), [])]
             with pytest.raises(UserError, match=match):
@@ -531,11 +492,11 @@ class TestRefusals:
         with pytest.raises(UserError, match="no conversations"):
             build(tmp_path, tiny_target, [])
 
-    def test_an_aux_layer_that_does_not_exist(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_missing_aux_layer(self, tiny_target: Target, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="Layer 9 does not exist"):
             build(tmp_path, tiny_target, conversations(tiny_target, 1), aux_layers=(9,))
 
-    def test_another_format(self, tmp_path: Path) -> None:
+    def test_unknown_format(self, tmp_path: Path) -> None:
         (tmp_path / "manifest.json").write_text('{"format": 4}')
         with pytest.raises(UserError, match="another format"):
             StateStore(tmp_path)

@@ -1,4 +1,4 @@
-"""Question sets by name: copies that somebody put there, and files. `tests/hub/test_hub.py` fetches them."""
+"""Question sets by name, from local copies and files. `tests/hub/test_hub.py` tests the downloads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FILES = {
 }
 
 
-def test_a_copy_is_asked_turn_by_turn(
+def test_local_copy_is_asked_turn_by_turn(
     tiny_target: Target, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

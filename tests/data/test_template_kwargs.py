@@ -1,4 +1,4 @@
-"""Variables for the chat template, and the reasoning and calls of tools that it may not render."""
+"""Variables for the chat template; reasoning and tool calls that a template may not render."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_path: Path) -> None:
+def test_variables_reach_every_rendering(switched: Target, tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "Hi"}]
     bound = with_template_kwargs(switched.tokenizer, QUIET)
     assert switched.tokenizer.decode(prompt_tokens(asked, bound)).startswith("quiet <|im_start|>user")
@@ -64,17 +64,17 @@ def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_p
         load(path, "train", bound, max_prompt_tokens=longest)
 
 
-def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_binds_them_to_its_target(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the report and the plan render as the data do."""
     monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: switched)
     values = {"name": "a", "data": {"chat_template_kwargs": QUIET}, "heads": {"family": "medusa"}}
     target = Run(parse_recipe(values), tmp_path, Console(quiet=True)).target
     assert user_prefix(target.tokenizer).startswith("quiet")
-    assert not user_prefix(switched.tokenizer).startswith("quiet"), "nobody else's"
+    assert not user_prefix(switched.tokenizer).startswith("quiet"), "the shared tokenizer is unchanged"
     assert target.model is switched.model
 
 
-def test_they_are_part_of_the_identity_when_set(switched: Target) -> None:
+def test_identity_includes_them_when_set(switched: Target) -> None:
     def of(values: dict[str, Any]) -> dict[str, Any]:
         return identity(switched, DataSection(chat_template_kwargs=values).model_dump(mode="json"))
 
@@ -82,7 +82,7 @@ def test_they_are_part_of_the_identity_when_set(switched: Target) -> None:
     assert of(QUIET) == {**of({}), "chat_template_kwargs": QUIET} != of({"enable_thinking": True})
 
 
-def test_a_variable_that_the_template_does_not_know_is_refused(switched: Target) -> None:
+def test_unknown_variable_is_refused(switched: Target) -> None:
     with pytest.raises(UserError, match="no variable 'enable_thinkin'"):
         with_template_kwargs(switched.tokenizer, {"enable_thinkin": False})
     with pytest.raises(UserError, match="no chat template"):
@@ -98,7 +98,7 @@ def chats(count: int, **answer: Any) -> list[dict[str, Any]]:
 
 
 def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any) -> tuple[list[Conversation], str]:
-    """The conversations of these rows with the answers as given, and what is said about them."""
+    """Build conversations with the given answers; return them and the console's text."""
     data = {"prompts": write(folder / "p.jsonl", rows), "regenerate": False, **SIZES, "conversations": 20, **over}
     console = Console(file=io.StringIO(), width=300)
     splits = build_conversations(target, DataSection.model_validate(data), folder / "data", console)
@@ -106,9 +106,9 @@ def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any)
     return [*splits.train, *splits.validation], console.file.getvalue()
 
 
-def test_reasoning_is_rendered_and_learned_where_the_template_can(tiny_target: Target, tmp_path: Path) -> None:
+def test_reasoning_is_rendered_and_learned(tiny_target: Target, tmp_path: Path) -> None:
     target = Target(tiny_target.model, tiny_tokenizer(REASONS), "reasons")
-    # The answer's text stands in the reasoning as well.
+    # The reasoning contains the text of the answer.
     found, _ = given(target, chats(12, reasoning_content="Ho or hum?"), tmp_path)
     for item in found:
         learned = [token for token, mine in zip(item.tokens, item.supervised, strict=True) if mine]
@@ -116,7 +116,7 @@ def test_reasoning_is_rendered_and_learned_where_the_template_can(tiny_target: T
         assert Conversation.from_json(json.loads(json.dumps(item.to_json()))) == item
 
 
-def test_reasoning_that_the_template_drops_is_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+def test_unrendered_reasoning_is_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
     rows = [*chats(12), *({**row, "id": "r"} for row in chats(15, reasoning_content="Hm.")[12:])]
     found, told = given(tiny_target, rows, tmp_path, heldout=0)
     assert "r" not in {item.id for item in found} and len(found) == 12
@@ -140,13 +140,13 @@ TOOLS = (
     "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""A call begins with a special token, as those of Llama and Mistral do."""
+"""A call begins with a special token, as in Llama and Mistral."""
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"function": {"name": "weather", "arguments": {"city": "Bonn"}}}
 
 
 def agents(count: int) -> list[dict[str, Any]]:
-    """Conversations in which a tool is called, with its result and the answer after it."""
+    """Conversations with a tool call, its result and a final answer."""
     return [
         {
             "tools": [WEATHER],
@@ -162,10 +162,8 @@ def agents(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-def test_given_calls_of_tools_are_learned_and_their_results_read(
-    tiny_target: Target, tmp_path: Path, thinks: bool
-) -> None:
-    """Some templates put an empty thinking block before the last answer, and before no other."""
+def test_given_tool_calls_are_learned_and_results_read(tiny_target: Target, tmp_path: Path, thinks: bool) -> None:
+    """Some templates put an empty thinking block before the last answer only."""
     block = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
     template = TOOLS.replace("'\n' + m['content'] }}", "'\n' }}" + block) if thinks else TOOLS
     assert (template != TOOLS) == thinks
@@ -182,7 +180,7 @@ def test_given_calls_of_tools_are_learned_and_their_results_read(
         assert Conversation.from_json(json.loads(json.dumps(item.to_json()))) == item
 
 
-def test_the_target_answers_with_tools_up_to_its_first_call(tiny_target: Target, tmp_path: Path) -> None:
+def test_target_answers_up_to_its_first_tool_call(tiny_target: Target, tmp_path: Path) -> None:
     """A given result belongs to a given call."""
     target = Target(tiny_target.model, tiny_tokenizer(TOOLS), "calls")
     found, told = given(target, agents(9), tmp_path, heldout=0, regenerate=True)
@@ -193,7 +191,7 @@ def test_the_target_answers_with_tools_up_to_its_first_call(tiny_target: Target,
         assert [message["role"] for message in item.messages] == ["user", "assistant"]
 
 
-def test_tools_that_the_template_does_not_render_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+def test_unrendered_tools_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
     _, told = given(tiny_target, [*chats(12), *agents(3)], tmp_path, heldout=0)
     assert "Left out: 3 with tools that the chat template does not render." in told
     no_results = TOOLS.replace("'<|im_start|>user\n<result>' + m['content'] + '</result><|im_end|>\n'", "''")
@@ -203,7 +201,7 @@ def test_tools_that_the_template_does_not_render_are_left_out_and_counted(tiny_t
     assert "Left out: 3 with results of tools that the chat template does not render." in told
 
 
-def test_calls_that_the_template_does_not_render_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+def test_unrendered_calls_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
     rows = [*chats(12), *chats(15, tool_calls=[CALL])[12:]]
     found, told = given(tiny_target, rows, tmp_path, heldout=0)
     assert len(found) == 12

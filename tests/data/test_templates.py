@@ -1,4 +1,4 @@
-"""Chat templates as they are in use: tool calls, thinking blocks, channels, and the token that ends a turn."""
+"""Published styles of chat templates: tool calls, thinking blocks, channels, and end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
+from tests.data.loading import turns
 from tests.tiny import tiny_tokenizer
 
 TOOLS = (
@@ -42,7 +43,7 @@ def with_template(target: Target, template: str, special: tuple[str, ...] = ()) 
 
 
 def read_everywhere(target: Target, messages: list[dict[str, Any]], folder: Path) -> set[str]:
-    """The prompt that a data file, a decoder and a log of an engine make of the same messages."""
+    """Return the prompt texts that a data file, a decoder and an engine's log make of the same messages."""
     tokenizer = target.tokenizer
     prompt = parse_prompt({"messages": messages, "tools": [WEATHER]}, "1")
     folder.mkdir(exist_ok=True)
@@ -62,7 +63,8 @@ def read_everywhere(target: Target, messages: list[dict[str, Any]], folder: Path
 @pytest.mark.parametrize("template", CALLS)
 @pytest.mark.parametrize("arguments", ['{"city": "Köln"}', {"city": "Köln"}])
 def test_messages_are_read_alike_everywhere(tiny_target: Target, tmp_path: Path, template: str, arguments: Any) -> None:
-    """Arguments of calls are text or objects, contents are null or lists of parts, and developers are the system."""
+    """Arguments of calls are text or objects, contents are null or lists of parts, and developer messages are system
+    messages."""
     target = with_template(tiny_target, TOOLS.replace("CALL", CALLS[template]))
     call = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": arguments}}
     messages = [
@@ -79,7 +81,7 @@ def test_messages_are_read_alike_everywhere(tiny_target: Target, tmp_path: Path,
     assert arguments == messages[2]["tool_calls"][0]["function"]["arguments"], "the caller's own stay as they are"
 
 
-def test_text_that_is_not_utf8_is_named_or_counted(tiny_target: Target, tmp_path: Path) -> None:
+def test_invalid_utf8_is_named_or_counted(tiny_target: Target, tmp_path: Path) -> None:
     target = with_template(tiny_target, TOOLS.replace("CALL", CALLS["tojson"]))
     decoder, asked, half = Decoder(target), [{"role": "user", "content": "Hi"}], "\ud800"
     for messages, tools, name in (
@@ -103,7 +105,7 @@ def test_text_that_is_not_utf8_is_named_or_counted(tiny_target: Target, tmp_path
     assert len(served) == 1 and left_out.counts == {"with text that is not UTF-8": 5}
 
 
-# -- what the assistant wrote ------------------------------------------------------------------------------------------
+# -- supervised tokens -------------------------------------------------------------------------------------------------
 
 THINKS = (
     "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
@@ -115,7 +117,7 @@ THINKS = (
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-"""As Qwen3's: a thinking block stands before answers to the last question, and an empty one before the last answer."""
+"""As in Qwen3: answers to the last question keep their thinking block, and the last answer gets an empty one."""
 HARMONY = ("<|pad|>", "<|start|>", "<|call|>", "<|message|>", "<|channel|>", "<|end|>", "<|format|>", "<|return|>")
 CHANNELS = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] }}"
@@ -123,18 +125,14 @@ CHANNELS = (
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<|return|>' }}{% else %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
-"""As gpt-oss has: messages of an answer stand in channels, and its last token is another one once a turn follows."""
+"""As in gpt-oss: an answer has channels, and its last token differs once another turn follows."""
 TURNS = ("<pad>", "<start_of_turn>", "<end_of_turn>", "<eos>")
 ENDS_TURNS = (
     "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else 'user') + '\n' }}"
     "{{ m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-"""As Gemma's: the tokenizer's EOS ends no turn."""
-
-
-def turns(*texts: str) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+"""As in Gemma: turns do not end with the tokenizer's EOS."""
 
 
 def learned(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
@@ -143,29 +141,29 @@ def learned(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
     return [tokenizer.decode(tokens[start:stop]) for start, stop in spans]
 
 
-def test_a_thinking_block_of_the_template_is_not_supervised() -> None:
+def test_template_thinking_block_is_not_supervised() -> None:
     tokenizer = tiny_tokenizer(THINKS)
     quiet = with_template_kwargs(tokenizer, {"enable_thinking": False})
     asked = turns("Hi", "Ho", "And?", "think")
     assert learned(tokenizer, asked) == ["Ho<|im_end|>", "think<|im_end|>"]
-    assert learned(quiet, asked) == ["think<|im_end|>"], "what it reads before the first is rewritten later"
+    assert learned(quiet, asked) == ["think<|im_end|>"], "the prompt of the first answer is rewritten later"
     thought = [*asked[:3], {**asked[3], "reasoning_content": "Hm."}]
     assert learned(tokenizer, thought)[1] == "<think>\nHm.\n</think>\n\nthink<|im_end|>"
     calls = [*asked[:3], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "rain"}}]}]
     assert learned(tokenizer, calls)[1] == '\n<call>{"name": "rain"}<|im_end|>'
 
 
-def test_only_the_end_that_the_target_writes_is_supervised() -> None:
+def test_only_the_targets_end_token_is_supervised() -> None:
     tokenizer = tiny_tokenizer(CHANNELS, HARMONY)
     assert learned(tokenizer, turns("Hi", "Ho", "And?", "No")) == ["Ho", "No<|return|>"]
     assert learned(tiny_tokenizer(ENDS_TURNS, TURNS), turns("Hi", " Ho")) == ["Ho<end_of_turn>"]
 
 
-# -- channels, and ends of turns ---------------------------------------------------------------------------------------
+# -- channels and end-of-turn tokens -----------------------------------------------------------------------------------
 
 
 def harmony(target: Target, written: str) -> tuple[Decoder, Any]:
-    """A decoder whose target writes this text, and the processor that makes it do so."""
+    """Return a decoder and a logits processor that forces the given text."""
     templated = with_template(target, CHANNELS, HARMONY)
     tokens = templated.tokenizer.encode(written)
 
@@ -193,7 +191,7 @@ THOUGHT = "<|channel|>analysis<|message|>Final? Say hi.<|end|><|start|>assistant
     ],
     ids=["after an analysis", "at once", "twice", "with a format", "cut before the answer", "without channels"],
 )
-def test_the_text_of_an_answer_is_that_of_its_channel(tiny_target: Target, written: str, text: str) -> None:
+def test_answer_text_is_the_final_channel(tiny_target: Target, written: str, text: str) -> None:
     decoder, forced = harmony(tiny_target, written)
     count = len(decoder.target.tokenizer.encode(written))
     options: dict[str, Any] = {"processors": [forced], "max_new_tokens": count, "drafter": "none"}
@@ -202,7 +200,7 @@ def test_the_text_of_an_answer_is_that_of_its_channel(tiny_target: Target, writt
     assert "".join(stream) == text and stream.answer is not None and stream.answer.text == text
 
 
-def test_stop_strings_are_looked_for_in_the_text(tiny_target: Target) -> None:
+def test_stop_strings_match_in_the_text(tiny_target: Target) -> None:
     decoder, forced = harmony(tiny_target, f"{THOUGHT}Say hi.<|return|>")
     options: dict[str, Any] = {"processors": [forced], "max_new_tokens": 200, "drafter": "none"}
     for stop, finish, text in (("final", "end", "Say hi."), ("hi", "stop", "Say hi"), ("<|end|>", "stop", "")):
@@ -211,7 +209,7 @@ def test_stop_strings_are_looked_for_in_the_text(tiny_target: Target) -> None:
     assert answer.text == "<|channel|>analysis<|message|>Final? Say hi.<|end|>"
 
 
-def test_turns_that_the_template_rewrites_are_counted(tiny_target: Target) -> None:
+def test_rewritten_turns_are_counted(tiny_target: Target) -> None:
     for template, special in ((CHANNELS, HARMONY), (THINKS, ())):
         target, left_out = with_template(tiny_target, template, special), LeftOut()
         with pytest.MonkeyPatch.context() as patched:
@@ -222,7 +220,7 @@ def test_turns_that_the_template_rewrites_are_counted(tiny_target: Target) -> No
         assert left_out.counts == {"later turns at which the chat template rewrites the answers before them": 1}
 
 
-def test_a_log_of_texts_ends_turns_as_the_template_does(tiny_target: Target, tmp_path: Path) -> None:
+def test_logged_text_ends_its_turn_as_the_template_does(tiny_target: Target, tmp_path: Path) -> None:
     target = with_template(tiny_target, ENDS_TURNS, TURNS)
     reply = {"choices": [{"finish_reason": "stop", "message": {"content": "It is dry."}}], "created": 7}
     (tmp_path / "log.jsonl").write_text(json.dumps({"request": {"messages": turns("Hi")}, "response": reply}))

@@ -1,4 +1,4 @@
-"""Conversations of several turns: what was read is kept for the next turn, and what is said stays the same."""
+"""Conversations of several turns: the KV cache is kept for the next turn, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from headstart.model.model import Target, TargetOutput
 from headstart.recipes.sections import DataSection
 from headstart.replay.cache import TreeCache
 from headstart.replay.patch import FINAL
+from tests.spies import spy
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CLOSE = 1e-4
@@ -33,7 +34,7 @@ def several_turns(count: int) -> list[Prompt]:
 
 def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[Conversation]:
     with pytest.MonkeyPatch.context() as patched:
-        # A random model seldom writes the one token that ends a turn.
+        # More end tokens: a random model seldom writes the only one.
         patched.setitem(vars(target), "end_tokens", frozenset(range(0, target.vocab_size, 6)))
         settings = DataSection(prompts="x", max_new_tokens=20)
         capture = None if shards is None else Capture(shards, target, [1, FINAL])
@@ -42,35 +43,27 @@ def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each text has that is read, but for the tokens of answers."""
+    """Lengths of all prefilled texts."""
     lengths: list[int] = []
-    prefill = Target.prefill
-
-    def noted(
-        self: Target, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()
-    ) -> TargetOutput:
-        lengths.extend(map(len, rows))
-        return prefill(self, cache, rows, aux_layers)
-
-    monkeypatch.setattr(Target, "prefill", noted)
+    spy(monkeypatch, Target, "prefill", lambda _target, _cache, rows, *_: lengths.extend(map(len, rows)))
     return lengths
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "llama_long"])
-def test_the_next_turn_goes_on_from_what_was_read(kind: str, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a sliding window, too; targets whose rotary tables change with the text read all of it again."""
+def test_next_turn_continues_from_the_cache(kind: str, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a sliding window. Targets with length-dependent rotary tables read the text again."""
     tokenizer = tiny_tokenizer()
     target = Target(tiny_model(kind, vocab_size=len(tokenizer), max_length=1024), tokenizer)
     kept = answers(target)
     once = sum(read)
-    assert len([item for item in kept if len(item.messages) > 2]) > 2, "some go on"
+    assert len([item for item in kept if len(item.messages) > 2]) > 2, "some have later turns"
     read.clear()
     monkeypatch.setattr(TurnCaches, "keep", lambda *_, **__: None)
     assert [item.tokens for item in answers(target)] == [item.tokens for item in kept]
     assert (sum(read) > once + 100) is (kind != "llama_long")
 
 
-def test_only_what_is_new_is_read(tiny_target: Target, read: list[int]) -> None:
+def test_next_turn_reads_only_new_tokens(tiny_target: Target, read: list[int]) -> None:
     (item,) = [one for one in answers(tiny_target, count=9) if len(one.messages) == 6][:1] or [None]
     assert item is not None, "one of three turns"
     read.clear()
@@ -81,10 +74,10 @@ def test_only_what_is_new_is_read(tiny_target: Target, read: list[int]) -> None:
         (alone,) = Answers(tiny_target, settings).answered([prompt], 3, 0.0, LeftOut())
     asked = len(alone.supervised) - sum(alone.supervised)
     turns = len(alone.messages) // 2
-    assert sum(read) == asked + turns - 1, "each later turn reads the last token of the answer before it"
+    assert sum(read) == asked + turns - 1, "each later turn also reads the last answer token before it"
 
 
-def test_states_of_later_turns_are_whole(tiny_target: Target, tmp_path: Path) -> None:
+def test_states_of_later_turns_are_complete(tiny_target: Target, tmp_path: Path) -> None:
     written = answers(tiny_target, tmp_path)
     (shard,) = tmp_path.glob("shard-*")
     held = load_file(shard)
@@ -99,9 +92,7 @@ def test_states_of_later_turns_are_whole(tiny_target: Target, tmp_path: Path) ->
         start = stop
 
 
-def test_what_memory_does_not_hold_is_read_again(
-    tiny_target: Target, read: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_cache_is_read_again(tiny_target: Target, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = answers(tiny_target)
     once = sum(read)
     read.clear()

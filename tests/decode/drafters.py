@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from headstart.decode.loop import DecodeLoop, Generation
+from headstart.decode.options import DecodeOptions
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 
@@ -21,7 +24,7 @@ class Session:
 
 
 class ReplayDrafter:
-    """Draft the known continuation with probability `right` at each node, anything else otherwise.
+    """Drafts the known continuation with probability `right` at each node, anything else otherwise.
 
     Random tree shapes, a different one for each row, with right tokens at random places: deep and broken paths, paths
     that are not the first child, and rounds where nothing is accepted all occur.
@@ -63,7 +66,7 @@ class ReplayDrafter:
 
 
 class IdleDrafter:
-    """Proposes nothing; what tests build on."""
+    """A drafter that proposes nothing, for tests to build on."""
 
     aux_layers: tuple[int, ...] = ()
     max_nodes = 1
@@ -81,8 +84,20 @@ class IdleDrafter:
         return None
 
 
+def lossless(
+    target: Target, drafters: Sequence[Any], texts: list[list[int]], options: DecodeOptions
+) -> list[Generation]:
+    """Assert that drafts change no text, in a batch or alone; return the batch's rows."""
+    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
+    rows = DecodeLoop(target, *drafters).generate(texts, options)
+    assert all(row.drafter_error is None for row in rows)
+    assert [row.tokens for row in rows] == plain
+    assert [DecodeLoop(target, *drafters).generate([text], options)[0].tokens for text in texts] == plain
+    return rows
+
+
 def broken_trees(honest: Any) -> Any:
-    """`Target.forward_tree` whose logits belong to the token before, wherever there are drafts."""
+    """Return a broken `Target.forward_tree`: with drafts, logits are rolled by one token id."""
 
     def shifted(self: Any, cache: Any, tree: Any, aux_layers: Any = ()) -> Any:
         out = honest(self, cache, tree, aux_layers)

@@ -1,7 +1,7 @@
-"""Trees that `headstart.drafters.heads` grows itself, from drafts that follow their paths, for the proofs.
+"""Trees grown by `headstart.drafters.heads` from path-dependent drafts, for the proofs.
 
-The drafter is that of `tests.decode.tables`: q(token | last two tokens), so siblings have different children. What
-`grow` does is its own code; only its draws are made by `pick`, so that they can be enumerated.
+The drafter comes from `tests.decode.tables`: q(token | last two tokens), so siblings have different children.
+`grow` runs its own code; only its draws go through `pick`, so that they can be enumerated.
 
 Shape suffixes: B rows, W nodes of a level, V vocabulary, M nodes with sampled children, C sampled children of a node.
 """
@@ -32,7 +32,7 @@ CALIBRATION = Calibration(
 
 
 def drafted(path: tuple[int, ...]) -> Tensor:
-    """The drafter's distribution after a path, [V]: flat enough that siblings get children."""
+    """Return the drafter's distribution after a path, [V]: flat enough that siblings get children."""
     q_draft_V = q_table(path).sqrt()
     return q_draft_V / q_draft_V.sum()
 
@@ -56,14 +56,14 @@ class PathTables:
 
 @dataclass
 class GrownTrees:
-    """What `prove_exactly` takes: it grows a tree after a prefix.
+    """A grower for `prove_exactly`.
 
     Attributes:
-        draws, max_nodes, threshold, chain: of the request.
-        max_rank: children of a node at most.
-        source: of (what the nodes that draw now draw from [M, V], number of the node) the distribution that its
-            child really comes from; mutations replace it.
-        heads: what drafts.
+        draws, max_nodes, threshold, chain: fields of the request.
+        max_rank: most children of a node.
+        source: maps (distributions of the sampling nodes [M, V], index of a node) to the distribution that its child
+            really comes from; mutants replace it.
+        heads: heads to draft with.
     """
 
     draws: bool
@@ -75,7 +75,7 @@ class GrownTrees:
     heads: Callable[[tuple[int, ...]], PathTables] = PathTables
 
     def propose(self, prefix: tuple[int, ...], pick: Pick) -> Tree:
-        """The tree after a prefix, with draws from the stream "draft"."""
+        """Grow the tree after a prefix, with draws from the stream "draft"."""
 
         def fall_on(q_draft_MV: Tensor, number_M: Tensor) -> Tensor:
             sources = (self.source(q_draft_MV, node).tolist() for node in range(len(number_M)))
@@ -99,6 +99,6 @@ class GrownTrees:
             drawing.fall_on = real
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
-        """The same with the target's logits after each node."""
+        """Grow the tree, with the target's logits after each node."""
         tree = self.propose(prefix, pick)
         return Draft(tree, [logits_table((*prefix, *path)) for path in ((), *tree.paths)], prefix)

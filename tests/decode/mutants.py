@@ -1,4 +1,4 @@
-"""Mistakes that decoders make, each planted in an otherwise right round: the proofs must notice every one of them."""
+"""Mistakes that decoders make, each planted in a correct round: the proofs must notice every mutant."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.decode.tables import Draft, Grower, Kind, Shape, q_table
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake, and where it shows.
+    """A mistake, and the trees that reveal it.
 
     Attributes:
         kind, shape: of the trees.
         patches: replacements for functions of `tests.reference`.
-        grower: what drafts.
-        same_noise: two random streams that get the same noise. Enumeration cannot see this: it has no streams.
+        grower: grows the drafts.
+        same_noise: two random streams that share noise. Enumeration cannot see this: it has no streams.
     """
 
     kind: str = "top and drawn"
@@ -62,7 +62,7 @@ class UnmaskedGrower(Grower):
 
 
 class BestPathGrower(Grower):
-    """The child of every node is drawn as that of the drafter's best token there, whatever token it holds."""
+    """Draws every node's child after the drafter's best token, whatever token the node holds."""
 
     def drawn_from(self, prefix: tuple[int, ...], q_drawn_V: Tensor, top_k: list[int]) -> Tensor:
         q_draft_V = q_table((*prefix[:-1], int(q_table(prefix[:-1]).argmax())) if prefix else ()).clone()

@@ -47,14 +47,14 @@ class Picked(Chance):
 
 
 def emit(draft: Draft, chance: Chance) -> tuple[int, ...]:
-    """The tokens of one round."""
+    """Return the tokens of one round."""
     path, last = reference.accept(draft.root, draft.p_target, itertools.repeat(chance))
     return (*path[1:], last)
 
 
 def outcomes(experiment: Callable[[Pick], Result]) -> Iterator[tuple[Result, float]]:
-    """Every result of an experiment with its probability."""
-    script: list[list[tuple[int, float]]] = []  # of each choice the options not yet finished; the last one is current
+    """Yield every result of an experiment with its probability."""
+    script: list[list[tuple[int, float]]] = []  # per choice, the options left to explore; the last one is current
     while True:
         index, probability = 0, 1.0
 
@@ -75,7 +75,7 @@ def outcomes(experiment: Callable[[Pick], Result]) -> Iterator[tuple[Result, flo
 
 
 class _Point:
-    """Where an experiment stands after some choices: before another choice, or at its result, or not met yet."""
+    """A state of an experiment: before a choice, at its result, or not reached yet."""
 
     __slots__ = ("after", "cumulative", "results", "stream")
 
@@ -92,7 +92,7 @@ class _Point:
 
 
 class Repeated(Generic[Result]):
-    """An experiment that is done many times. Choices that were made before lead where they led before, at no cost."""
+    """An experiment that is repeated many times, replaying known choices at no cost."""
 
     def __init__(self, experiment: Callable[[Pick], Result]) -> None:
         self._experiment = experiment
@@ -128,7 +128,7 @@ product of a few factors with relative errors of 1e-16, add up to errors below 1
 
 
 def enumerate_round(grower: Grower, prefix: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
-    """The exact distribution of the tokens that one round emits after a prefix."""
+    """Return the exact distribution of the tokens that one round emits after a prefix."""
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for draft, drafted in outcomes(partial(grower.grow, prefix)):
         for tokens, prob in outcomes(lambda pick, draft=draft: emit(draft, Picked(pick))):  # type: ignore[misc]
@@ -137,7 +137,7 @@ def enumerate_round(grower: Grower, prefix: tuple[int, ...] = ()) -> dict[tuple[
 
 
 def exact_error(grower: Grower, prefix: tuple[int, ...] = ()) -> float:
-    """How far one round followed by the target alone is from the target's joint distribution of the next 4 tokens.
+    """Return the error of one round followed by the target alone in the joint distribution of the next 4 tokens.
 
     Four tokens are all that a round emits from the shapes above. Later rounds do the same after their own prefixes, so
     by induction an error of 0 means that whole texts follow the target's distribution.
@@ -162,7 +162,7 @@ def prove_exactly(grower: Grower, tolerance: float = EXACT) -> None:
 
 SAMPLES = 100_000
 UNLIKELY = 1e-6
-"""Probability with which a proof by sampling may fail on a right rule (the seeds are fixed, so it does or does not)."""
+"""Bound on the probability that a proof by sampling rejects a correct rule (seeds are fixed, so results repeat)."""
 
 _CHOICES = 8
 """More numbers than a round after a chain takes from one stream."""
@@ -178,11 +178,11 @@ def sample_texts(
     """Decode texts round by round with the real random streams, and count their first `length` tokens.
 
     Args:
-        grower: what drafts.
-        length: by default what a round emits at most, and 2 at least.
+        grower: grows the drafts.
+        length: by default the most tokens that a round emits, and at least 2.
         samples: texts.
         seed: of the streams.
-        same_noise: two streams of draft, accept and residual that wrongly start each round with the same noise.
+        same_noise: two of the draft, accept and residual streams that wrongly share their noise in each round.
 
     Returns:
         Counts, one axis per token.
@@ -212,7 +212,7 @@ def sample_texts(
 
 
 def sample_texts_plainly(grower: Grower, length: int, samples: int, seed: int = 0) -> NDArray[np.int64]:
-    """The reference of `sample_texts`: every choice is made anew, and nothing is remembered."""
+    """Sample the same texts without remembering choices, as a reference for `sample_texts`."""
     numbers = _numbers(seed)
 
     def pick(stream: str, weights: list[float]) -> int:
@@ -239,12 +239,12 @@ def _table(counts: Counter[tuple[int, ...]], length: int) -> NDArray[np.int64]:
 
 
 def chi_square_p(counts: NDArray[np.int64], exact: NDArray[np.float64]) -> float:
-    """The probability that right samples deviate at least as much as `counts`: the test of the audit."""
+    """Return the probability that correct samples deviate at least as much as `counts`, with the audit's test."""
     return fit(dict(np.ndenumerate(counts)), Distribution(counts.ndim, dict(np.ndenumerate(exact)))).p_value
 
 
 def variation_bound(cells: int, samples: int) -> float:
-    """A total variation that right samples exceed with probability UNLIKELY at most.
+    """Return a total variation that correct samples exceed with probability UNLIKELY at most.
 
     Its mean is at most half the sum over cells of sqrt(p / samples), thus at most sqrt(cells / samples) / 2. One sample
     moves it by 1 / samples at most, so by McDiarmid's inequality it is beyond its mean by t with probability

@@ -1,7 +1,7 @@
-"""A machine whose rounds take what a table says, and heads whose drafts are accepted by chance: no clock, no model.
+"""A simulated machine with a table of times, and heads with random acceptance: no clock, no model.
 
-What the budget sees may be noisy; what counts is the time without the noise. Drafts are a comb: at each depth the
-best draft and its siblings, and only the best one has children.
+The budget may see noisy times; results count the time without noise. Drafts are a comb: at each depth the best draft
+and its siblings, and only the best one has children.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ BF16 = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0
 """As measured on two cores with the quickstart's heads."""
 FP32 = Costs((1, 2, 4, 8, 16, 32, 64), (46.0, 47.5, 50.0, 58.0, 74.0, 110.0, 180.0), 12.0, 2.0, LEVELS, 0.1)
 GOOD = (0.5, 0.12, 0.06, 0.03)
-"""How often the best draft of a depth, and each sibling, is the right one."""
+"""Probabilities that the best draft of a depth, and each sibling, is right."""
 FAIR = (0.27, 0.1, 0.05, 0.03)
 NONE = (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass
 class Machine:
-    """Where time passes.
+    """Simulated time.
 
     Attributes:
-        truth: what things take.
-        noise: the factor by which everything is slower at a moment, from the milliseconds so far.
-        jitter: spread of single times.
-        by_rows: a further factor of forwards of so many rows and nodes.
+        truth: true costs.
+        noise: slow-down factor by the time in milliseconds.
+        jitter: spread of single measurements.
+        by_rows: extra factor of forwards, by rows and nodes.
     """
 
     truth: Costs
@@ -44,7 +44,7 @@ class Machine:
     now: float = 0.0
 
     def seen(self, ms: float) -> float:
-        """How long it looks to somebody with a clock: slower at times, now and then much."""
+        """Return the measured time: noisy, with rare spikes."""
         spike = 4.0 if self.rng.random() < 0.01 else 1.0
         self.now += ms
         return ms * self.noise(self.now) * (1 + abs(self.rng.gauss(0, self.jitter))) * spike
@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass
 class Decoding:
-    """What came of some calls, in milliseconds without noise."""
+    """Totals of simulated calls, in milliseconds without noise."""
 
     ms: float = 0.0
     plain_ms: float = 0.0
@@ -72,15 +72,15 @@ class Decoding:
 
 
 class SimulatedLoop:
-    """Calls the budget as the decode loop does, and keeps what it learned as the loop does.
+    """A decode loop's calls of the budget, and the experience it keeps.
 
     Args:
-        machine: where it runs.
-        costs: what the budget is told.
+        machine: to run on.
+        costs: given to the budget.
         promised: acceptance that the heads' calibration promises; see `GOOD`.
-        accepted: acceptance that there is.
-        greedy: whether what rounds take is learned.
-        fixed: nodes of a tree that is verified in every round, in place of what the budget says.
+        accepted: true acceptance.
+        greedy: whether times of rounds are learned.
+        fixed: nodes of a tree to verify in every round, in place of the budget's choice.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SimulatedLoop:
         self._always = None if fixed is None else self._comb(1, fixed, 0.0, 0.0)
 
     def call(self, tokens: int = 128, rows: int = 1, prompt: int = 60) -> None:
-        """Decode a batch of answers of so many tokens each."""
+        """Decode a batch of answers with `tokens` tokens each."""
         experience = self.experience.setdefault(size_of(rows), Experience()) if self.greedy else None
         budget = Budget(self.costs, "auto", rows, limit=tokens, prompt=prompt, experience=experience)
         self.came_to.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
@@ -133,7 +133,7 @@ class SimulatedLoop:
                     budget.reorder(kept)
 
     def _draft(self, budget: Budget, rows: int) -> tuple[list[Tree], int]:
-        """The tree to verify and how many levels were drafted; a node's token is its depth and rank."""
+        """Return the trees to verify and the number of drafted levels; a node's token is its depth and rank."""
         if self._always is not None:
             return [self._always] * rows, self._always.depth
         limits = budget.room(32), budget.threshold, budget.level_threshold
@@ -168,7 +168,7 @@ class SimulatedLoop:
         return Tree(tokens, parents, accept_probs, levels=depth)
 
     def _accept(self, tree: Tree) -> int:
-        """Tokens that the row emits: down the comb as far as luck and the tree go."""
+        """Return the tokens that the row emits: down the comb until a draft is wrong or the tree ends."""
         own = set(tree.tokens[1:])
         for depth in range(LEVELS):
             luck = self.rng.random()
@@ -183,7 +183,7 @@ class SimulatedLoop:
 def best_fixed(
     machine: Callable[[], Machine], calls: Callable[[SimulatedLoop], None], accepted: Sequence[float]
 ) -> float:
-    """The speed-up of the best tree that never changes, plain decoding included."""
+    """Return the speed-up of the best fixed tree, plain decoding included."""
     found = [1.0]
     for nodes in (2, 3, 4, 5, 6, 8, 12, 16):
         loop = SimulatedLoop(machine(), machine().truth, accepted, accepted, fixed=nodes)

@@ -1,7 +1,7 @@
-"""A tiny world in which verification rules can be proven: a target and drafters, given as tables.
+"""A tiny world for proving verification rules: a target and drafters, given as tables.
 
-The target is p(token | last two tokens) over five tokens, one of which is always impossible; the drafter's q likewise.
-A tree's shape is written as nested tuples: a node is the tuple of its children.
+The target is p(token | last two tokens) over five tokens, with one always impossible; the drafter's q likewise. A
+tree's shape is written as nested tuples: a node is the tuple of its children.
 
 All randomness of drafting comes through a function `pick`, so that tests can enumerate it; see `tests.decode.proofs`.
 
@@ -38,18 +38,18 @@ SHAPES: dict[str, Shape] = {
 
 
 def depth(shape: Shape) -> int:
-    """Nodes below the root on the longest path."""
+    """Return the number of nodes below the root on the longest path."""
     return max((1 + depth(child) for child in shape), default=0)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a tree's children are chosen.
+    """How the children of a node are chosen.
 
     Attributes:
-        draws: the last child of a node is drawn from what the most likely ones leave of the drafter's distribution.
-        guesses: children are fixed guesses, as those of an n-gram lookup, and the drafter has no distribution.
-        branch: further guesses in a row below the root, beside whatever else is there (heads + n-gram).
+        draws: the last child is drawn from the drafter's distribution without the most likely tokens.
+        guesses: children are fixed guesses, as in an n-gram lookup, and the drafter has no distribution.
+        branch: further guesses in a row below the root, beside all other nodes (heads + n-gram).
         adaptive: the second child of a node gets children only when the first one's token is even.
     """
 
@@ -69,7 +69,7 @@ KINDS = {
 
 
 def context(prefix: Sequence[int]) -> tuple[int, ...]:
-    """All of a prefix that target and drafters look at."""
+    """Return the part of a prefix that target and drafters condition on."""
     return (ROOT, ROOT, *prefix)[-2:]
 
 
@@ -88,23 +88,23 @@ def _warped(last_two: tuple[int, ...], mix: float) -> Tensor:
 
 
 def p_table(prefix: Sequence[int]) -> Tensor:
-    """The target's distribution after a prefix, float64 [V]: temperature 0.8, the least likely token cut off."""
+    """Return the target's distribution after a prefix, float64 [V]: temperature 0.8, the least likely token cut off."""
     return _warped(context(prefix), 1.0)
 
 
 def q_table(prefix: Sequence[int]) -> Tensor:
-    """The drafter's distribution after a prefix: related to the target's, with another token cut off."""
+    """Return the drafter's distribution after a prefix: related to the target's, with another token cut off."""
     return _warped(context(prefix), 0.4)
 
 
 def logits_table(prefix: Sequence[int]) -> Tensor:
-    """The target's logits, before temperature and cut."""
+    """Return the target's logits, before temperature and cut."""
     return _logits_V(context(prefix))[0]
 
 
 @cache
 def exact_joint(prefix: tuple[int, ...], length: int) -> NDArray[np.float64]:
-    """The target's joint distribution of the next `length` tokens, one axis per token."""
+    """Return the target's joint distribution of the next `length` tokens, one axis per token."""
     if length == 0:
         return np.array(1.0)
     p_target = p_table(prefix).tolist()
@@ -124,7 +124,7 @@ class Draft:
 
     @property
     def root(self) -> Node:
-        """The tree as the reference has it."""
+        """The tree in the reference's form."""
         nodes = [Node(token) for token in self.tree.tokens]
         for number, drawn in self.tree.drawn.items():
             nodes[number].q_draft_V = drawn.q_draft_V(VOCAB)
@@ -133,7 +133,7 @@ class Draft:
         return nodes[0]
 
     def p_target(self, path: Sequence[int]) -> Tensor:
-        """The target's distribution after a path of tokens, root first."""
+        """Return the target's distribution after a path of tokens, root first."""
         return p_table((*self.prefix, *path[1:]))
 
 
@@ -146,15 +146,15 @@ class Grower:
         self.kind, self.shape = kind, shape
 
     def keep(self, token: int, q_draft: list[float]) -> bool:
-        """Whether a drawn child stays in the tree; must not look at its arguments."""
+        """Decide whether a drawn child stays in the tree; must not look at its arguments."""
         return True
 
     def source(self, q_drawn_V: Tensor, q_draft_V: Tensor) -> Tensor:
-        """What the tree says its drawn child came from, given what it came from, and the whole q."""
+        """Return the distribution that the tree claims for its drawn child, given the true one and the whole q."""
         return q_drawn_V
 
     def drawn_from(self, prefix: tuple[int, ...], q_drawn_V: Tensor, top_k: list[int]) -> Tensor:
-        """What the drawn child of the node after `prefix` is drawn from, beside those top-k ones."""
+        """Return the distribution for drawing the child of the node after `prefix`, without its top-k tokens."""
         return q_drawn_V
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
@@ -196,7 +196,7 @@ def _guess(prefix: tuple[int, ...]) -> int:
 
 @cache
 def _plan(kind: Kind, last_two: tuple[int, ...], width: int) -> tuple[list[int], Tensor]:
-    """Guessed tokens of a node with `width` children, and the distribution of its drawn child (or zeros)."""
+    """Return the fixed tokens of a node with `width` children, and the distribution of its drawn child (or zeros)."""
     q_draft_V = q_table(last_two)
     if kind.guesses:
         return [(_guess(last_two) + rank) % VOCAB for rank in range(width)], torch.zeros_like(q_draft_V)

@@ -20,10 +20,8 @@ REAL = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0
 
 def trees(accept_probs: list[list[float]], parents: list[list[int]]) -> list[Tree]:
     tokens = [[row * 100 + node for node in range(len(probs))] for row, probs in enumerate(accept_probs)]
-    return [
-        Tree(list(row), list(above), list(probs))
-        for row, above, probs in zip(tokens, parents, accept_probs, strict=True)
-    ]
+    rows = zip(tokens, parents, accept_probs, strict=True)
+    return [Tree(list(own), list(above), list(probs)) for own, above, probs in rows]
 
 
 def roots(rows: int) -> list[Tree]:
@@ -38,7 +36,7 @@ def filled(shape: TreeShape) -> list[Tree]:
     return [Tree([0] * shape.size, list(shape.parents))]
 
 
-def test_free_nodes_are_all_kept_and_dear_ones_all_dropped() -> None:
+def test_free_nodes_are_all_kept_and_expensive_ones_all_dropped() -> None:
     drafted = trees([[1.0, 0.5, 0.4, 0.3]], [[-1, 0, 0, 1]])
     assert sizes(Budget(FLAT, "on", 1).prune(drafted)) == [4]
     assert sizes(Budget(STEEP, "on", 1).prune(drafted)) == [1]
@@ -56,7 +54,7 @@ def test_rows_share_one_width_by_acceptance() -> None:
     assert sizes(kept) == [4, 2], "one row pays for the width; the other brings what it has"
 
 
-def test_the_best_width_is_that_of_exhaustive_search() -> None:
+def test_the_best_width_equals_exhaustive_search() -> None:
     rng = random.Random(0)
     for _ in range(20):
         budget = Budget(REAL, "on", 1)
@@ -75,7 +73,7 @@ def test_trees_with_drawn_nodes_are_never_pruned() -> None:
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
-    """A round costs .14 tokens: those that bring nothing come to less than 3 % of all rounds' time."""
+    """A round costs .14 tokens; rounds without accepted drafts take less than 3 % of all time."""
     budget = Budget(REAL, "auto", 1, limit=1000, draft_ms=1.6)
     shape = TreeShape.chain(4)
     drafted = 0
@@ -89,7 +87,7 @@ def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
 
 
 def test_a_few_rounds_without_luck_are_forgiven() -> None:
-    """Rounds that bring 1.5 tokens and cost 1.3 plain ones, 12 tokens won; of these no more than 8 are lost again."""
+    """A round brings 1.5 tokens and costs 1.3 plain ones: of 12 tokens won, at most 8 are lost again."""
     budget = Budget(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
     drafted = filled(TreeShape.chain(4))
     for number in range(60):
@@ -101,7 +99,7 @@ def test_a_few_rounds_without_luck_are_forgiven() -> None:
     assert unlucky == 27
 
 
-def test_dear_drafts_that_fail_are_given_up_early() -> None:
+def test_expensive_drafts_that_fail_are_given_up_early() -> None:
     budget = Budget(REAL, "auto", 1, draft_ms=20.0)
     rounds = 0
     while budget.drafts:
@@ -127,7 +125,7 @@ def test_drafting_returns_when_it_pays_again() -> None:
 
 @pytest.mark.parametrize(("levels", "charged"), [(1, 3.0), (4, 6.0), (None, 5.0)])
 def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, charged: float) -> None:
-    """A tree of depth 3: a deeper branch of another drafter costs no level; without a word of levels depth counts."""
+    """The tree is 3 deep. Another drafter's deeper branch costs no level; without `levels`, the depth counts."""
     budget = Budget(Costs((1, 64), (10.0, 10.0), 6.0, 1.0, 4), "on", 1)
     drafted = trees([[1.0, 0.9, 0.8, 0.7]], [[-1, 0, 1, 2]])
     drafted[0].levels = levels
@@ -138,20 +136,14 @@ def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, cha
 
 @pytest.mark.parametrize("limit", [32, 64])
 @pytest.mark.parametrize(("draft_ms", "plain_tokens"), [(2.0, 8), (7.0, 200)])
-def test_short_answers_are_drafted_as_soon_as_they_have_paid_for_a_try(
-    limit: int, draft_ms: float, plain_tokens: int
-) -> None:
-    """Answers too short to win a try of dear drafts back are plain until together they have saved for it, and drafted
-    from then on; cheap drafts are tried in the very first answer."""
+def test_short_answers_are_drafted_once_they_earned_a_try(limit: int, draft_ms: float, plain_tokens: int) -> None:
+    """Answers too short to recover a try of expensive drafts stay plain until together they have earned one, and draft
+    from then on; cheap drafts are tried in the first answer."""
     costs = Costs((1, 2, 4, 8, 16, 32, 64), (4.3, 4.4, 4.8, 5.5, 7.0, 10.0, 16.0), draft_ms)
     experience, plain_rounds, later = Experience(), 0, []
     for _ in range(20):
-        budget, left, rounds, drafted = (
-            Budget(costs, "auto", 1, limit, prompt=30, experience=experience),
-            limit - 1,
-            0,
-            0,
-        )
+        budget = Budget(costs, "auto", 1, limit, prompt=30, experience=experience)
+        left, rounds, drafted = limit - 1, 0, 0
         while left > 0:
             nodes = min(6, budget.room(64)) if budget.drafts else 1
             emitted = min(left, nodes if nodes < 6 else 5)
@@ -166,7 +158,7 @@ def test_short_answers_are_drafted_as_soon_as_they_have_paid_for_a_try(
 
 
 def test_rounds_that_could_not_draft_are_no_loss_of_drafting() -> None:
-    """A prompt that leaves no room, then another request: it drafts as if nothing had been."""
+    """After a prompt that leaves no room, the next request drafts as usual."""
     experience = Experience()
     full = Budget(REAL, "auto", 1, 200, prompt=8000, experience=experience)
     for _ in range(100):
@@ -191,7 +183,7 @@ def test_noisy_rounds_do_not_make_nodes_free() -> None:
 
 
 def test_a_token_counts_for_the_time_that_it_saves() -> None:
-    """Costs of 10 ms and 1 more for each row: what is shared belongs to the row that will end last."""
+    """A forward costs 10 ms and 1 more per row: the shared part is charged to the row that will end last."""
     budget = Budget(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
     assert budget.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The conditions that costs are measured under: what they are called, with and without a device."""
+"""The conditions under which costs are measured, with and without a device."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ from tests.tiny import tiny_model
         (None, "armv9"),
     ],
 )
-def test_a_processor_is_called_by_its_model_or_by_its_kind(
-    info: str | None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processors_are_named_by_model_or_kind(info: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_text(path: Path, **_: Any) -> str:
         if info is None:
             raise FileNotFoundError(path)
@@ -59,7 +57,7 @@ def test_on_a_device_its_name_counts_and_threads_do_not(monkeypatch: pytest.Monk
     assert Conditions.from_json(there.to_json()) == there
 
 
-def test_what_is_captured_once_is_no_part_of_what_drafting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_time_excludes_graph_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = clock_of_captures(monkeypatch, "headstart.tuning.stopwatch")
     with StandIn():
         target = Target(tiny_model("llama", vocab_size=61).to(CUDA))

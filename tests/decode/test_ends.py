@@ -1,4 +1,4 @@
-"""Where a text may end: tokens that end it, and none of them before `min_new_tokens`; as transformers does it."""
+"""Where a text may end: at stop tokens, and never before `min_new_tokens`, as in transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drafted(tiny_target: Target) -> DecodeLoop:
 
 
 def ends_early(loop: DecodeLoop) -> tuple[int, int]:
-    """A token of the first prompt's greedy text, and its first place in it."""
+    """Return a token of the first prompt's greedy text, and its first place in it."""
     (text,) = loop.generate(PROMPTS[:1], OPTIONS)
     place = next(place for place in range(2, 20) if text.tokens[place] not in text.tokens[:place])
     return text.tokens[place], place
@@ -46,9 +46,7 @@ def test_a_stop_token_ends_the_text_and_is_kept(plain: DecodeLoop, drafted: Deco
         assert (text.tokens[-1], len(text.tokens), text.finish_reason) == (token, place + 1, "stop")
 
 
-def test_a_stop_text_may_end_before_the_shortest_text(
-    plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target
-) -> None:
+def test_a_stop_text_may_end_before_the_minimum(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target) -> None:
     """As in transformers."""
     token, place = ends_early(plain)
     options = replace(OPTIONS, stop=tiny_target.tokenizer.decode([token]), min_new_tokens=place + 4)
@@ -88,7 +86,7 @@ def test_no_end_comes_before_the_shortest_text(plain: DecodeLoop, drafted: Decod
 
 
 @pytest.mark.parametrize("verifier", DRAWS)
-def test_sampling_keeps_to_it_too(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target, verifier: str) -> None:
+def test_sampling_keeps_the_minimum(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target, verifier: str) -> None:
     """Every second token would end the text."""
     ends = list(range(0, tiny_target.vocab_size, 2))
     options = replace(

@@ -1,4 +1,4 @@
-"""Trees of drafts that follow their paths: the decode loop's growing and the rule together give the target's text."""
+"""Trees of path-dependent drafts: the loop's growing and the rule together give the target's text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.decode.tables import ROOT, Pick, _guess
 
 
 def trees(grower: GrownTrees, prefix: tuple[int, ...] = (1,)) -> list[Tree]:
-    """All that are grown after a prefix."""
+    """Return all trees that can grow after a prefix."""
     return [tree for tree, _ in outcomes(lambda pick: grower.propose(prefix, pick))]
 
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_lossless_by_enumeration(draws: bool) -> None:
-    """Every outcome of drafting and of verifying; room is short, and thresholds that drop some nodes and not others."""
+    """Enumerate every outcome of drafting and verifying, with little room and with thresholds that drop some nodes."""
     for max_nodes, threshold in ((6, 0.0), (7, 0.1)):
         for chain in (False, True):
             prove_exactly(GrownTrees(draws, max_nodes, threshold, chain))
@@ -33,8 +33,7 @@ def test_lossless_by_enumeration(draws: bool) -> None:
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_children_follow_the_path_to_their_parent(draws: bool) -> None:
-    """Of every tree that can be grown: guesses are the best tokens after the path, and the rest are drawn from what is
-    left of q after it."""
+    """Guesses are the best tokens after the path, and the other children are drawn from the rest of q after it."""
     for tree in trees(GrownTrees(draws, max_nodes=7)):
         follow_their_paths(tree)
 
@@ -53,7 +52,7 @@ def follow_their_paths(tree: Tree, prefix: tuple[int, ...] = (1,)) -> None:
 
 
 def test_the_number_of_children_is_settled_before_they_are_drawn() -> None:
-    """Of all trees that agree on what was drawn above a level, the level has the same shape."""
+    """Trees with the same draws above a level have the same shape at that level."""
     shapes: dict[Any, set[Any]] = {}
     for tree in trees(GrownTrees(True, max_nodes=5)):
         for depth in range(1, tree.depth + 1):
@@ -73,7 +72,7 @@ class AlongBest(PathTables):
 
 
 class Beside(GrownTrees):
-    """With an n-gram's guesses beside it, as two drafters together have them: they may go through drawn nodes."""
+    """Trees with an n-gram's guesses beside them, which may go through drawn nodes."""
 
     def propose(self, prefix: tuple[int, ...], pick: Pick) -> Tree:
         guesses = [ROOT]
@@ -92,7 +91,7 @@ def test_lossless_beside_n_grams() -> None:
 
 
 def test_drafts_of_independent_depths_stay_lossless() -> None:
-    """As long as children are tested against what they were drawn from; but they are no trees of paths."""
+    """Children are tested against the distribution they were drawn from, but the trees do not follow their paths."""
     prove_exactly(GrownTrees(True, max_nodes=5, heads=AlongBest))
     with pytest.raises(AssertionError, match="guesses follow the path"):
         for tree in trees(GrownTrees(False, max_nodes=8, heads=AlongBest)):
@@ -100,14 +99,13 @@ def test_drafts_of_independent_depths_stay_lossless() -> None:
 
 
 def test_siblings_whose_children_come_from_the_best_path_are_noticed() -> None:
-    """The children of every node of a level are drawn from what the level's first node says, and tested against what
-    their own parent says."""
+    """All children of a level are drawn from the first node's distribution, and tested against their own parent's."""
     with pytest.raises(AssertionError, match="differs from the target"):
         prove_exactly(GrownTrees(True, 7, source=lambda q_draft_MV, number: q_draft_MV[0]))
 
 
-def test_drawn_nodes_that_go_for_what_they_are_are_noticed() -> None:
-    """A drawn node goes when nothing below it is worth a place, which depends on its token."""
+def test_dropping_drawn_nodes_by_their_token_is_noticed() -> None:
+    """Whether anything below a drawn node is worth a place depends on its token."""
     with pytest.raises(AssertionError, match="differs from the target"):
         prove_exactly(Pruned(True, max_nodes=5, threshold=0.06))
 
@@ -129,10 +127,7 @@ def test_guesses_of_another_node_are_noticed() -> None:
     def candidates(self: Any, *arguments: Any) -> Any:
         return [[nodes[0]] * len(nodes) for nodes in honest(self, *arguments)]
 
-    with (
-        patch.object(growing._Table, "candidates", candidates),
-        pytest.raises(AssertionError, match="guesses follow the path"),
-    ):
+    with patch.object(growing._Table, "candidates", candidates), pytest.raises(AssertionError, match="guesses follow"):
         for tree in trees(GrownTrees(False, max_nodes=8)):
             follow_their_paths(tree)
 
@@ -148,6 +143,6 @@ def test_draws_of_another_node_are_noticed() -> None:
 
 
 def test_the_tables_differ_from_path_to_path() -> None:
-    """Or else nothing above would say anything."""
+    """Otherwise the proofs above would show nothing."""
     best = [drafted((1, token)) for token in drafted((1,)).argsort(descending=True)[:3].tolist()]
     assert all((one - other).abs().max() > 0.05 for one, other in itertools.pairwise(best))

@@ -1,7 +1,8 @@
-"""A conversation that goes on from what was read of it: drafts and text are those of reading it anew, in float32."""
+"""A conversation continued from a kept text: drafts and output as after reading it anew, in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,11 +29,13 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 class Noted(HeadDrafter):
-    """Heads that note what they draft."""
+    """Heads that record their drafts."""
+
+    drafts: Sequence[list[int]] = ()
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         trees = super().propose(session, roots, request)
-        self.drafts = [*getattr(self, "drafts", []), *(tree.tokens for tree in trees)]
+        self.drafts = [*self.drafts, *(tree.tokens for tree in trees)]
         return trees
 
 
@@ -53,15 +56,24 @@ def drafters_of(target: Target, name: str) -> tuple[Drafter, ...]:
 
 
 def drafts(loop: DecodeLoop) -> list[list[int]]:
-    """What the heads drafted since this was asked last."""
+    """Return the heads' drafts since the last call."""
     (heads, _) = loop.drafters
     assert isinstance(heads, Noted)
-    noted, heads.drafts = heads.drafts, []
+    noted, heads.drafts = list(heads.drafts), ()
     return noted
 
 
+def assert_as_anew(loop: DecodeLoop, prompt: list[int], kept_text: KeptText) -> None:
+    """Compare drafts and text after a kept text with those after reading the prompt anew."""
+    drafts(loop)
+    (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
+    noted = drafts(loop)
+    (anew,) = loop.generate([prompt], OPTIONS)
+    assert (on.tokens, noted) == (anew.tokens, drafts(loop))
+
+
 def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> list[tuple[Generation, list[list[int]]]]:
-    """Three turns of a conversation, each after the answer of the one before, but for its last token."""
+    """Run three turns of a conversation, each after the previous answer without its last token."""
     answers = []
     for turn in range(3):
         prompt = [*prompt, 7 + turn, 8, 9, 8, 9]
@@ -73,28 +85,22 @@ def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> li
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_text_equal_reading_it_anew(kind: str, name: str, spy: Any) -> None:
     target = target_of(kind)
     loop = DecodeLoop(target, *drafters_of(target, name))
     anew = turns(loop, [3, 4, 5], None)
-    read: list[int] = []
-    prefill = Target.prefill
-
-    def counted(self: Target, cache: Any, rows: Any, aux_layers: Any = ()) -> Any:
-        read.append(len(rows[0]))
-        return prefill(self, cache, rows, aux_layers)
-
-    monkeypatch.setattr(Target, "prefill", counted)
+    calls = spy(Target, "prefill")
     on = turns(loop, [3, 4, 5], KeptText())
+    read = [len(rows[0]) for _, _, rows, *_ in calls]
     assert [(answer.tokens, noted) for answer, noted in on] == [(answer.tokens, noted) for answer, noted in anew]
     assert [[done.nodes for done in answer.rounds] for answer, _ in on] == [
         [done.nodes for done in answer.rounds] for answer, _ in anew
     ]
-    assert read[0] == 8 and max(read[1:]) <= 7, "of later turns what is new alone"
+    assert read[0] == 8 and max(read[1:]) <= 7, "later turns read only new tokens"
 
 
 def test_streams_of_one_conversation_end_each_by_itself() -> None:
-    """With a target whose cache is copied: what may end one stream is not copied along."""
+    """The target's cache is copied; the check that may end one stream is not copied along."""
     decoder, kept_text, prompt = Decoder(Target(hybrid(), tiny_tokenizer())), KeptText(), [3, 4, 5]
     for turn in range(3):
         stream = decoder.stream(prompt, kept_text, max_new_tokens=6, drafter="ngram")
@@ -110,11 +116,7 @@ def test_a_text_that_differs_is_read_from_there() -> None:
     kept_text = KeptText()
     loop.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
     for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
-        drafts(loop)
-        (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
-        noted = drafts(loop)
-        (anew,) = loop.generate([prompt], OPTIONS)
-        assert (on.tokens, noted) == (anew.tokens, drafts(loop))
+        assert_as_anew(loop, prompt, kept_text)
 
 
 def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
@@ -128,9 +130,7 @@ def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, kept_text=kept_text)
-    (on,) = loop.generate([[3, 4, 5, 6, 7, 9]], OPTIONS, kept_text=kept_text)
-    (anew,) = loop.generate([[3, 4, 5, 6, 7, 9]], OPTIONS)
-    assert on.tokens == anew.tokens
+    assert_as_anew(loop, [3, 4, 5, 6, 7, 9], kept_text)
 
 
 @pytest.mark.parametrize("kind", ["phi3_long", "llama_long"])
@@ -146,15 +146,11 @@ def test_changing_rotary_frequencies_are_read_anew(kind: str) -> None:
         prompt = [*prompt, *on.tokens]
 
 
-def test_drafting_that_paused_or_a_plain_answer_may_draft_later() -> None:
-    """States are kept of what was decoded without drafts, too."""
+def test_a_plain_answer_can_be_continued_with_drafts() -> None:
+    """States of text that was decoded without drafts are kept too."""
     target = target_of("llama")
     drafters = drafters_of(target, "eagle3")
     loop, kept_text = DecodeLoop(target, *drafters), KeptText()
     off = DecodeOptions(14, draft="off", ignore_end=True)
     (first,) = loop.generate([[3, 4, 5]], off, kept_text=kept_text)
-    prompt = [3, 4, 5, *first.tokens, 8]
-    (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
-    noted = drafts(loop)
-    (anew,) = loop.generate([prompt], OPTIONS)
-    assert (on.tokens, noted) == (anew.tokens, drafts(loop))
+    assert_as_anew(loop, [3, 4, 5, *first.tokens, 8], kept_text)

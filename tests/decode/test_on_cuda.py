@@ -1,4 +1,4 @@
-"""What `test_on_device.py` proves on a stand-in, on a real CUDA device."""
+"""The proofs of `test_on_device.py` on a real CUDA device."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from tests.drafters.test_captured import probabilities, proposed
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +48,13 @@ def test_heads_change_no_text(name: str, tree: TreeKind, rows: int, target: Targ
     texts = (TEXTS * rows)[:rows]
     outputs = DecodeLoop(target, HeadDrafter(heads, SHAPE, tree, max_nodes=8)).generate(texts, options)
     assert [output.drafter_error for output in outputs] == [None] * rows
-    assert [output.tokens for output in outputs] == [
-        DecodeLoop(target).generate([text], options)[0].tokens for text in texts
-    ]
+    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
+    assert [output.tokens for output in outputs] == plain
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_captured_drafts_are_those_of_their_operators(name: str, rows: int, target: Target) -> None:
+def test_graphs_equal_eager_drafts(name: str, rows: int, target: Target) -> None:
     heads = shake(build(name, target)).to("cuda")
     heads.bind(target)
     drafter = HeadDrafter(heads, SHAPE, "dynamic", max_nodes=8)
@@ -71,8 +67,8 @@ def test_captured_drafts_are_those_of_their_operators(name: str, rows: int, targ
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_heads_draft_there_what_they_draft_here(name: str, host: Target, target: Target) -> None:
-    """Logits of every draft step, beside those of the CPU."""
+def test_heads_draft_the_same_on_both_devices(name: str, host: Target, target: Target) -> None:
+    """Logits of every draft step equal the CPU's."""
     heads, moved = on_both(name, host, target)
     for ours, theirs in zip(
         heads.unroll(training_batch(host, heads, "cpu")), moved.unroll(training_batch(host, heads, "cuda")), strict=True

@@ -1,5 +1,4 @@
-"""Everything that decodes or trains, on a stand-in for a CUDA device: no tensors of two devices meet, and the greedy
-texts are those of the CPU."""
+"""Decoding and training on a stand-in CUDA device: no operation mixes devices, and greedy texts equal the CPU's."""
 
 from __future__ import annotations
 
@@ -73,29 +72,24 @@ def test_every_family(name: str, tree: Any, host: Target, target: Target, device
     assert texts_of(target, drafter) == texts_of(host)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ngram", "memory", "lookahead", "early-exit:1", "heads", "heads+ngram", "heads+ngram+memory", "lookahead+ngram"],
-)
+DRAFTERS = "ngram memory lookahead early-exit:1 heads heads+ngram heads+ngram+memory lookahead+ngram draft-model"
+
+
+@pytest.mark.parametrize("name", DRAFTERS.split())
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_drafter(
-    name: str, temperature: float, host: Target, target: Target, device: StandIn, tmp_path: Path
-) -> None:
+def test_drafters(name: str, temperature: float, host: Target, target: Target, device: StandIn, tmp_path: Path) -> None:
     answers = tmp_path / "answers.bin"
     write_answers(answers, [[*text, *texts_of(host)[row]] for row, text in enumerate(TEXTS)], 1_000_000)
     trained = build("eagle3", host).to(CUDA)
     trained.bind(target)
-    heads = HeadDrafter(trained, SHAPE, "dynamic")
-    options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature, seed=0)
-    texts = texts_of(target, *make_drafters(name, target, heads, answers), options=options)
-    assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_model(temperature: float, host: Target, target: Target, device: StandIn) -> None:
     small = Target(tiny_model("llama", seed=1, vocab_size=61).to(CUDA))
+    drafters = (
+        [DraftModelDrafter(small, target)]
+        if name == "draft-model"
+        else make_drafters(name, target, HeadDrafter(trained, SHAPE, "dynamic"), answers)
+    )
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature, seed=0)
-    texts = texts_of(target, DraftModelDrafter(small, target), options=options)
+    texts = texts_of(target, *drafters, options=options)
     assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
 
 
@@ -122,9 +116,7 @@ def test_every_rule(rule: str, settings: str, host: Target, target: Target, devi
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_heads_are_read_straight_to_a_device(
-    name: str, host: Target, target: Target, device: StandIn, tmp_path: Path
-) -> None:
+def test_heads_load_to_a_device(name: str, host: Target, target: Target, device: StandIn, tmp_path: Path) -> None:
     save_heads(shake(build(name, host)), tmp_path / "heads")
     expected = load_heads(tmp_path / "heads")
     before, random = device.counts, torch.random.get_rng_state()
@@ -139,11 +131,9 @@ def test_heads_are_read_straight_to_a_device(
     assert texts_of(target, HeadDrafter(heads, SHAPE, max_nodes=8)) == texts_of(host)
 
 
-def test_attention_is_not_planned_anew_for_every_size(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """cuDNN is left out of the process when a target is loaded. Forwards change no such setting, which would hold in
-    other threads, too."""
+def test_cudnn_attention_is_off(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a target disables cuDNN attention for the process. Forwards change no such setting: other threads would
+    see it."""
 
     def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
@@ -196,7 +186,7 @@ def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSe
 
 
 def on_both(name: str, host: Target, target: Target) -> tuple[DraftHead, DraftHead]:
-    """The same heads twice: on the host, and on the device of a target."""
+    """Return the same heads twice: on the host, and on the target's device."""
     heads = shake(build(name, host))
     moved = build(name, host).to(target.device)
     moved.load_state_dict(heads.state_dict())
@@ -240,10 +230,8 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
     assert loss_of(heads, target, batch, section) > 0
 
 
-def test_what_is_captured_for_later_rounds_does_not_teach_what_rounds_take(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drafting was once taken to be as slow as its first rounds, and given up for good."""
+def test_captures_are_not_timed(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting captures made drafting look slow, and it was given up for good."""
     clock_of_captures(monkeypatch, "headstart.decode.loop")
     heads = shake(build("eagle3", host)).to(CUDA)
     heads.bind(target)

@@ -1,4 +1,4 @@
-"""Whatever is drafted and in whatever shape of tree, what the reference emits follows the target's own distribution."""
+"""The reference's output follows the target's distribution, whatever the drafts and the shape of their tree."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ import torch
 from headstart.support.rng import draw
 from tests import reference
 from tests.decode.mutants import MUTANTS
-from tests.decode.proofs import (
-    chi_square_p,
-    prove_by_sampling,
-    prove_exactly,
-    sample_texts,
-    sample_texts_plainly,
-)
+from tests.decode.proofs import chi_square_p, prove_by_sampling, prove_exactly, sample_texts, sample_texts_plainly
 from tests.decode.tables import KINDS, SHAPES, VOCAB, Draft, Grower, exact_joint
 from tests.reference import Chance, Node
 
 
 def stands_for_itself(kind: str, shape: str) -> bool:
-    """Whether no other case has the same trees."""
+    """Return whether no other case has the same trees."""
     if shape == "root only":
         return kind in ("top", "top and drawn, guesses")
     return not KINDS[kind].adaptive or shape == "bushy"

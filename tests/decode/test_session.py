@@ -1,4 +1,4 @@
-"""A drafter that fails, batches that memory does not hold, and what an loop learned."""
+"""Failing drafters, batches that do not fit into memory, and the loop's experience."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class FailingDrafter(ReplayDrafter):
 
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str, target: Target) -> None:
     plain = DecodeLoop(target).generate(TEXTS, OPTIONS)
     outputs = DecodeLoop(target, FailingDrafter([row.tokens for row in plain], where)).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == [row.tokens for row in plain]
@@ -74,17 +73,13 @@ def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> Non
 
 
 @pytest.mark.drafter_fails
-def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
-    (output,) = DecodeLoop(target, FailingDrafter([[1]], "prefill")).generate(
-        TEXTS[:1], DecodeOptions(max_new_tokens=1)
-    )
+def test_a_failure_is_named_even_where_the_first_token_ends_the_text(target: Target) -> None:
+    (output,) = DecodeLoop(target, FailingDrafter([[1]], "prefill")).generate(TEXTS[:1], DecodeOptions(1))
     assert len(output.tokens) == 1 and not output.rounds
     assert output.drafter_error == "RuntimeError: out of ideas"
 
 
-def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_no_drafter_is_called_if_only_the_root_fits(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 1)
     outputs = DecodeLoop(target, FailingDrafter(plain, "propose")).generate(TEXTS, OPTIONS)
@@ -92,8 +87,7 @@ def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(monkeypatch: 
     assert all(row.drafter_error is None for row in outputs)
 
 
-def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     text, slots = 4 + 24, 4 + 24 + 32
     beside, per_node = target.forward_bytes(2, slots)
     per_token = 2 * target.kv_bytes_per_token
@@ -108,8 +102,7 @@ def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytes
     assert free_bytes(torch.device("cpu")) == 123_456
 
 
-def test_what_drafters_keep_takes_from_the_nodes_and_not_from_the_text_of_a_single_prompt() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_drafters_memory_reduces_the_nodes_and_no_single_prompts_text(target: Target) -> None:
     text, slots, keep = 4 + 24, 4 + 24 + 32, 1000
     for prompts in (TEXTS, TEXTS[1:]):
         rows = len(prompts)
@@ -121,8 +114,7 @@ def test_what_drafters_keep_takes_from_the_nodes_and_not_from_the_text_of_a_sing
         assert reserve(target, prompts, 24, 32, keep, free=scarce) == (0 if rows > 1 else 1)
 
 
-def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_heads_and_draft_models_report_their_memory_per_token(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     asked: list[int] = []
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *given: asked.append(given[4]) or 8)
     for name in ("medusa", "eagle3", "dflash"):
@@ -139,10 +131,8 @@ def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPat
     assert asked[-1] == small.kv_bytes_per_token
 
 
-def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
-    device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a text just fits, so does the same text again: what graphs of the first one hold is what it needs."""
+def test_memory_held_for_the_next_text_is_not_counted_twice(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a text just fits, it fits again: the graphs' memory is part of its needs."""
     host = Target(tiny_model("llama", vocab_size=61))
     target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
     heads = build("eagle3", host).to(CUDA)
@@ -168,8 +158,7 @@ def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
     assert nodes(TEXTS) == drafter.max_nodes
 
 
-def test_states_of_the_prompt_go_when_drafters_have_read_them() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_states_of_the_prompt_go_when_drafters_have_read_them(target: Target) -> None:
     left: list[bool] = []
 
     class Reader(NgramDrafter):
@@ -189,13 +178,12 @@ def test_states_of_the_prompt_go_when_drafters_have_read_them() -> None:
 
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_a_drafter_without_memory_names_what_to_lower(where: str) -> None:
+def test_a_drafter_without_memory_names_what_to_lower(where: str, target: Target) -> None:
     class Hungry(FailingDrafter):
         def fail(self, where: str) -> None:
             if where == self.where:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    target = Target(tiny_model("llama", vocab_size=61))
     plain = DecodeLoop(target).generate(TEXTS[:1], OPTIONS)
     (output,) = DecodeLoop(target, Hungry([row.tokens for row in plain], where)).generate(TEXTS[:1], OPTIONS)
     assert output.tokens == plain[0].tokens
@@ -204,8 +192,7 @@ def test_a_drafter_without_memory_names_what_to_lower(where: str) -> None:
         assert setting in output.drafter_error
 
 
-def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 3)
     outputs = DecodeLoop(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
@@ -219,7 +206,7 @@ ROWS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 3, 3, 3]]
 
 
 class Reading:
-    """What a call is asked and told: rows of every cache, and the tokens of every row as they came."""
+    """The caches of a call, by rows, and the tokens of every row as they arrive."""
 
     def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         self.caches: list[int] = []
@@ -238,11 +225,8 @@ class Reading:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("verifier", ["auto", "top_k"])
-def test_a_batch_that_does_not_fit_is_decoded_in_halves_and_says_the_same(
-    temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chains of 2 for every row, as no memory is short: seeds and random numbers of a row are those of its number."""
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_large_batch_halves(temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    """With chains of 2 in every row, as with enough memory: seeds and random numbers follow a row's number."""
     options = replace(OPTIONS, temperature=temperature, verifier=verifier, seed=5)
     known = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     # A drafter that knows the texts would know them by the number of a row in its own batch.
@@ -264,10 +248,7 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves_and_says_the_same(
 
 @pytest.mark.parametrize("where", ["prefill", "forward_tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_batch_that_runs_out_of_memory_goes_on_in_halves_from_what_was_said(
-    temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_out_of_memory_halves(temperature: float, where: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     options = replace(OPTIONS, temperature=temperature, seed=5, repetition_penalty=1.2)
     plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     reading, honest, calls = Reading(target, monkeypatch), getattr(Target, where), itertools.count()
@@ -286,8 +267,7 @@ def test_a_batch_that_runs_out_of_memory_goes_on_in_halves_from_what_was_said(
 
 
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_drafters_out_of_memory_get_fewer_rows(where: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, OPTIONS)]
     reading, honest = Reading(target, monkeypatch), getattr(NgramDrafter, where)
 
@@ -302,8 +282,7 @@ def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(where: str, mon
     assert all(row.drafter_error is None for row in outputs)
 
 
-def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_single_prompt_that_does_not_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     reading = Reading(target, monkeypatch)
     monkeypatch.setattr("headstart.decode.memory.free_bytes", lambda _: 1000)
     with pytest.raises(UserError, match="Decoding a prompt to 29 tokens takes"):
@@ -311,8 +290,7 @@ def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(monk
     assert not reading.caches
 
 
-def test_a_single_prompt_that_runs_out_of_memory_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_single_prompt_out_of_memory_is_a_users_error(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
 
     def fail(*_: Any) -> TargetOutput:
         raise MemoryError
@@ -338,10 +316,9 @@ class Clock:
 
 @pytest.mark.parametrize(("temperature", "deterministic"), [(0.0, False), (1.0, False), (0.0, True)])
 def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
-    temperature: float, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, deterministic: bool, monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
-    """On a machine where everything takes as long as everything else, and on one where drafts take for ever."""
-    target = Target(tiny_model("llama", vocab_size=61))
+    """On a machine with equal times for everything, and on one with very slow drafts."""
     known = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     options = replace(OPTIONS, temperature=temperature, seed=3, deterministic=deterministic)
     found = []
@@ -358,32 +335,23 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
     assert (found[0] == found[1]) == (temperature > 0 or deterministic), "the number of drafts"
 
 
-def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once nothing more will be drafted, no states are read for the drafter and it learns nothing more."""
+def test_plain_rounds_to_the_end_read_no_states(tiny_target: Target, spy: Any) -> None:
+    """Once nothing more will be drafted, the loop reads no states for the drafter and stops learning."""
     drafter = ReplayDrafter([[5] * 40], tiny_target.vocab_size, right=0.0)
     drafter.aux_layers = (1,)
-    aux: list[tuple[int, ...]] = []
-    forward_tree = Target.forward_tree
-
-    def noted(self: Target, cache: Any, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> Any:
-        aux.append(tuple(aux_layers))
-        return forward_tree(self, cache, batch, aux_layers)
-
-    monkeypatch.setattr(Target, "forward_tree", noted)
+    calls = spy(Target, "forward_tree")
     dear = Costs((1, 64), (1.0, 100.0), draft_ms=50.0)
     options = DecodeOptions(max_new_tokens=24, ignore_end=True)
     answer = DecodeLoop(tiny_target, drafter, costs=dear).generate([[4, 5, 6]], options)[0]
     assert answer.tokens == DecodeLoop(tiny_target).generate([[4, 5, 6]], options)[0].tokens
-    used = aux[: len(answer.rounds)]
+    used = [tuple(*aux_layers) for _, _, _, *aux_layers in calls[: len(answer.rounds)]]
     assert used[-1] == (), "no hidden states are read at the end"
     assert sorted(used, reverse=True) == used, "and never again once it was not"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
-    """Trees of several rows and sizes, some drafts right: both walks find the same."""
+    """Trees of several rows and sizes, with some correct drafts."""
     rng = random.Random(seed)
     trees = []
     for _ in range(4):
@@ -403,11 +371,8 @@ def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
     out = TargetOutput(torch.nn.functional.one_hot(choice_BN, 9).float())
     expected, expected_roots = Verifier().accept(batch, out)
     found, roots = decided_on_device(batch, out, choice_BN)
-    assert (found.paths, found.tokens, roots.root_tokens) == (
-        expected.paths,
-        expected.tokens,
-        expected_roots.root_tokens,
-    )
+    assert (found.paths, found.tokens) == (expected.paths, expected.tokens)
+    assert roots.root_tokens == expected_roots.root_tokens
     for part in ("paths_BP", "counts_B"):
         assert torch.equal(getattr(found, part), getattr(expected, part)), part
     assert torch.equal(roots.root_B, expected_roots.root_B)
@@ -415,15 +380,15 @@ def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
 
 
 class LongestChains(ReplayDrafter):
-    """Proposes as many nodes as it is asked for, one after the other."""
+    """Proposes a chain that uses every requested node."""
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         return [Tree.chain_of([root] + [1] * (request.max_nodes - 1)) for root in roots.root_tokens]
 
 
-def test_what_is_drafted_ahead_of_a_limit_is_verified() -> None:
-    """Phi-3's rotary frequencies change at 24 tokens here. A tree that was drawn at random must not be left out for how
-    deep it became, so drafters are asked for what fits."""
+def test_drafts_before_a_rotary_limit_fit_and_are_verified() -> None:
+    """Phi-3's rotary frequencies change at 24 tokens here. A randomly drawn tree must not be dropped for its depth, so
+    drafters get a limit that fits."""
     target = Target(tiny_model("phi3_long", vocab_size=61))
     text = [[*range(3, 19)]]
     options = DecodeOptions(max_new_tokens=14, ignore_end=True, draft="on")

@@ -1,4 +1,4 @@
-"""Sampling decides all rows of a batch side by side: as the reference does one row, and lossless itself."""
+"""Sampling decides all rows of a batch at once: as the reference decides a single row, and losslessly."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from tests.decode.drafters import ReplayDrafter
 from tests.decode.proofs import chi_square_p
 from tests.decode.tables import KINDS, SHAPES, VOCAB, Draft, Grower, exact_joint, p_table
 from tests.standin import CUDA, StandIn
-from tests.tiny import tiny_model
 
 PLAIN = SamplingOptions(temperature=1.0)
 Emitted = list[tuple[list[int], int]]
-"""Of each row, the tokens of the accepted path, root first, and the token after it."""
+"""Per row, the tokens of the accepted path, root first, and the token after it."""
 
 
 def drafts(kind: str, shape: str, rows: int, seed: int = 0) -> list[Draft]:
@@ -63,7 +62,7 @@ def verifier(rows: int, seed: int = 0) -> SamplingVerifier:
 
 
 def by_reference(draft: Draft, logits_NV: Tensor, seed: int) -> tuple[list[int], int]:
-    """One row, each token with the next number of each stream."""
+    """Decide one row, each token with the next number of each stream."""
     accept, residual, _ = (Numbers(stream).peek(9) for stream in streams(seed))
     nodes = {path: node for node, path in enumerate(draft.tree.paths, start=1)} | {(): 0}
     return reference.accept(
@@ -83,7 +82,7 @@ def test_rows_side_by_side_do_as_the_reference(kind: str, shape: str) -> None:
 
 @pytest.mark.parametrize("kind", ["top", "top and drawn", "top and drawn, guesses"])
 def test_on_a_device_rows_do_the_same_with_one_wait(kind: str) -> None:
-    """Rows that have ended stay there, and are ignored."""
+    """Rows that have ended stay in the batch and are ignored."""
     for rows in (1, 16):
         grown = drafts(kind, "bushy", rows)
         expected = side_by_side(verifier(rows), grown)
@@ -120,7 +119,7 @@ ROWS = 6_000
 
 
 def first_two(kind: str, shape: str) -> np.ndarray[Any, Any]:
-    """Counts of the first two tokens after trees grown at random; what a round leaves open the target decides."""
+    """Count the first two tokens after random trees; the target draws the second if a round emits one."""
     rng = random.Random(1)
     counts = np.zeros((VOCAB, VOCAB), dtype=np.int64)
     for path, last in side_by_side(verifier(ROWS), drafts(kind, shape, ROWS)):
@@ -139,19 +138,13 @@ def test_lossless_side_by_side(kind: str, shape: str) -> None:
 
 Wrong = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
 MISTAKES: dict[str, Wrong] = {
-    "accept and residual share noise": lambda p, accept, residual, drawn, q: (p, accept, accept, drawn, q),
-    "q is not what the draft was drawn from": lambda p, accept, residual, drawn, q: (
-        p,
-        accept,
-        residual,
-        drawn,
-        q.roll(1, 1),
-    ),
-    "every draft is accepted": lambda p, accept, residual, drawn, q: (p, torch.zeros_like(accept), residual, drawn, q),
-    "the raw distribution": lambda p, accept, residual, drawn, q: (p.sqrt(), accept, residual, drawn, q),
-    "drafts count as top-k": lambda p, accept, residual, drawn, q: (p, torch.ones_like(accept), residual, drawn, q),
+    "accept and residual share noise": lambda p, accept, residual, x, q: (p, accept, accept, x, q),
+    "q is not what the draft was drawn from": lambda p, accept, residual, x, q: (p, accept, residual, x, q.roll(1, 1)),
+    "every draft is accepted": lambda p, accept, residual, x, q: (p, torch.zeros_like(accept), residual, x, q),
+    "the raw distribution": lambda p, accept, residual, x, q: (p.sqrt(), accept, residual, x, q),
+    "drafts count as top-k": lambda p, accept, residual, x, q: (p, torch.ones_like(accept), residual, x, q),
 }
-"""What the rule sees instead of what it should."""
+"""Falsified inputs of the rule."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -166,10 +159,8 @@ def test_a_rejection_by_rounding_stays_within_the_target() -> None:
     p_target_MV = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 2)
     accept_M, residual_M = torch.full((2,), 1 - 2**-53).double(), torch.tensor([0.2, 0.7]).double()
     drawn_M = torch.tensor([1, 1])
-    assert accept_or_draw(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002).tolist() == [
-        0,
-        1,
-    ]
+    found = accept_or_draw(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002)
+    assert found.tolist() == [0, 1]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -201,11 +192,6 @@ def test_the_last_number_falls_on_the_last_token_that_may_be(size: int) -> None:
 TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12, 5, 51, 22], [7, 7, 7, 7]]
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
-
-
 def test_drafts_that_do_not_depend_on_the_batch_leave_a_rows_text_to_itself(target: Target) -> None:
     def options(seed: int) -> DecodeOptions:
         return DecodeOptions(max_new_tokens=16, temperature=0.4, seed=seed, ignore_end=True)
@@ -231,9 +217,7 @@ def test_processors_see_each_rows_own_text(rule: str, target: Target) -> None:
         only = torch.full_like(scores, float("-inf"))
         return only.scatter(1, (input_ids[:, -2:-1] + 1) % 61, 0.0)
 
-    options = DecodeOptions(
-        max_new_tokens=12, temperature=1.0, seed=0, ignore_end=True, verifier=rule, processors=(last_but_one,)
-    )
+    options = DecodeOptions(12, temperature=1.0, seed=0, ignore_end=True, verifier=rule, processors=(last_but_one,))
     expected = []
     for text in TEXTS:
         whole = list(text)

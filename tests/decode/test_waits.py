@@ -1,5 +1,5 @@
-"""How often a round makes the host wait for the device, sends it something and launches an operation, at most: limits
-that may go down, and not up. No upload makes it wait. Forwards are captured before, and each is one launch."""
+"""Upper limits on waits, uploads and launches of a round: they may go down, not up. No upload makes the host wait.
+Forwards are captured before, and each is one launch."""
 
 from __future__ import annotations
 
@@ -21,26 +21,20 @@ from tests.tiny import tiny_model
 
 ONE_FORWARD, BY_LEVELS = "medusa", "eagle3"
 """Rows of `tests.heads.test_contract` that draft all depths from one state, and level by level; both 3 deep."""
+ONE_AND_NGRAM, LEVELS_AND_NGRAM = f"{ONE_FORWARD}+ngram", f"{BY_LEVELS}+ngram"
 
-WAITS = {"none": 1, "ngram": 1, ONE_FORWARD: 2, BY_LEVELS: 4, f"{ONE_FORWARD}+ngram": 2, f"{BY_LEVELS}+ngram": 4}
+WAITS = {"none": 1, "ngram": 1, ONE_FORWARD: 2, BY_LEVELS: 4, ONE_AND_NGRAM: 2, LEVELS_AND_NGRAM: 4}
 """Greedy, for any number of rows: reading the outcome, and reading drafts: at once, or level by level."""
-SAMPLED = {"none": 1, "ngram": 1, ONE_FORWARD: 3, BY_LEVELS: 5, f"{ONE_FORWARD}+ngram": 3, f"{BY_LEVELS}+ngram": 5}
+SAMPLED = {"none": 1, "ngram": 1, ONE_FORWARD: 3, BY_LEVELS: 5, ONE_AND_NGRAM: 3, LEVELS_AND_NGRAM: 5}
 """Above temperature 0: also reading which children were drawn: in the last level, or in all of one forward."""
-UPLOADS = {"none": 0, "ngram": 1, ONE_FORWARD: 1, f"{ONE_FORWARD}+ngram": 1, BY_LEVELS: 4, f"{BY_LEVELS}+ngram": 4}
+UPLOADS = {"none": 0, "ngram": 1, ONE_FORWARD: 1, ONE_AND_NGRAM: 1, BY_LEVELS: 4, LEVELS_AND_NGRAM: 4}
 """Greedy: the proposal, and the nodes of each level, which the host chooses when it has read the level before. Of
 several rows, as long as none ends; n-grams end them soon."""
 SAMPLED_UPLOADS = {name: uploads + 1 + (name not in ("none", "ngram")) for name, uploads in UPLOADS.items()}
 """Above temperature 0: also the numbers for accepting, on their way while the target reads the proposal, and those for
 drawing the last level; for drawing other levels they go with the nodes of the next one."""
-BESIDE_GRAPHS = {
-    "none": 5,
-    "ngram": 30,
-    ONE_FORWARD: 38,
-    BY_LEVELS: 43,
-    f"{ONE_FORWARD}+ngram": 38,
-    f"{BY_LEVELS}+ngram": 50,
-}
-"""Greedy, of one row: launches that are no graphs: what is put into their buffers and taken out, and the decision."""
+BESIDE_GRAPHS = {"none": 5, "ngram": 30, ONE_FORWARD: 38, BY_LEVELS: 43, ONE_AND_NGRAM: 38, LEVELS_AND_NGRAM: 50}
+"""Greedy, one row: launches outside graphs, which fill and empty the graphs' buffers and decide."""
 
 WAYS = tuple(product((1, 4), (0.0, 1.0)))
 """Rows and temperatures."""
@@ -60,7 +54,7 @@ def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
 
 @cache
 def decoded(name: str, layers: int, ways: Sequence[tuple[int, float]] = WAYS) -> dict[tuple[int, float], list[Round]]:
-    """The rounds of batches that were decoded before, when their graphs were captured, by rows and temperature."""
+    """Return the rounds by rows and temperature, decoded a second time after their graphs were captured."""
     host = Target(tiny_model("llama", vocab_size=61, layers=layers))
     found = {}
     with StandIn() as device:
@@ -95,8 +89,8 @@ def test_waits_and_uploads_of_a_round(name: str, rows: int, temperature: float) 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_launches_of_a_round(name: str) -> None:
-    """A graph for the target's forward and one for each level of the heads, however many layers: what each gives is
-    read, and nothing else is. Beside them stands what goes into their buffers and out, and the decision."""
+    """One graph for the target's forward and one per level of the heads, whatever the number of layers, with one read
+    each. Other launches fill and empty the graphs' buffers, and decide."""
     for one in decoded(name, 8, ((1, 0.0),))[1, 0.0]:
         assert one.counts.graphs == one.counts.waits <= WAITS[name]
         assert one.counts.launches - one.counts.graphs <= BESIDE_GRAPHS[name]

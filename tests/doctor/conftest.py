@@ -52,7 +52,7 @@ def run(healthy: Path, tmp_path: Path) -> Path:
 
 
 def problems(subject: Subject | Path) -> list[Finding]:
-    """What a quick examination finds wrong; nothing in it may break off."""
+    """Return the problems that a quick examination finds; no check may crash."""
     subject = find_subject(str(subject), quick=True) if isinstance(subject, Path) else subject
     wrong = [finding for finding in examine(subject) if finding.ok is False]
     assert all("traceback" not in finding.figures for finding in wrong), wrong
@@ -60,14 +60,14 @@ def problems(subject: Subject | Path) -> list[Finding]:
 
 
 def planted(subject: Subject | Path, check: str, *words: str) -> Finding:
-    """The first finding; it has to be this check's, and to say these words."""
+    """Return the first finding, which must be this check's and contain these words."""
     first = problems(subject)[0]
     assert (first.check, [word for word in words if word not in first.sentence]) == (check, []), first
     return first
 
 
 def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversation], *aux_layers: int) -> None:
-    """Change every conversation of a run, and build the stores anew."""
+    """Change every conversation of a run, and rebuild the stores."""
     for split in SPLITS:
         file = run / CONVERSATIONS / f"{split}.jsonl"
         items = [change(item) for item in read_conversations(file)]
@@ -76,7 +76,7 @@ def rewrite(run: Path, target: Target, change: Callable[[Conversation], Conversa
 
 
 def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    """Change the tensors of every shard, as a faulty writer would have: its checksums are those of what it wrote."""
+    """Change the tensors of every shard, with matching checksums, as a faulty writer would."""
     stores = [StateStore(run / STATES / split) for split in SPLITS]
     for file in sorted({file for store in stores for file in store.files}):
         with safe_open(file, framework="pt") as handle:
@@ -92,7 +92,7 @@ def rewrite_states(run: Path, change: Callable[[dict[str, torch.Tensor]], dict[s
 
 
 def read_again(target: Target, tensors: dict[str, torch.Tensor], run: Path, layer: int) -> torch.Tensor:
-    """States at `layer` of the tokens of a shard, whose conversations lie end to end."""
+    """Return the states at `layer` of a shard's tokens; its conversations are concatenated."""
     every = [item for split in SPLITS for item in read_conversations(run / CONVERSATIONS / f"{split}.jsonl")]
     tokens, rows = tensors["tokens"].tolist(), []
     while tokens:

@@ -46,10 +46,10 @@ def test_a_file_cut_short_is_named_once_and_the_rest_is_examined(run: Path, file
     (wrong,) = [finding for finding in found.values() if finding.ok is False]
     assert words in wrong.sentence
     assert path.name in wrong.sentence
-    assert any(finding.ok for finding in found.values()), "what does not need the file is examined"
+    assert any(finding.ok for finding in found.values()), "checks that do not need the file still run"
 
 
-def test_files_that_are_gone_are_nothing_wrong(run: Path) -> None:
+def test_missing_files_are_no_problem(run: Path) -> None:
     for path in sorted((run / "data").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     found = quickly(run)
@@ -106,7 +106,7 @@ def test_heads_in_a_run_are_examined_with_it(run: Path) -> None:
     assert subject.recipe is not None
 
 
-def test_what_is_nothing(tmp_path: Path) -> None:
+def test_unknown_recipes_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Did you mean 'quickstart'"):
         find_subject("quickstrt")
     with pytest.raises(UserError, match="No folder at"):
@@ -129,7 +129,7 @@ def test_the_command_says_that_nothing_is_wrong(healthy: Path) -> None:
     assert "Fix:" not in shown
 
 
-def test_a_log_is_told_what_is_going_on(healthy: Path) -> None:
+def test_a_log_names_each_step(healthy: Path) -> None:
     lines = works("doctor", healthy, "--quick").stdout.splitlines()
     told = ["loading the target", *(f"examining {stage}: {check.__name__}" for stage, check in CHECKS)]
     assert lines[: len(told)] == told
@@ -153,7 +153,7 @@ def test_the_command_names_the_problem_and_fails(run: Path, tmp_path: Path) -> N
     assert (wrong["check"], wrong["stage"], wrong["figures"]["shift"]) == ("mask", "data", 1)
 
 
-def test_the_command_refuses_what_is_nothing_to_examine(tmp_path: Path) -> None:
+def test_the_command_refuses_unknown_inputs(tmp_path: Path) -> None:
     assert "Did you mean 'quickstart'" in refused("doctor", "quickstrt")
     assert "missing.jsonl" in refused("doctor", "quickstart", "--questions", tmp_path / "missing.jsonl")
     text = works("doctor", "--help").stdout

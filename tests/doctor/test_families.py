@@ -52,7 +52,7 @@ def test_drafting_equals_training(name: str, coarse: Target) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drafting_that_forgets_what_was_accepted_is_named(name: str, coarse: Target) -> None:
+def test_drafting_that_ignores_commits_is_reported(name: str, coarse: Target) -> None:
     def forget(self: DraftHead, *arguments: Any) -> None:
         return None
 
@@ -75,10 +75,10 @@ def test_drafting_equals_training_before_anything_is_trained(name: str, tiny_tar
 
 
 STEPS = (100, 300, 1200)
-"""Optimiser steps after which the heads are asked; training goes on only while they do not know the text."""
+"""Numbers of optimiser steps before the heads are checked; training ends once they know the text."""
 PERFECT = 0.98
 TRAINING = {
-    "lr": 8e-3,  # with a quarter of it, families need up to four times as many steps
+    "lr": 8e-3,  # at a quarter of it, families need up to four times the steps
     "loss": "hard_ce",  # a soft label says little of the argmax where the target itself is undecided
     "step_weight": 1.0,
     "batch_tokens": 64,  # one text is one batch, however long
@@ -87,7 +87,7 @@ TRAINING = {
 
 
 def learn(name: str, target: Target, item: Conversation, folder: Path, steps: int) -> DraftHead:
-    """Heads after so many steps on one text, in float32; goes on where the last call ended."""
+    """Train heads to `steps` steps on one text, in float32; continue where the last call ended."""
     section = {**TRAINING, "steps": steps, "epochs": steps, "eval_every": steps, "save_every": steps}
     recipe = parse_recipe({"name": "tiny", "heads": {**CASES[name], "draft_vocab_size": 0}, "train": section})
     config = make_config(recipe.heads, target)
@@ -99,10 +99,10 @@ def learn(name: str, target: Target, item: Conversation, folder: Path, steps: in
 
 @cache
 def varied_text(target: Target) -> Conversation:
-    """An answer of the target without repetitions, in which shifts would not show.
+    """Return an answer of the target without repetitions, which would hide shifts.
 
-    It ends where the target, reading it at once, would have gone on otherwise: heads learn the choices of that reading,
-    and in bfloat16 it rounds near-ties the other way than writing did.
+    It ends where a single forward over it first disagrees with decoding: heads learn that forward's choices, and in
+    bfloat16 near-ties may round differently.
     """
     texts = []
     for item in Subject(target).heldout:
@@ -115,7 +115,7 @@ def varied_text(target: Target) -> Conversation:
 
 
 def accepted(target: Target, heads: DraftHead, item: Conversation) -> list[int]:
-    """Drafts accepted in each round, while decoding writes what was learned and a whole round of it remains."""
+    """Return the accepted drafts of each round while decoding repeats the learned text and a full round is left."""
     start = item.supervised.index(True)
     answer = item.tokens[start:]
     loop = DecodeLoop(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps), "chain"))
@@ -144,8 +144,8 @@ def learns_by_heart(name: str, target: Target, folder: Path) -> None:
 
 
 FIRST = {case["family"]: name for name, case in reversed(CASES.items())}
-"""The first case of each family. Its variants draft what training taught them, as shown above, with gradients that the
-contract looks at: learning by heart, the longest of these tests by far, adds nothing there."""
+"""The first case of each family. Its variants are covered above and by the contract's gradients; learning by heart is
+by far the slowest test here."""
 
 
 @pytest.mark.parametrize("name", [*FIRST.values(), "eagle3-transition"])
@@ -154,7 +154,5 @@ def test_one_conversation_is_learned_by_heart(name: str, tiny_target: Target, tm
 
 
 @pytest.mark.parametrize("name", ["medusa-root", "mtp"])
-def test_one_conversation_is_learned_by_heart_on_a_target_in_bfloat16(
-    name: str, coarse: Target, tmp_path: Path
-) -> None:
+def test_one_conversation_is_learned_by_heart_in_bfloat16(name: str, coarse: Target, tmp_path: Path) -> None:
     learns_by_heart(name, coarse, tmp_path)

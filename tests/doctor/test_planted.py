@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,27 +120,35 @@ def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_off_by_one_aux_layer(run: Path, tiny_target: Target) -> None:
-    rewrite(run, tiny_target, lambda item: item, 1, 2)
-    assert problems(run) == []
-    rewrite_states(run, lambda tensors: {**tensors, "states.1": tensors["states.2"].clone()})
-    planted(run, "states", "The store's layer 1 holds layer 2: off by one")
+States = dict[str, torch.Tensor]
+WRONG_STATES: dict[str, tuple[tuple[int, ...], Callable[[States, Target, Path], States], str]] = {
+    "off by one": (
+        (1, 2), lambda states, *_: {"states.1": states["states.2"].clone()},
+        "The store's layer 1 holds layer 2: off by one",
+    ),
+    "a norm too many": (
+        (3,), lambda states, *_: {"states.3": states["states.-1"].clone()},
+        "layer 3 holds the state after the final norm",
+    ),
+    "a norm is missing": (
+        (), lambda states, target, run: {"states.-1": read_again(target, states, run, 3)},
+        "FINAL holds the state before the final norm",
+    ),
+    "the token before": (
+        (), lambda states, *_: {"states.-1": states["states.-1"].roll(1, 0)}, "FINAL is one token late"
+    ),
+}  # fmt: skip
+"""Aux layers to store, a change to the states, and the report."""
 
 
-def test_a_norm_that_is_missing(run: Path, tiny_target: Target) -> None:
-    rewrite_states(run, lambda tensors: {**tensors, "states.-1": read_again(tiny_target, tensors, run, 3)})
-    planted(run, "states", "FINAL holds the state before the final norm")
-
-
-def test_a_norm_too_many(run: Path, tiny_target: Target) -> None:
-    rewrite(run, tiny_target, lambda item: item, 3)
-    rewrite_states(run, lambda tensors: {**tensors, "states.3": tensors["states.-1"].clone()})
-    planted(run, "states", "layer 3 holds the state after the final norm")
-
-
-def test_states_of_the_token_before(run: Path) -> None:
-    rewrite_states(run, lambda tensors: {**tensors, "states.-1": tensors["states.-1"].roll(1, 0)})
-    planted(run, "states", "FINAL is one token late")
+@pytest.mark.parametrize("wrong", WRONG_STATES)
+def test_wrong_states(wrong: str, run: Path, tiny_target: Target) -> None:
+    aux_layers, change, words = WRONG_STATES[wrong]
+    if aux_layers:
+        rewrite(run, tiny_target, lambda item: item, *aux_layers)
+        assert problems(run) == []
+    rewrite_states(run, lambda states: {**states, **change(states, tiny_target, run)})
+    planted(run, "states", words)
 
 
 def test_states_of_products_in_8_bits(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +171,7 @@ def test_states_of_another_model(run: Path, tiny_target: Target) -> None:
     planted(run, "states", "another model")
 
 
-def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
+def test_answers_of_another_model(run: Path, tiny_target: Target) -> None:
     random = torch.Generator().manual_seed(0)
 
     def replace_answer(item: Conversation) -> Conversation:
@@ -264,7 +272,7 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
 
 
 def test_heads_that_had_nothing_left_to_learn(run: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target whose next states are known from the start, such as one that says the same again and again."""
+    """The target's next states are known from the start, as when it repeats itself."""
     test_heads_that_never_learned(run, tiny_target)
     steps = find_subject(str(run)).heads.draft_steps
     monkeypatch.setattr(drafting_checks, "decoded", lambda *_: drafting_checks.Decoded(steps, steps, 1.0))
@@ -375,9 +383,7 @@ def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("cls", [WrongHead, Forgetful, ReadsNothing])
-def test_a_family_is_examined_before_anything_is_trained(
-    healthy: Path, cls: type[DraftHead], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_is_examined_untrained(healthy: Path, cls: type[DraftHead], monkeypatch: pytest.MonkeyPatch) -> None:
     trained = find_subject(str(healthy), quick=True)
     subject = Subject(trained.target, trained.recipe, trained.run, None, quick=True)
     assert drafting_checks.equality(subject).ok is True

@@ -1,4 +1,4 @@
-"""Drafts as CUDA graphs, on the stand-in device: the very drafts that their operators give, and few launches."""
+"""Drafts as CUDA graphs on the stand-in device: the same drafts as the operators give, with few launches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def drafter_of(name: str, host: Target, target: Target, **settings: Any) -> Head
 
 @contextmanager
 def uncaptured() -> Iterator[None]:
-    """Each replay runs the operators anew."""
+    """Make each replay run the operators anew."""
 
     def capture(captures: Any, memory: Any, bucket: Any, inputs: Any, forward: Callable[[], Any]) -> Any:
         made = Graph(None, inputs, forward())
@@ -71,7 +71,7 @@ def uncaptured() -> Iterator[None]:
 def drafted(
     target: Target, drafter: HeadDrafter, options: DecodeOptions = OPTIONS, texts: list[list[int]] = TEXTS
 ) -> tuple[list[list[int]], list[Tree]]:
-    """Texts, and the trees that were drafted on the way."""
+    """Return the texts and all drafted trees."""
     trees: list[Tree] = []
     propose = drafter.propose
 
@@ -86,13 +86,16 @@ def drafted(
     return [output.tokens for output in outputs], trees
 
 
+def eagerly(target: Target, drafter: HeadDrafter, **settings: Any) -> tuple[list[list[int]], list[Tree]]:
+    drafter._graphs = None
+    return drafted(target, drafter, **settings)
+
+
 @pytest.mark.parametrize(
     ("name", "tree"),
     [*((name, "dynamic") for name in CASES), ("medusa", "static"), ("eagle3", "chain"), ("dspark", "static")],
 )
-def test_captured_drafts_are_those_of_their_operators_bit_by_bit(
-    name: str, tree: Any, host: Target, target: Target, device: StandIn
-) -> None:
+def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, target: Target, device: StandIn) -> None:
     drafter = drafter_of(name, host, target, tree=tree)
     texts, trees = drafted(target, drafter)
     assert drafter.forwards == "CUDA graphs"
@@ -101,27 +104,24 @@ def test_captured_drafts_are_those_of_their_operators_bit_by_bit(
     graphs.forget()
     with uncaptured():
         assert (texts, trees) == drafted(target, drafter), "probabilities included"
-    drafter._graphs = None
-    eager_texts, eager_trees = drafted(target, drafter)
+    eager_texts, eager_trees = eagerly(target, drafter)
     assert texts == eager_texts
-    # What fills a bucket up lies between others in the sums.
+    # A bucket's padding changes the order of the sums.
     for tree_, eager in zip(trees, eager_trees, strict=True):
         assert (tree_.tokens, tree_.parents) == (eager.tokens, eager.parents)
         assert tree_.accept_probs == (eager.accept_probs and pytest.approx(eager.accept_probs, rel=1e-4))
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra-draft-vocabulary", "eagle3"])
-def test_drawn_drafts_are_those_of_their_operators(name: str, host: Target, target: Target, device: StandIn) -> None:
+def test_drawn_drafts_equal_eager_ones(name: str, host: Target, target: Target, device: StandIn) -> None:
     drafter = drafter_of(name, host, target)
     options = DecodeOptions(max_new_tokens=5, ignore_end=True, temperature=1.0, seed=0)
-    captured, _ = drafted(target, drafter, options)
-    drafter._graphs = None
-    assert drafted(target, drafter, options)[0] == captured
+    assert drafted(target, drafter, options)[0] == eagerly(target, drafter, options=options)[0]
 
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
-    """All graphs that are captured."""
+    """All captured graphs."""
     made: list[StandInGraph] = []
     begin = StandInGraph.__init__
     monkeypatch.setattr(StandInGraph, "__init__", lambda self: (begin(self), made.append(self))[0])
@@ -129,9 +129,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
-def test_a_second_text_captures_nothing(
-    name: str, host: Target, target: Target, device: StandIn, captures: list[StandInGraph]
-) -> None:
+def test_captures_once(name: str, host: Target, target: Target, device: StandIn, captures: list[StandInGraph]) -> None:
     drafter = drafter_of(name, host, target)
     first, count = drafted(target, drafter), len(captures)
     assert count and drafted(target, drafter) == first and len(captures) == count
@@ -164,7 +162,7 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
     monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
     drafter = drafter_of(name, host, target)
     memories: list[Memory] = []
-    new_memory = drafter.heads.new_memory  # type: ignore[operator]  # it is one whose drafts are captured
+    new_memory = drafter.heads.new_memory  # type: ignore[operator]  # these heads have it
 
     def noting(*args: Any) -> Memory:
         memories.append(new_memory(*args))
@@ -175,30 +173,24 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
     captured, trees = drafted(target, drafter, texts=texts)
     assert [memory.capacity for memory in memories] == [128, 256], "it has grown"
     assert drafted(target, drafter, texts=texts) == (captured, trees) and len(memories) == 2
-    drafter._graphs = None
-    assert drafted(target, drafter, texts=texts)[0] == captured
+    assert eagerly(target, drafter, texts=texts)[0] == captured
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 2), (70, 200, 129)])
-def test_graphs_read_a_long_text_in_parts(
-    lengths: tuple[int, ...], host: Target, target: Target, device: StandIn
-) -> None:
+def test_graphs_read_texts_in_parts(lengths: tuple[int, ...], host: Target, target: Target, device: StandIn) -> None:
     texts = [[(7 * index + 3 + row) % 60 for index in range(length)] for row, length in enumerate(lengths)]
     drafter = drafter_of("eagle3", host, target)
     steps = patch.object(drafter.heads, "draft_step", side_effect=AssertionError("no level is drafted without a graph"))
     with steps:
         captured, trees = drafted(target, drafter, texts=texts)
-    drafter._graphs = None
-    eager, eager_trees = drafted(target, drafter, texts=texts)
+    eager, eager_trees = eagerly(target, drafter, texts=texts)
     assert captured == eager
     for tree, eager_tree in zip(trees, eager_trees, strict=True):
         assert probabilities(tree) == pytest.approx(probabilities(eager_tree), rel=1e-3)
 
 
-def test_memory_has_room_for_what_is_read_in_parts_after_a_pause(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What fills up the last part lies beyond the text."""
+def test_memory_after_a_pause(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The padding of the last part lies beyond the text's end."""
     monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
     monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
 
@@ -220,9 +212,7 @@ def test_memory_has_room_for_what_is_read_in_parts_after_a_pause(
     assert probabilities(captured) == pytest.approx(probabilities(after_a_pause(drafter)), rel=1e-3)
 
 
-def test_levels_without_a_graph_go_before_levels_with_one(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixed_levels(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A very long prompt is read at the first level, and no graph is that wide."""
     monkeypatch.setattr("headstart.heads.parts.recurrent._MOST_READ", 64)
     drafter = drafter_of("eagle3", host, target)
@@ -230,8 +220,7 @@ def test_levels_without_a_graph_go_before_levels_with_one(
     before = device.launched["cudaGraphLaunch"]
     captured, trees = drafted(target, drafter, texts=texts)
     assert device.launched["cudaGraphLaunch"] > before
-    drafter._graphs = None
-    eager, eager_trees = drafted(target, drafter, texts=texts)
+    eager, eager_trees = eagerly(target, drafter, texts=texts)
     assert captured == eager and [tree.tokens for tree in trees] == [tree.tokens for tree in eager_trees]
 
 
@@ -241,16 +230,14 @@ def test_weights_elsewhere_are_captured_anew(host: Target, target: Target, devic
     with torch.no_grad():
         for module in drafter.heads.modules():
             for name, weight in list(module._parameters.items()):
-                if weight is None:
-                    continue
-                module._parameters[name] = torch.nn.Parameter(-weight.data, requires_grad=False)
-    captured = drafted(target, drafter)
-    drafter._graphs = None
-    assert [tree.tokens for tree in captured[1]] == [tree.tokens for tree in drafted(target, drafter)[1]]
+                if weight is not None:
+                    module._parameters[name] = torch.nn.Parameter(-weight.data, requires_grad=False)
+    captured, eager = drafted(target, drafter)[1], eagerly(target, drafter)[1]
+    assert [tree.tokens for tree in captured] == [tree.tokens for tree in eager]
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
-def test_what_cannot_be_captured_is_drafted_as_before(
+def test_drafts_fall_back_to_operators_if_capture_fails(
     name: str, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -276,8 +263,7 @@ def test_reports_say_how_drafts_run(host: Target, target: Target, device: StandI
 
 @pytest.mark.parametrize(("name", "launches"), [("medusa", 3), ("eagle3", 9), ("dspark", 6)])
 def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Target, device: StandIn) -> None:
-    """A graph for each level, and what is put where it reads: the root and states once, what is fed back before each
-    further level."""
+    """One graph per level, and copies into their inputs: root and states once, feedback before each further level."""
     drafter = drafter_of(name, host, target, tree="chain")
     drafted(target, drafter)
     counts: list[Counts] = []
@@ -298,7 +284,7 @@ def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Tar
 
 
 def proposed(target: Target, drafter: HeadDrafter, rows: int, request: Request) -> list[Tree]:
-    """The first trees after some texts."""
+    """Return the first trees after some texts."""
     states, width = target.hidden_states(TEXTS[:rows], drafter.aux_layers), max(map(len, TEXTS))
     padded = {
         layer: torch.stack([torch.nn.functional.pad(of[layer], (0, 0, 0, width - len(of[layer]))) for of in states])
@@ -309,7 +295,7 @@ def proposed(target: Target, drafter: HeadDrafter, rows: int, request: Request) 
 
 
 def probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
-    """Of its paths, by their tokens, without the root."""
+    """Return the probabilities of a tree's paths by their tokens, without the root."""
     paths: list[tuple[int, ...]] = [()]
     for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
         paths.append((*paths[parent], token))

@@ -73,8 +73,8 @@ def test_bad_names_are_refused(tiny_target: Target, name: str, message: str) -> 
     assert message in str(caught.value)
 
 
-def test_what_is_used_when_nothing_is_said_is_the_same_everywhere() -> None:
-    """The commands and recipes write the name out: they start without loading the decoder."""
+def test_the_default_drafter_is_the_same_everywhere() -> None:
+    """Commands and recipes spell the name out, so that they start without loading the decoder."""
     for command in (cli_heads.generate, cli_heads.chat):
         assert inspect.signature(command).parameters["drafter"].default == DEFAULT
     assert EvalSection().compare == (DEFAULT,)

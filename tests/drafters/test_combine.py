@@ -24,6 +24,8 @@ from tests.heads.test_contract import build
 ONE = Tree([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
 TWO = Tree([5, 7, 9, 9, 8], [-1, 0, 1, 0, 3], [1.0, 0.5, 0.4, 0.1, 0.05])
 
+STOPS = replace(OPTIONS, stop_test=lambda row, text: row == len(text))
+
 
 def together(first: Tree, second: Tree, request: Request | None = None) -> Tree:
     return union(copy.deepcopy(first), copy.deepcopy(second), request or Request(32))
@@ -46,7 +48,7 @@ def test_the_best_nodes_stay_when_room_is_short() -> None:
 
 
 def test_levels_of_the_heads_are_remembered() -> None:
-    """What drafting cost does not follow from the depth of the union."""
+    """The cost of drafting does not follow from the depth of the union."""
     heads, root = replace(ONE, levels=3), Tree([5], [-1], [1.0], levels=1)
     for first, second, levels in ((heads, TWO, 3), (TWO, heads, 3), (root, TWO, 1), (TWO, root, 1)):
         assert together(first, second).levels == levels
@@ -55,9 +57,7 @@ def test_levels_of_the_heads_are_remembered() -> None:
 
 @pytest.mark.parametrize("unknown", [0, 1])
 def test_a_tree_of_unknown_probabilities_goes_first_if_first(unknown: int) -> None:
-    first, second = (
-        replace(tree, accept_probs=None) if index == unknown else tree for index, tree in enumerate((ONE, TWO))
-    )
+    first, second = (replace(tree, accept_probs=None) if at == unknown else tree for at, tree in enumerate((ONE, TWO)))
     tree = together(first, second, Request(6))
     assert tree.accept_probs is None
     assert tree.tokens == [5, 6, 7, 8, 9, 9]
@@ -86,7 +86,7 @@ def test_nothing_beside_a_tree_is_that_tree() -> None:
 
 
 class Recorder(IdleDrafter):
-    """Proposes one draft for each row, and notes what it is asked; `draws` draws it."""
+    """Proposes one draft per row, drawn if `draws`, and records its calls."""
 
     max_nodes = 3
 
@@ -109,12 +109,10 @@ class Recorder(IdleDrafter):
         self.calls.append(("reorder", list(rows)))
 
 
-def test_all_are_asked_and_told_everything() -> None:
+def test_every_drafter_gets_every_call() -> None:
     target, drafters = tiny(), (Recorder((-1, 1)), Recorder((1, 2)))
     expected = plain(target)
-    rows = DecodeLoop(target, *drafters).generate(
-        texts(), replace(OPTIONS, stop_test=lambda row, text: row == len(text))
-    )
+    rows = DecodeLoop(target, *drafters).generate(texts(), STOPS)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     assert drafters[0].calls == drafters[1].calls
     assert drafters[0].calls[0] == ("prefill", [-1, 1, 2])
@@ -122,7 +120,7 @@ def test_all_are_asked_and_told_everything() -> None:
 
 
 @pytest.mark.parametrize("first_draws", [False, True])
-def test_one_of_them_draws(first_draws: bool) -> None:
+def test_only_one_drafter_draws(first_draws: bool) -> None:
     """One random stream, and one distribution, is enough."""
     target, drafters = tiny(), (Recorder(draws=first_draws), Recorder())
     DecodeLoop(target, *drafters).generate(texts(), replace(OPTIONS, temperature=1.0, seed=0))
@@ -133,7 +131,7 @@ def test_one_of_them_draws(first_draws: bool) -> None:
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit", "reorder", "too few trees"])
-def test_one_that_fails_is_left_out_alone(failing: int, where: str) -> None:
+def test_a_failing_drafter_is_dropped_alone(failing: int, where: str) -> None:
     target, drafters = tiny(), [Recorder(), Recorder()]
     expected = plain(target)
 
@@ -144,8 +142,7 @@ def test_one_that_fails_is_left_out_alone(failing: int, where: str) -> None:
         drafters[failing].propose = lambda *_: []
     else:
         setattr(drafters[failing], where, fail)
-    options = replace(OPTIONS, stop_test=lambda row, text: row == len(text))
-    rows = DecodeLoop(target, *drafters).generate(texts(), options)
+    rows = DecodeLoop(target, *drafters).generate(texts(), STOPS)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     errors = {row.drafter_error for row in rows} - {None}
     assert len(errors) == 1 and str(errors.pop()).startswith("ValueError: ")
@@ -166,7 +163,7 @@ def pairs(target: Target, known: Sequence[Sequence[int]]) -> dict[str, tuple[Dra
 
 @pytest.mark.parametrize("pair", pairs(tiny(), []))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None:
+def test_output_equals_plain_decoding(pair: str, temperature: float) -> None:
     target = tiny()
     known = plain(target)
     options = replace(OPTIONS, temperature=temperature, seed=0)
@@ -180,7 +177,7 @@ def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None
 @pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_beside_n_grams(family: str, temperature: float) -> None:
-    """Drafts of one forward, and drafts that follow their paths, in dynamic trees that both have a part in."""
+    """Heads with one forward, and path-dependent heads, in dynamic trees shared with n-grams."""
     target = tiny()
     heads = build(family, target)
     heads.bind(target)

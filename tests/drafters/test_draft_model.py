@@ -17,6 +17,7 @@ from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
+from tests.decode.drafters import lossless
 from tests.tiny import KINDS, tiny_model, tiny_tokenizer
 
 OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)
@@ -37,15 +38,11 @@ def plain(target: Target) -> list[list[int]]:
 
 @pytest.mark.parametrize(("seed", "right"), [(0, True), (1, False)])
 @pytest.mark.parametrize("spare", [0, 512], ids=["cache grows", "cache is large"])
-def test_output_is_that_of_plain_decoding(seed: int, right: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_equals_plain_decoding(seed: int, right: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.drafters.draft_model._SPARE", spare)
     target = tiny()
     drafter = DraftModelDrafter(tiny(seed), target, draft_steps=5)
-    expected = plain(target)
-    together = DecodeLoop(target, drafter).generate(texts(), OPTIONS)
-    assert all(row.drafter_error is None for row in together)
-    assert [row.tokens for row in together] == expected
-    assert [DecodeLoop(target, drafter).generate([text], OPTIONS)[0].tokens for text in texts()] == expected
+    together = lossless(target, [drafter], texts(), OPTIONS)
     if right:  # the draft is the target: only a cache that holds the right tokens accepts everything
         assert all(round.emitted == 6 for row in together for round in row.rounds)
 
@@ -55,18 +52,13 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
     monkeypatch.setattr("headstart.drafters.draft_model.check_tokenizers", lambda draft, target: None)
     target = tiny()
     drafter = DraftModelDrafter(tiny(1, vocab), target)
-    rows = DecodeLoop(target, drafter).generate(texts(), OPTIONS)
-    assert all(row.drafter_error is None for row in rows)
-    assert [row.tokens for row in rows] == plain(target)
+    lossless(target, [drafter], texts(), OPTIONS)
     session = drafter.prefill(texts(), {})
     request = Request(
         5, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=[torch.Generator()] * 3
     )
-    drawn = [
-        drawn
-        for tree in drafter.propose(session, TreeBatch.roots([60, 1, 2]), request)
-        for drawn in tree.drawn.values()
-    ]
+    trees = drafter.propose(session, TreeBatch.roots([60, 1, 2]), request)
+    drawn = [one for tree in trees for one in tree.drawn.values()]
     assert drawn
     for one in drawn:
         assert one.q_draft_V(61).shape == (61,)
@@ -83,7 +75,7 @@ def counts(trees: list[Tree]) -> list[int]:
     return [tree.size for tree in trees]
 
 
-def test_what_was_accepted_is_not_read_again() -> None:
+def test_accepted_tokens_are_not_read_again() -> None:
     draft = tiny()
     drafter = DraftModelDrafter(draft, draft, draft_steps=4)
     rows = texts()

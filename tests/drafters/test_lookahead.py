@@ -12,11 +12,12 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, upload_paths
+from tests.decode.drafters import lossless
 from tests.tiny import tiny_model
 
 
 def verified(trees: list[Tree], paths: list[list[int]], choices: list[list[int]]) -> Committed:
-    """What a round of these trees commits, the target having made these choices."""
+    """Return the outcome of a round with these trees and these choices of the target."""
     batch = TreeBatch.of(trees)
     padded = [[*row, *[0] * (batch.size - len(row))] for row in choices]
     paths_BP, counts_B, _ = upload_paths(paths, [0] * len(paths), "cpu")
@@ -67,20 +68,15 @@ def test_rounds_without_a_window_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"window": 1, "ngram": 2, "guesses": 1}, {"window": 6, "ngram": 5}])
-def test_output_is_that_of_plain_decoding(settings: dict[str, int]) -> None:
+def test_output_equals_plain_decoding(settings: dict[str, int]) -> None:
     target = Target(tiny_model("qwen3", vocab_size=31))
     rng = random.Random(2)
     texts = [[rng.randrange(31) for _ in range(length)] for length in (4, 23, 11)]
     options = DecodeOptions(max_new_tokens=48, ignore_end=True)
-    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
-    drafter = LookaheadDrafter(**settings)
-    together = DecodeLoop(target, drafter).generate(texts, options)
-    assert all(row.drafter_error is None for row in together)
-    assert [row.tokens for row in together] == plain
-    assert [DecodeLoop(target, drafter).generate([text], options)[0].tokens for text in texts] == plain
+    lossless(target, [LookaheadDrafter(**settings)], texts, options)
 
 
-def test_the_window_finds_what_the_text_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_window_drafts_text_that_has_not_occurred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that goes once around its vocabulary never repeats itself; the window runs ahead of the text."""
     target = Target(tiny_model("llama", vocab_size=61))
     for layer in target.layers:
@@ -100,8 +96,8 @@ def test_the_window_finds_what_the_text_does_not_hold(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_it_learns_what_the_target_would_choose_greedily(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every node of what was verified, whatever is decoded."""
+def test_learns_the_targets_greedy_choices(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every verified node, whatever is decoded."""
     seen: list[list[int]] = []
     monkeypatch.setattr(LookaheadDrafter, "_step", lambda self, row, tree, choices: seen.append(choices))
     target = Target(tiny_model("llama", vocab_size=31))

@@ -1,10 +1,10 @@
-"""The memory: its search against brute force, what it proposes by hand, losslessness, and what is remembered when."""
+"""The memory drafter: search against brute force, proposals by hand, losslessness, and remembering."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from headstart.eval.options import AuditOptions
 from headstart.model.model import Target
 from headstart.support.answer_file import AnswerFile, write_answers
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
+from tests.decode.drafters import lossless
 from tests.eval.sources import Drafts
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
@@ -42,7 +43,7 @@ def propose(drafter: MemoryDrafter, session: Any, roots: list[int], **wishes: An
 
 
 def brute_force(answers: Sequence[Sequence[int]], tail: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Length of the match and continuation of every place with at least two tokens in common."""
+    """Return length and continuation of every match of at least two tokens."""
     found = []
     for answer in answers:
         for place in range(2, len(answer)):
@@ -113,7 +114,7 @@ def test_each_answer_counts_once_and_foreign_tokens_never() -> None:
 
 
 def test_the_tree_by_hand(tmp_path: Path) -> None:
-    """After 1, 2 stood 3 twice, then 4 or 5, and 6 once; after 8, 1, 2 stood 6."""
+    """After 1, 2 came 3 twice, then 4 or 5, and 6 once; after 8, 1, 2 came 6."""
     drafter = memory_of([[9, 1, 2, 3, 4], [7, 1, 2, 3, 5], [8, 1, 2, 6]], tmp_path)
     session = drafter.prefill([[8, 1], [0, 1]], {})
     of_three, of_two = propose(drafter, session, [2, 2])
@@ -149,7 +150,7 @@ def test_requests_are_kept_to(tmp_path: Path) -> None:
     assert tree(threshold=0.9).tokens == before[-1:]
 
 
-def test_a_text_shows_what_its_matches_are_worth(tmp_path: Path) -> None:
+def test_probabilities_adapt_to_the_text(tmp_path: Path) -> None:
     rng = random.Random(0)
     answer = [rng.randrange(50) for _ in range(400)]
     drafter = memory_of([answer], tmp_path)
@@ -175,12 +176,6 @@ def test_paused_rounds_are_read_too(tmp_path: Path) -> None:
 
 # -- losslessness -----------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
-
-
 TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12, 5, 51, 22], [7, 7, 7, 7]]
 OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)
 
@@ -190,22 +185,17 @@ def damaged(answers: Sequence[Sequence[int]], seed: int = 0) -> list[list[int]]:
     return [[token if rng.random() < 0.85 else rng.randrange(61) for token in answer] for answer in answers]
 
 
-def test_output_is_that_of_plain_decoding(target: Target, tmp_path: Path) -> None:
-    plain = [DecodeLoop(target).generate([text], OPTIONS)[0].tokens for text in TEXTS]
-    whole = [[*text, *answer] for text, answer in zip(TEXTS, plain, strict=True)]
+def test_output_equals_plain_decoding(target: Target, tmp_path: Path) -> None:
+    whole = [[*text, *DecodeLoop(target).generate([text], OPTIONS)[0].tokens] for text in TEXTS]
     memory = memory_of([*damaged(whole, 0), *damaged(whole, 1)], tmp_path)
     for drafters in ([memory], [*make_drafters("lookahead+ngram", target), memory]):
-        together = DecodeLoop(target, *drafters).generate(TEXTS, OPTIONS)
-        assert all(row.drafter_error is None for row in together)
-        assert [row.tokens for row in together] == plain
-        alone = [DecodeLoop(target, *drafters).generate([text], OPTIONS)[0].tokens for text in TEXTS]
-        assert alone == plain
+        together = lossless(target, drafters, TEXTS, OPTIONS)
     assert max(row.tokens_per_round for row in together) > 1.5, "the proof must exercise accepted drafts"
     assert any(round.emitted == 1 < round.nodes for row in together for round in row.rounds), "and rejected ones"
 
 
 def test_the_audit_finds_nothing(tmp_path: Path) -> None:
-    """Greedy identity, and the distribution of samples with each rule."""
+    """Greedy texts are identical, and samples follow the distribution with each rule."""
     model = tiny_model("llama", vocab_size=24)
     model.lm_head.weight.data *= 8  # a peaked distribution, as real models have
     target = Target(model, None, "tiny")
@@ -264,18 +254,15 @@ def test_threads_remember_at_once(tmp_path: Path, target: Target) -> None:
         for _ in range(4):
             read[number].append(decoder.generate(TEXTS[number], max_new_tokens=12, drafter=name).tokens)
 
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(len(TEXTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(TEXTS)) as pool:
+        list(pool.map(answer, range(len(TEXTS))))
     assert read == [[tokens] * 4 for tokens in expected]
     assert len(AnswerFile(tmp_path / "served", target.identity().fingerprint).new()[0]) == len(TEXTS)
 
 
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("page", [0, 1])
-def test_a_damaged_file_is_said_and_the_answer_is_there(page: int, tmp_path: Path, target: Target) -> None:
+def test_a_damaged_file_is_reported_and_the_answer_given(page: int, tmp_path: Path, target: Target) -> None:
     decoder, file = Decoder(target), tmp_path / "served"
     known: dict[str, Any] = {"max_new_tokens": 12, "drafter": f"memory:{file}", "draft": "on"}
     before = decoder.generate(TEXTS[0], **known)
@@ -290,7 +277,7 @@ def test_a_damaged_file_is_said_and_the_answer_is_there(page: int, tmp_path: Pat
     assert file.read_bytes() == damaged
 
 
-def test_what_came_with_the_heads(tmp_path: Path, target: Target) -> None:
+def test_answers_shipped_with_the_heads(tmp_path: Path, target: Target) -> None:
     heads, shape = make_heads(target), TreeShape.from_paths(TUNING["paths"])
     plain = Decoder(target).generate(TEXTS[1], max_new_tokens=30)
     write_answers(tmp_path / "answers.bin", [[*TEXTS[1], *plain.tokens]], 1_000_000)

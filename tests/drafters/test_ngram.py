@@ -1,4 +1,4 @@
-"""The index against brute force, and what the n-gram drafter makes of it."""
+"""The n-gram index against brute force, and the drafter's proposals."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
-from tests.tiny import tiny_model
+from tests.decode.drafters import lossless
 
 LONGEST = PRIORS[-1][0]
 
 
 def brute_force(text: list[int], looks: int) -> tuple[int, int]:
-    """Place and length by comparing the end of the text with every earlier place."""
+    """Return the place and length of the longest match, comparing the end of the text with every earlier place."""
     lengths = {}
     for end in range(len(text) - 1):
         length = 0
@@ -108,16 +107,11 @@ def test_paused_rounds_are_read_too() -> None:
     assert [row.index.text for row in one] == [[*texts[1], 1]]
 
 
-def test_output_is_that_of_plain_decoding() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_output_equals_plain_decoding(target: Target) -> None:
     rng = random.Random(1)
     texts = [[rng.randrange(6) for _ in range(length)] for length in (30, 5, 17)]
     options = DecodeOptions(max_new_tokens=40, ignore_end=True)
-    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
-    together = DecodeLoop(target, NgramDrafter()).generate(texts, options)
-    assert all(row.drafter_error is None for row in together)
-    assert [row.tokens for row in together] == plain
-    assert [DecodeLoop(target, NgramDrafter()).generate([text], options)[0].tokens for text in texts] == plain
+    together = lossless(target, [NgramDrafter()], texts, options)
     assert max(row.tokens_per_round for row in together) > 1.2, "the proof must exercise accepted drafts"
     assert any(round.emitted == 1 < round.nodes for row in together for round in row.rounds), "and rejected ones"
 

@@ -1,4 +1,4 @@
-"""Drafters read a long prompt in pieces: with the same drafts, and cancelled between two pieces."""
+"""Drafters read a long prompt in pieces: the drafts stay the same, and reading can be cancelled between pieces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def heads_of(target: Target, name: str) -> HeadDrafter:
 
 
 def drafted(target: Target, drafter: HeadDrafter, prompts: list[list[int]], **options: Any) -> list[Tree]:
-    """All trees that are proposed."""
+    """Return all proposed trees."""
     trees: list[Tree] = []
     propose = drafter.propose
     with pytest.MonkeyPatch.context() as patched:
@@ -52,9 +52,7 @@ def drafted(target: Target, drafter: HeadDrafter, prompts: list[list[int]], **op
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
 @pytest.mark.parametrize("lengths", [(50,), (50, 33), (50, 1, 17)])
-def test_heads_draft_the_same_in_pieces(
-    name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_in_pieces(name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, prompts = heads_of(target, name), [text(length, length) for length in lengths]
     at_once = drafted(target, drafter, prompts)
     for module in ("block", "recurrent"):
@@ -68,7 +66,7 @@ def test_heads_draft_the_same_in_pieces(
 
 
 class Cancelled(BaseException):
-    """Raised by a check."""
+    """Raised by a check to cancel reading."""
 
 
 def heads(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
@@ -91,18 +89,13 @@ def test_reading_is_cancelled_between_two_pieces(
     target: Target,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    spy: Any,
 ) -> None:
     decoded, drafter, owner, name = make(target, tmp_path)
-    loop, prompt, pieces = DecodeLoop(decoded, drafter), [text(100)], list[int]()
+    loop, prompt = DecodeLoop(decoded, drafter), [text(100)]
     for module in ("model.model", "heads.parts.recurrent"):
         monkeypatch.setattr(f"headstart.{module}.PIECE", PIECE)
-    read = getattr(owner, name)
-
-    def counted(*args: Any, **named: Any) -> Any:
-        pieces.append(1)
-        return read(*args, **named)
-
-    monkeypatch.setattr(owner, name, counted)
+    pieces = spy(owner, name)
 
     def check() -> None:
         if len(pieces) == 2:

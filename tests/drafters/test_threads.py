@@ -1,10 +1,11 @@
-"""Several threads decode with one decoder: each gets the text and the very drafts that it gets alone."""
+"""Several threads share one decoder: each gets the text and the drafts that it gets alone."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ REPEATS = 3
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -36,7 +37,7 @@ def switching() -> Iterator[None]:
 
 
 def said(decoder: Decoder, drafter: str, number: int) -> tuple[list[int], list[tuple[int, int]], str | None]:
-    """The text, nodes and tokens of each round, and what a drafter raised."""
+    """Return the text, nodes and tokens of each round, and the drafter's error."""
     options = DecodeOptions(12, temperature=0.7 * (number == 1), seed=number, ignore_end=True)
     (text,) = decoder.loop(drafter).generate([PROMPTS[number]], options)
     return text.tokens, [(done.nodes, done.emitted) for done in text.rounds], text.drafter_error
@@ -52,17 +53,14 @@ def check(decoder: Decoder, drafter: str) -> None:
         start.wait()
         read[number].extend(said(decoder, drafter, number) for _ in range(REPEATS))
 
-    threads = [threading.Thread(target=decode, args=(number,)) for number in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        list(pool.map(decode, range(len(PROMPTS))))
     assert read == [[text] * REPEATS for text in alone]
 
 
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_and_what_is_joined_with_them(family: str) -> None:
+def test_heads_alone_and_joined_with_other_drafters(family: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     decoder = Decoder(target, build(family, target), TreeShape.from_paths([(0,), (1,), (0, 0)]))
     check(decoder, "heads")

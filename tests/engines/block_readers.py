@@ -1,7 +1,7 @@
-"""Draft logits of block drafters from exported files, as the engines compute them: plain torch, nothing of headstart.
+"""Reference readers of block drafters, in plain torch without headstart.
 
-Written from the description of the formats in docs/serving.md. The text is what the target has read; the block stands
-after it, the newest decided token first and mask tokens in all other slots.
+They follow the description of the formats in docs/formats.md. The target has read the text. The block follows it: the
+newest decided token, then mask tokens in all other slots.
 
 Shape suffixes: T tokens of the text, B slots of the block, E hidden size, V vocabulary, K drafts, d size of an
 attention head.
@@ -44,14 +44,14 @@ class Block:
     causal: list[bool]
 
     def hidden(self, layer: int, after: int) -> Tensor:
-        """What each slot does not see, bool [B, T + B], of a text of so many tokens and the block after it."""
+        """Return the attention mask, True where hidden, bool [B, T + B], for a block after `after` tokens of text."""
         behind = after + torch.arange(self.size)[:, None] - torch.arange(after + self.size)
         hidden = behind < 0 if self.causal[layer] else torch.zeros_like(behind, dtype=torch.bool)
         return hidden | (behind >= self.windows[layer]) if self.windows[layer] else hidden
 
 
 def turned(x_Nd: Tensor, start: int, base: float) -> Tensor:
-    """Rotary positions from `start` on, which turn the first half of a head with its second half."""
+    """Apply rotary positions from `start` on, pairing the first half of a head with its second half."""
     count, size = x_Nd.shape
     angles = torch.arange(start, start + count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
     left, right = x_Nd[:, : size // 2], x_Nd[:, size // 2 :]
@@ -59,7 +59,7 @@ def turned(x_Nd: Tensor, start: int, base: float) -> Tensor:
 
 
 def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> Tensor:
-    """What the LM head reads for each slot [B, E]; `hidden` are transformers' hidden states of the text."""
+    """Return the LM head's input for each slot [B, E]; `hidden` holds transformers' hidden states of the text."""
     tensors, d = block.tensors, block.head_dim
     context_TE = torch.cat([hidden[tap] for tap in block.taps], dim=-1) @ tensors["fc.weight"].T
     context_TE = rms(context_TE, tensors["hidden_norm.weight"], block.eps)
@@ -92,7 +92,7 @@ def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> 
 def drafted(
     block: Block, hidden: list[Tensor], embed_VE: Tensor, lm_head_VE: Tensor, chain: list[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits [K, V] after each token of a chain, the newest decided token first, and how sure the heads are [K]."""
+    """Return logits [K, V] after each token of a chain, from the newest decided token on, and confidences [K]."""
     out_BE = outputs(block, hidden, embed_VE, chain[0])
     read_KE = (out_BE if block.from_anchor else out_BE[1:])[: len(chain)]
     logits_KV = read_KE @ lm_head_VE.T
@@ -107,7 +107,7 @@ def drafted(
 
 
 def read_folder(folder: Path) -> Block:
-    """A folder of vLLM's, SGLang's and llama.cpp's converter, or of the speculators library."""
+    """Read a folder for vLLM, SGLang and llama.cpp's converter, or of the speculators library."""
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: one.float() for name, one in load_file(folder / "model.safetensors").items()}
     layer = config.get("transformer_layer_config", config)
@@ -150,7 +150,7 @@ _BESIDE = {
 
 
 def read_gguf(file: Path) -> Block:
-    """A GGUF file for llama.cpp."""
+    """Read a GGUF file for llama.cpp."""
     reader = gguf.GGUFReader(file)
     keys: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items() if "GGUF." not in name}
     assert keys["general.architecture"] == "dflash"
@@ -168,13 +168,9 @@ def read_gguf(file: Path) -> Block:
     return Block(
         tensors,
         layers,
-        keys["dflash.attention.head_count"],
-        keys["dflash.attention.head_count_kv"],
-        keys["dflash.attention.key_length"],
+        *(keys[f"dflash.attention.{name}"] for name in ("head_count", "head_count_kv", "key_length")),
         keys["dflash.attention.layer_norm_rms_epsilon"],
-        keys["dflash.rope.freq_base"],
-        keys["dflash.block_size"],
-        keys["tokenizer.ggml.mask_token_id"],
+        *(keys[name] for name in ("dflash.rope.freq_base", "dflash.block_size", "tokenizer.ggml.mask_token_id")),
         keys["dflash.target_layers"],
         keys.get("dflash.sample_from_anchor", False),
         [window if one else 0 for one in slide],

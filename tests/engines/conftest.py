@@ -1,8 +1,10 @@
-"""A target of eight layers in a folder, and heads of every published arrangement for it."""
+"""A target of eight layers in a folder, and heads of every published layout for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,64 +17,36 @@ from headstart.hub.format import export_heads
 from headstart.model.model import Target
 from tests.tiny import tiny_model, tiny_tokenizer
 
+Made = Callable[[str], tuple[DraftHead, Path]]
+FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 FUSED = {"family": "eagle3", "draft_steps": 3, "aux_layers": (3, 5, 7)}
+DEEP = {"family": "eagle3", "draft_steps": 3, "aux_layers": (2, 8), "num_layers": 2}
 CASES: dict[str, dict[str, Any]] = {
     "eagle3": FUSED,
     "eagle3-reduced": {**FUSED, "draft_vocab_size": 40},
     "eagle3-qk-norm": {**FUSED, "draft_vocab_size": 40, "qk_norm": True},
     "eagle3-normed-residual": {**FUSED, "norm_before_residual": True},
-    "eagle3-heads": {
-        **FUSED,
-        "draft_vocab_size": 40,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    },
-    "eagle3-six-heads": {**FUSED, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
-    "eagle3-deep": {
-        **FUSED,
-        "draft_vocab_size": 40,
-        "num_layers": 2,
-        "aux_layers": (2, 8),
-        "aux_norms": True,
-        "feedback": "post_norm",
-    },
+    "eagle3-heads": {**FUSED, **FOUR_HEADS, "draft_vocab_size": 40},
+    "eagle3-six-heads": {**FUSED, **SIX_HEADS},
+    "eagle3-deep": {**DEEP, "draft_vocab_size": 40, "aux_norms": True, "feedback": "post_norm"},
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle-plain": {"family": "eagle", "draft_steps": 3, "embedding_norm": False},
     "medusa": {"family": "medusa", "num_heads": 3, "num_layers": 2, "input_map": False},
-    "medusa-shared": {
-        "family": "medusa",
-        "num_heads": 2,
-        "input_map": False,
-        "shared_lm_head": True,
-    },
+    "medusa-shared": {"family": "medusa", "num_heads": 2, "input_map": False, "shared_lm_head": True},
 }
 
 
 BLOCK = {"family": "dflash", "block_size": 4, "aux_layers": (2, 4, 7), "mask_token_id": 7}
+DSPARK = {**BLOCK, "family": "dspark", "markov_rank": 8}
+WINDOW = {"num_layers": 2, "sliding_window": 6}
 CASES |= {
     "dflash": BLOCK,
     "dflash-reduced": {**BLOCK, "draft_vocab_size": 40},
-    "dspark": {
-        **BLOCK,
-        "family": "dspark",
-        "markov_rank": 8,
-        "confidence": True,
-        "num_layers": 2,
-        "sliding_window": 6,
-        "causal": True,
-    },
-    "dspark-plain": {**BLOCK, "family": "dspark", "markov_rank": 8, "block_size": 3},
-    "dspark-reduced": {**BLOCK, "family": "dspark", "markov_rank": 8, "draft_vocab_size": 40},
-    "dflash-deep": {
-        **BLOCK,
-        "num_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 8,
-        "sliding_window": 6,
-        "full_layers": (1,),
-    },
+    "dspark": {**DSPARK, **WINDOW, "confidence": True, "causal": True},
+    "dspark-plain": {**DSPARK, "block_size": 3},
+    "dspark-reduced": {**DSPARK, "draft_vocab_size": 40},
+    "dflash-deep": {**BLOCK, **WINDOW, **SIX_HEADS, "full_layers": (1,)},
     "dflash-causal": {**BLOCK, "causal": True},
     "dflash-mixed": {**BLOCK, "num_layers": 2, "sliding_window": 5, "full_layers": (0,), "causal": True},
 }
@@ -80,7 +54,7 @@ CASES |= {
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """With unequal embeddings and LM head, and numbers large enough to matter."""
+    """Target with untied embeddings and LM head, and weights large enough to matter."""
     folder, tokenizer = tmp_path_factory.mktemp("eight") / "größe", tiny_tokenizer()
     model = tiny_model("llama", vocab_size=len(tokenizer), layers=8)
     with torch.no_grad(), torch.random.fork_rng():
@@ -93,7 +67,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def heads_for(target: Target, settings: dict[str, Any]) -> DraftHead:
-    """Heads far enough from their start that nothing forgotten stays unseen."""
+    """Heads with random offsets, so that a forgotten tensor changes the logits."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         config = make_config(settings, target)
@@ -109,8 +83,8 @@ def heads_for(target: Target, settings: dict[str, Any]) -> DraftHead:
 
 
 @pytest.fixture(scope="session")
-def made(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[DraftHead, Path]]:
-    """Heads of a case, and their exported folder."""
+def made(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Make the heads of a case and their exported folder, once per session."""
     known: dict[str, tuple[DraftHead, Path]] = {}
 
     def make(case: str) -> tuple[DraftHead, Path]:
@@ -121,3 +95,11 @@ def made(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         return known[case]
 
     return make
+
+
+@contextmanager
+def edited(folder: Path) -> Iterator[dict[str, Any]]:
+    """Change the config.json of a folder."""
+    config = json.loads((folder / "config.json").read_text())
+    yield config
+    (folder / "config.json").write_text(json.dumps(config))

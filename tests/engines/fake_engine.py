@@ -1,9 +1,9 @@
-"""A server that answers as vLLM or llama-server do, from a script. Stands in for both.
+"""A stand-in for vLLM and llama-server.
 
-    python fake_engine.py {vllm|llama.cpp} [fault] ...   the engine's own arguments after these
+    python fake_engine.py {vllm|llama.cpp} [fault] ...   then the engine's own arguments
 
-One draft of each round is accepted, however many there are. Faults: `start` ends at once, `answer` refuses every
-request, `silent` drafts nothing.
+It accepts one draft per round, for any number of drafts. Faults: `start` exits at once, `answer` refuses every request,
+`silent` drafts nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: its links are called train, data, eval ...
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: it has links named train, data, eval ...
 
 from rehearsal.engine_http import Refused, StandIn, serve
 
@@ -23,7 +23,7 @@ COUNTING = Lock()
 
 
 def drafts_asked() -> int:
-    """Drafts a round, from arguments that must name heads which are there."""
+    """Return the drafts per round from the arguments; their path to heads must exist."""
     if KIND == "vllm" and "--speculative-config" in REST:
         asked = json.loads(REST[REST.index("--speculative-config") + 1])
         assert (Path(asked["model"]) / "model.safetensors").is_file()
@@ -35,13 +35,13 @@ def drafts_asked() -> int:
 
 
 def answer(prompt: list[int], count: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """So many tokens; a round writes two with drafts."""
+    """Return `count` tokens; with drafts, each round writes two."""
     assert all(isinstance(token, int) for token in prompt) and body["temperature"] == 0
     assert body["return_token_ids"] if KIND == "vllm" else body["return_tokens"] and not body["cache_prompt"]
     if FAULT == "answer":
         raise Refused("the prompt is too long")
     if FAULT != "silent" and ENGINE.drafts:
-        rounds = count // 2  # the first token is the prompt's; what goes beyond the end is cut off
+        rounds = count // 2  # the prefill gives the first token; tokens past the end are cut off
         with COUNTING:
             ENGINE.rounds += rounds
             ENGINE.accepted[0] += rounds

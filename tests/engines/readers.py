@@ -1,7 +1,7 @@
-"""Draft logits from exported files, as the engines compute them: plain torch, and nothing of headstart.
+"""Reference readers: draft logits from exported files, as the engines compute them, in plain torch without headstart.
 
-Each reader is written from the description of its format in docs/serving.md. They draft a chain: entry t holds the
-target's state of token t and the embedding of token t + 1, and gives the logits of token t + 2.
+Each reader follows the description of its format in docs/formats.md. They draft a chain: entry t holds the target's
+state of token t and the embedding of token t + 1, and gives the logits of token t + 2.
 
 Shape suffixes: T tokens, E hidden size, D draft vocabulary, V vocabulary, d size of an attention head.
 """
@@ -26,7 +26,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def halves(x_Td: Tensor, base: float) -> Tensor:
-    """Rotary positions that turn the first half of a head with its second half."""
+    """Apply rotary positions that pair the first half of a head with its second half."""
     count, size = x_Td.shape
     angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
     left, right = x_Td[:, : size // 2], x_Td[:, size // 2 :]
@@ -34,7 +34,7 @@ def halves(x_Td: Tensor, base: float) -> Tensor:
 
 
 def pairs(x_Td: Tensor, base: float) -> Tensor:
-    """Rotary positions that turn neighbours."""
+    """Apply rotary positions that pair neighbours."""
     count, size = x_Td.shape
     angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
     left, right = x_Td[:, 0::2], x_Td[:, 1::2]
@@ -45,7 +45,7 @@ def pairs(x_Td: Tensor, base: float) -> Tensor:
 def layer(
     x_TI: Tensor, stream_TE: Tensor, part: Mapping[str, Tensor], sizes: Mapping[str, Any], turn: Any = halves
 ) -> Tensor:
-    """A Llama layer whose attention reads one thing and adds to another; Qwen3's if queries and keys have norms."""
+    """Run a Llama layer that reads `x_TI` and adds to `stream_TE`; a Qwen3 layer if queries and keys have norms."""
     size, heads, keys = sizes["head_dim"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     count = len(x_TI)
     mask = torch.full((count, count), float("-inf")).triu(1)
@@ -81,7 +81,7 @@ def into_vocabulary(logits_D: Tensor, ids_D: Tensor, size: int) -> Tensor:
 
 
 def eagle3_folder(folder: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list[int], chain: list[int]) -> Tensor:
-    """As vLLM reads such a folder; the speculators library's folders too. `hidden` are transformers' hidden states."""
+    """Draft as vLLM does, also from speculators folders. `hidden` holds transformers' hidden states."""
     config, tensors = folder_of(folder)
     config = {**config.get("transformer_layer_config", {}), **config}
     tensors = {name.replace("midlayer.", "layers.0."): one.float() for name, one in tensors.items() if name != "t2d"}
@@ -111,7 +111,7 @@ def eagle3_folder(folder: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: 
 def eagle_folder(
     folder: Path, final_TE: Tensor, embed_VE: Tensor, lm_head_VE: Tensor, tokens: list[int], chain: list[int]
 ) -> Tensor:
-    """As vLLM reads EAGLE-1 heads, and SGLang, which adds the bias and takes the target's embeddings."""
+    """Draft with EAGLE-1 heads as vLLM does, or as SGLang, which adds the bias and uses the target's embeddings."""
     config, tensors = folder_of(folder)
     sglang = config["architectures"] == ["LlamaForCausalLMEagle"]
     own_VE = embed_VE if sglang else tensors.get("embed_tokens.weight", embed_VE)
@@ -126,7 +126,7 @@ def eagle_folder(
 
 
 def medusa_folder(folder: Path, final_E: Tensor) -> Tensor:
-    """As vLLM up to 0.32 reads Medusa heads: logits [heads, V]."""
+    """Draft with Medusa heads as vLLM up to 0.32 does: logits [heads, V]."""
     config, tensors = folder_of(folder)
     logits = []
     for head in range(config["num_heads"]):
@@ -141,11 +141,10 @@ def medusa_folder(folder: Path, final_E: Tensor) -> Tensor:
 
 
 def eagle3_gguf(file: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list[int], chain: list[int]) -> Tensor:
-    """As llama.cpp reads a GGUF file: neighbours are turned, and d2t holds ids."""
+    """Draft as llama.cpp does from a GGUF file: rotary positions pair neighbours, and d2t holds ids."""
     reader = gguf.GGUFReader(file)
-    keys = {
-        name.removeprefix("eagle3."): field.contents() for name, field in reader.fields.items() if "eagle3." in name
-    }
+    named = {name.removeprefix("eagle3."): field for name, field in reader.fields.items() if "eagle3." in name}
+    keys = {name: field.contents() for name, field in named.items()}
     tensors = {}
     for one in reader.tensors:
         shape = tuple(int(size) for size in reversed(one.shape))
@@ -153,13 +152,9 @@ def eagle3_gguf(file: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list
         numbers = one.data if whole else dequantize(one.data, one.tensor_type)
         tensors[one.name] = torch.from_numpy(numbers.copy()).reshape(shape)
     eps = keys["attention.layer_norm_rms_epsilon"]
-    sizes = {
-        "head_dim": keys["attention.key_length"],
-        "num_attention_heads": keys["attention.head_count"],
-        "num_key_value_heads": keys["attention.head_count_kv"],
-        "rope_theta": keys["rope.freq_base"],
-        "rms_norm_eps": eps,
-    }
+    heads = {"head_dim": "key_length", "num_attention_heads": "head_count", "num_key_value_heads": "head_count_kv"}
+    sizes = {name: keys[f"attention.{key}"] for name, key in heads.items()}
+    sizes |= {"rope_theta": keys["rope.freq_base"], "rms_norm_eps": eps}
     names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "mlp_norm": "ffn_norm"}
     names |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
     part = {short: tensors[f"blk.0.{name}.weight"] for short, name in names.items()}
@@ -180,7 +175,7 @@ def eagle3_gguf(file: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list
 def _chain(
     run: Any, fed_TE: Tensor, tokens: list[int], chain: list[int], lm_head: Tensor, ids_D: Tensor, size: int
 ) -> Tensor:
-    """Logits [len(chain), V] of the drafts after each token of a chain, whose first follows the text."""
+    """Return logits [len(chain), V] of the drafts after each token of a chain that follows the text."""
     following = [*tokens[1:], chain[0]]
     logits = []
     for step in range(len(chain)):

@@ -1,4 +1,4 @@
-"""Block drafters in every format that holds them: what was published is in the files, and comes back from them."""
+"""Block drafters in every format that holds them: contents of the files, round trips and planted faults."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from headstart.hub.engines.known_engines import drafts_to_try, serve_commands
 from headstart.hub.target_facts import TargetFacts
 from headstart.model.model import Target
 from tests.engines import block_readers as readers
+from tests.engines.conftest import edited
 from tests.engines.test_faults import rewrite
 from tests.test_cli import works
 
@@ -33,7 +34,7 @@ DSPARK = {"markov_rank": 8, "confidence": True}
 
 
 def random(layout: Layout, target: Target, **settings: Any) -> Published:
-    """Heads of random numbers in a published arrangement."""
+    """Random heads in a published layout."""
     given = {"block_size": 4, "mask_token_id": 7, "num_layers": 2, "aux_layers": (2, 4, 7), "layer": SIZES, **settings}
     if layout is Layout.DSPARK:
         given = {**DSPARK, **given}
@@ -63,7 +64,7 @@ def block_of(form: str, folder: Path) -> readers.Block:
 
 @torch.no_grad()
 def drafted(block: readers.Block, target: Target) -> Tensor:
-    """Logits after a chain, with the confidences beside."""
+    """Return the logits after a chain, with confidences as a last column."""
     hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
     logits_KV, sure_K = readers.drafted(block, hidden, target.embedding_weight, target.lm_head_weight, CHAIN)
     return logits_KV if sure_K is None else torch.cat([logits_KV, sure_K[:, None]], dim=1)
@@ -71,7 +72,7 @@ def drafted(block: readers.Block, target: Target) -> Tensor:
 
 @pytest.mark.parametrize(("layout", "form"), HELD)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_was_published_comes_back(
+def test_published_heads_round_trip(
     layout: Layout, form: str, dtype: str, target: Target, facts: TargetFacts, tmp_path: Path
 ) -> None:
     published = random(layout, target)
@@ -85,27 +86,23 @@ def test_what_was_published_comes_back(
     if form != "gguf":
         assert digest(back) == digest(held)
     for name, tensor in held.tensors.items():
-        # GGUF files keep norms in float32
+        # GGUF files keep norms in float32.
         given = published.tensors[name] if form == "gguf" and tensor.dim() == 1 else tensor
         assert torch.equal(back.tensors[name].float(), given.float()), name
 
 
 @pytest.mark.parametrize("layout", KINDS)
-def test_the_files_of_all_formats_draft_the_same(
-    layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path
-) -> None:
+def test_all_formats_draft_the_same(layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     published = random(layout, target)
-    found = {
-        form: drafted(block_of(form, written(published, form, facts, tmp_path / form)), target)
-        for form in KINDS[layout]
-    }
+    folders = {form: written(published, form, facts, tmp_path / form) for form in KINDS[layout]}
+    found = {form: drafted(block_of(form, folder), target) for form, folder in folders.items()}
     first = found["vllm"]
     assert first.shape[0] == len(CHAIN) and first.isfinite().all()
     for form, one in found.items():
         assert (one - first).abs().max() < 1e-5 * first.abs().max(), form
 
 
-def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_names_and_keys_match_the_engines(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     folder = written(random(Layout.DFLASH, target), "vllm", facts, tmp_path / "dflash")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
@@ -144,7 +141,7 @@ def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFa
     assert values["dflash.sample_from_anchor"] is True and values["tokenizer.ggml.mask_token_id"] == 7
 
 
-def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts) -> None:
+def test_commands_request_the_whole_block(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
     engines = ("vllm", "sglang", "llama.cpp", "speculators")
     commands = serve_commands(engines, "served", dflash, facts, {})
@@ -158,7 +155,7 @@ def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts
     assert drafts_to_try(replace(dspark, layout=Layout.EAGLE3), [1, 2, 3, 5]) == [1, 2, 3]
 
 
-def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts) -> None:
+def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
     with pytest.raises(UserError, match="no sglang that serves dspark"):
         check_heads("sglang", dspark, facts)
@@ -180,19 +177,17 @@ def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts
     assert "on GPUs alone" in remarks and "draft their own positions" in remarks
 
 
-def test_unequal_k_norms_are_pointed_out(target: Target, facts: TargetFacts) -> None:
+def test_unequal_k_norms_are_reported(target: Target, facts: TargetFacts) -> None:
     published = random(Layout.DFLASH, target)
     for form in ("vllm", "speculators"):
         assert any("with the k_norm of the first" in said for said in check_heads(form, published, facts))
-    same = {
-        **published.tensors,
-        "layers.1.self_attn.k_norm.weight": published.tensors["layers.0.self_attn.k_norm.weight"],
-    }
+    first, second = (f"layers.{number}.self_attn.k_norm.weight" for number in range(2))
+    same = {**published.tensors, second: published.tensors[first]}
     for one in (published.with_tensors(same), random(Layout.DFLASH, target, num_layers=1)):
         assert check_heads("vllm", one, facts) == []
 
 
-def test_a_check_says_what_an_engine_does_not_do_everywhere(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_check_reports_limits_of_an_engine(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     folder = written(random(Layout.DSPARK, target), "vllm", facts, tmp_path / "out")
     said = " ".join(works("export", "--check", folder).stdout.split())
     assert "is complete" in said and "on GPUs alone" in said and "heads.num_layers=1" in said
@@ -228,85 +223,78 @@ def rotary(config: Config, _: Tensors) -> None:
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 KINDS_OF_TWO = ["sliding_attention", "full_attention"]
+DFLASH, SPARK = Layout.DFLASH, Layout.DSPARK
 FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str]] = {
-    # the heads, their format, what is changed, the engine, what is said
-    "ids as EAGLE counts them": (Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
-    "ids past the last layer": (
-        Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "8 is the deepest",
-    ),
-    "ids that fall": (Layout.DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "do not rise"),
-    "ids twice": (
-        Layout.DFLASH, "vllm", top(eagle_aux_hidden_state_layer_ids=[1, 3, 6]), "vllm", "The layer ids disagree",
-    ),
-    "no ids": (Layout.DFLASH, "vllm", no("target_layer_ids"), "vllm", "target_layer_ids is None"),
-    "words for ids": (Layout.DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
-    "no mask": (Layout.DFLASH, "vllm", no("mask_token_id"), "sglang", "mask_token_id is None"),
-    "mask outside": (Layout.DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "mask_token_id is 5000"),
-    "another mask": (Layout.DFLASH, "vllm", nested(mask_token_id=8), "vllm", "headstart wrote"),
-    "no block size": (Layout.DFLASH, "vllm", no("block_size"), "sglang", "block_size is None"),
-    "d2t": (Layout.DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
-    "t2d": (Layout.DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
+    # layout, format, change, engine, message
+    "ids as EAGLE counts them": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
+    "ids past the last layer": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "8 is the deepest"),
+    "ids that fall": (DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "do not rise"),
+    "ids twice": (DFLASH, "vllm", top(eagle_aux_hidden_state_layer_ids=[1, 3, 6]), "vllm", "The layer ids disagree"),
+    "no ids": (DFLASH, "vllm", no("target_layer_ids"), "vllm", "target_layer_ids is None"),
+    "words for ids": (DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
+    "no mask": (DFLASH, "vllm", no("mask_token_id"), "sglang", "mask_token_id is None"),
+    "mask outside": (DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "mask_token_id is 5000"),
+    "another mask": (DFLASH, "vllm", nested(mask_token_id=8), "vllm", "headstart wrote"),
+    "no block size": (DFLASH, "vllm", no("block_size"), "sglang", "block_size is None"),
+    "d2t": (DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
+    "t2d": (DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
     "a window that is dropped": (
-        Layout.DFLASH, "vllm", top(layer_types=["sliding_attention"] * 2, sliding_window=9), "vllm",
+        DFLASH, "vllm", top(layer_types=["sliding_attention"] * 2, sliding_window=9), "vllm",
         "unless use_sliding_window is true",
     ),
-    "another window": (Layout.DFLASH, "vllm", top(**SLIDING), "vllm", "headstart wrote"),
-    "causal for vLLM": (Layout.DFLASH, "vllm", nested(causal=True), "sglang", "which should be true here"),
-    "sliding for vLLM": (
-        Layout.DFLASH, "vllm", nested(use_swa=True, swa_window_size=9), "sglang", "in layer_types alone",
-    ),
+    "another window": (DFLASH, "vllm", top(**SLIDING), "vllm", "headstart wrote"),
+    "causal for vLLM": (DFLASH, "vllm", nested(causal=True), "sglang", "which should be true here"),
+    "sliding for vLLM": (DFLASH, "vllm", nested(use_swa=True, swa_window_size=9), "sglang", "in layer_types alone"),
     "causal full layers": (
-        Layout.DFLASH, "vllm", top(**{**SLIDING, "layer_types": KINDS_OF_TWO, "is_causal": True}), "vllm",
+        DFLASH, "vllm", top(**{**SLIDING, "layer_types": KINDS_OF_TWO, "is_causal": True}), "vllm",
         "beside sliding layers",
     ),
     "causal by the way": (
-        Layout.DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "takes that for all layers",
+        DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "takes that for all layers",
     ),
     "causal full layers by the way": (
-        Layout.DFLASH, "speculators",
+        DFLASH, "speculators",
         top(**{**SLIDING, "layer_types": KINDS_OF_TWO}, sliding_window_non_causal=False), "vllm",
         "takes that for all layers",
     ),
     "later slots left open": (
-        Layout.DFLASH, "speculators",
+        DFLASH, "speculators",
         lambda c, t: (top(**SLIDING)(c, t), c.pop("sliding_window_non_causal"), None)[-1], "vllm",
         "does not say sliding_window_non_causal",
     ),
     "later slots of DSpark": (
-        Layout.DSPARK, "speculators", top(**SLIDING, sliding_window_non_causal=True), "vllm",
+        SPARK, "speculators", top(**SLIDING, sliding_window_non_causal=True), "vllm",
         "unless is_causal is false",
     ),
     "more drafts than the block": (
-        Layout.DFLASH, "speculators",
+        DFLASH, "speculators",
         lambda c, _: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=4), "vllm",
         "proposes 4 draft tokens, and a block of 4 has 3",
     ),
-    "slots one off": (Layout.DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
-    "slots left open": (
-        Layout.DSPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor",
-    ),
-    "slots of DFlash": (Layout.DSPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own position"),
-    "DSpark in SGLang": (Layout.DSPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
-    "no k_norm": (Layout.DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
-    "no Markov head": (Layout.DSPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
-    "another rank": (Layout.DSPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
-    "no rotary base": (Layout.DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "says no rope_theta"),
-    "another rotary base": (Layout.DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
-    "architecture": (Layout.DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),
-    "type": (Layout.DFLASH, "vllm", top(model_type="llama"), "vllm", "are Qwen3's"),
-    "activation": (Layout.DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "silu alone"),
-    "no epsilon": (Layout.DFLASH, "vllm", top(rms_norm_eps=None), "vllm", "rms_norm_eps is None"),
-    "one number": (Layout.DSPARK, "vllm", lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote"),
+    "slots one off": (DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
+    "slots left open": (SPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor"),
+    "slots of DFlash": (SPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own position"),
+    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
+    "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
+    "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
+    "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
+    "no rotary base": (DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "says no rope_theta"),
+    "another rotary base": (DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
+    "architecture": (DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),
+    "type": (DFLASH, "vllm", top(model_type="llama"), "vllm", "are Qwen3's"),
+    "activation": (DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "silu alone"),
+    "no epsilon": (DFLASH, "vllm", top(rms_norm_eps=None), "vllm", "rms_norm_eps is None"),
+    "one number": (SPARK, "vllm", lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_planted_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     layout, form, plant, engine, said = FAULTS[name]
     folder = written(random(layout, target), form, facts, tmp_path / "out")
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    plant(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    with edited(folder) as config:
+        plant(config, tensors)
     save_file(tensors, folder / "model.safetensors")
     found = check_export(folder, [engine])
     assert any(said in one.problem for one in found), found
@@ -353,7 +341,7 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
 
 
 @pytest.mark.parametrize("name", GGUF_FAULTS)
-def test_a_fault_in_a_gguf_file_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_gguf_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     plant, said = GGUF_FAULTS[name]
     heads = random(Layout.DSPARK, target, sliding_window=6, full_layers=(0,))
     folder = written(heads, "gguf", facts, tmp_path / "whole")
@@ -363,8 +351,8 @@ def test_a_fault_in_a_gguf_file_is_refused(name: str, target: Target, facts: Tar
     assert any(said in one.problem for one in found), found
 
 
-def test_a_target_s_own_mask_token_gives_way(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
-    """The tokenizer's fields are the target's but for the mask token, of which there must be one."""
+def test_mask_token_of_the_target_is_replaced(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    """All other fields of the tokenizer are the target's; there must be exactly one mask token."""
     first = written(random(Layout.DFLASH, target), "gguf", facts, tmp_path / "first")
     again = random(Layout.DFLASH, target, mask_token_id=11)
     folder = written(again, "gguf", replace(facts, gguf=first / "heads.gguf"), tmp_path / "again")

@@ -1,4 +1,4 @@
-"""Block drafters of ours: the reference readers draft with our logits, and what was exported comes back."""
+"""Our block drafters: reference readers draft with our logits, and exports round-trip."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads, read_checked
 from headstart.model.model import Target
 from tests.engines import block_readers as readers
-from tests.engines.conftest import CASES
+from tests.engines.conftest import CASES, Made, edited
 
-Made = Callable[[str], tuple[DraftHead, Path]]
 TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22, 17]
 BLOCKS = [name for name in CASES if CASES[name]["family"] in ("dflash", "dspark") and "reduced" not in name]
 FORMS = {"dflash": ("vllm", "sglang", "speculators", "gguf"), "dspark": ("vllm", "speculators", "gguf")}
@@ -32,7 +31,7 @@ HELD = [(case, form) for case in BLOCKS for form in FORMS[CASES[case]["family"]]
 
 @torch.no_grad()
 def ours(heads: DraftHead, target: Target) -> Tensor:
-    """Draft logits after each token of a chain, and beside them how sure the heads are, where they say so."""
+    """Return draft logits after each token of a chain, with confidences as a last column if the heads have them."""
     states = target.prefill(target.new_cache(1, len(TEXT)), [TEXT], heads.aux_layers).aux_hidden_states
     session, level = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long)
     chain = CHAIN[: heads.draft_steps]
@@ -44,7 +43,7 @@ def ours(heads: DraftHead, target: Target) -> Tensor:
 
 
 def trained_to_say(heads: DraftHead, target: Target) -> Tensor:
-    """How sure the heads are of each draft of the chain, as training has it; empty where they do not say."""
+    """Return the confidences of training for each draft of the chain; empty without a confidence head."""
     text, origin = [*TEXT, *CHAIN, 1], len(TEXT) - 1
     states = target.hidden_states([text], heads.aux_layers)[0]
     supervised_BT = torch.arange(len(text))[None] > origin
@@ -55,7 +54,7 @@ def trained_to_say(heads: DraftHead, target: Target) -> Tensor:
 
 @torch.no_grad()
 def read(folder: Path, target: Target) -> Tensor:
-    """The same by the reference reader of a folder."""
+    """Return the same from the reference reader of a folder."""
     file = folder / "heads.gguf"
     block = readers.read_gguf(file) if file.is_file() else readers.read_folder(folder)
     hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
@@ -64,7 +63,7 @@ def read(folder: Path, target: Target) -> Tensor:
 
 
 def off(ours_KV: Tensor, theirs_KV: Tensor) -> float:
-    """The largest difference as a share of the largest logit."""
+    """Return the largest difference, relative to the largest logit."""
     assert ours_KV.shape == theirs_KV.shape
     return float((ours_KV - theirs_KV).abs().max() / ours_KV.abs().max())
 
@@ -80,9 +79,7 @@ def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target:
 
 
 @pytest.mark.parametrize(("case", "form"), HELD)
-def test_what_was_exported_comes_back_bit_for_bit(
-    case: str, form: str, made: Made, target: Target, tmp_path: Path
-) -> None:
+def test_export_round_trips_bit_exactly(case: str, form: str, made: Made, target: Target, tmp_path: Path) -> None:
     heads, folder = made(case)
     export_for(folder, tmp_path / "there", form, dtype="float32")
     back = import_heads(tmp_path / "there", target, tmp_path / "back")
@@ -111,8 +108,8 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], None]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_reader_must_get_right_shows(name: str, made: Made, target: Target, tmp_path: Path) -> None:
-    """Faults that an engine loads without a word change the logits, so that the comparisons above see them."""
+def test_silent_faults_change_the_logits(name: str, made: Made, target: Target, tmp_path: Path) -> None:
+    """Faults that an engine loads without an error must be visible to the comparisons above."""
     heads, folder = made("dflash-deep")
     export_for(folder, tmp_path / "out", "vllm", dtype="float32")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -125,43 +122,44 @@ def test_what_a_reader_must_get_right_shows(name: str, made: Made, target: Targe
 
 
 @pytest.mark.parametrize("case", ["dflash-reduced", "dspark-reduced"])
-def test_a_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, tmp_path: Path) -> None:
-    """Engines draft through the target's LM head, from all tokens; here the heads keep to theirs."""
+def test_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, tmp_path: Path) -> None:
+    """Engines draft from all tokens through the target's LM head; our heads keep their vocabulary."""
     heads, folder = made(case)
     done = export_for(folder, tmp_path / "out", "vllm", dtype="float32")
     missing = target.vocab_size - len(heads.draft_to_target_D)
     told = [f"and {missing} of them were outside of the draft vocabulary" in said for said in done.remarks]
-    assert any(told) == (case == "dspark-reduced"), "what the Markov head does not correct"
+    assert any(told) == (case == "dspark-reduced"), "tokens without a Markov correction"
     theirs_KV = read(tmp_path / "out", target)[:, heads.draft_to_target_D]
     assert off(ours(heads, target), theirs_KV) < 1e-5
 
 
-# -- checkpoints of others ---------------------------------------------------------------------------------------------
+# -- foreign checkpoints -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def theirs(made: Made, tmp_path: Path) -> Path:
-    """A folder that says nothing of headstart."""
+    """A folder without headstart's own note."""
     export_for(made("dflash")[1], tmp_path / "theirs", "vllm", dtype="float32")
     change(tmp_path / "theirs", headstart=None)
     return tmp_path / "theirs"
 
 
 def change(folder: Path, **settings: Any) -> None:
-    """Other settings; None takes one out."""
-    config = {**json.loads((folder / "config.json").read_text()), **settings}
-    kept = {name: value for name, value in config.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    """Change settings of config.json; None removes one."""
+    with edited(folder) as config:
+        config.update(settings)
+        for name in [name for name, value in config.items() if value is None]:
+            del config[name]
 
 
 def problem(folder: Path, target: Target) -> str:
     with pytest.raises(UserError) as caught:
         import_heads(folder, target, folder.parent / "ours")
-    assert not (folder.parent / "ours").exists(), "nothing half written"
+    assert not (folder.parent / "ours").exists(), "nothing is written"
     return caught.value.problem
 
 
-def test_embeddings_and_lm_head_of_the_target_may_lie_beside(theirs: Path, target: Target, tmp_path: Path) -> None:
+def test_embeddings_and_lm_head_of_the_target_may_be_included(theirs: Path, target: Target, tmp_path: Path) -> None:
     tensors = {f"model.{name}": one for name, one in load_file(theirs / "model.safetensors").items()}
     beside = {"model.embed_tokens.weight": target.embedding_weight, "lm_head.weight": target.lm_head_weight}
     save_file({**tensors, **{name: one.detach().clone() for name, one in beside.items()}}, theirs / "model.safetensors")
@@ -175,7 +173,7 @@ def test_embeddings_and_lm_head_of_the_target_may_lie_beside(theirs: Path, targe
 
 
 @pytest.mark.parametrize(("case", "form"), sorted(NOT_HELD))
-def test_what_an_engine_would_see_otherwise_is_refused(case: str, form: str, made: Made, tmp_path: Path) -> None:
+def test_misread_attention_is_refused(case: str, form: str, made: Made, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="causally"):
         export_for(made(case)[1], tmp_path / "out", form)
 
@@ -197,7 +195,7 @@ SIGHTS = {
 
 
 @pytest.mark.parametrize("name", SIGHTS)
-def test_windows_and_causality_are_read_wherever_they_are_written(name: str, theirs: Path, target: Target) -> None:
+def test_windows_and_causality_are_read_from_every_place(name: str, theirs: Path, target: Target) -> None:
     settings, wanted = SIGHTS[name]
     nested = json.loads((theirs / "config.json").read_text())["dflash_config"]
     change(theirs, **{**settings, "dflash_config": {**nested, **settings.get("dflash_config", {})}})
@@ -205,7 +203,7 @@ def test_windows_and_causality_are_read_wherever_they_are_written(name: str, the
     assert (read.sliding_window, read.causal) == wanted and read.full_layers == ()
 
 
-def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target: Target) -> None:
+def test_unsupported_variants_are_refused(theirs: Path, target: Target) -> None:
     config = json.loads((theirs / "config.json").read_text())
     nested = config["dflash_config"]
     for settings, said in (
@@ -215,6 +213,7 @@ def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target:
         ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "not more than the 4 slots"),
         ({"dflash_config": {**nested, "sample_from_anchor": True}}, "the position after their own"),
         ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 9]}}, "has 8 layers"),
+        ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 7]}}, "from 1 to the last but one"),
         ({"dflash_config": {**nested, "target_layer_ids": None}}, "names the layers"),
         ({"dflash_config": {**nested, "mask_token_id": 100000}}, "mask_token_id is 100000"),
         ({"dflash_config": {"target_layer_ids": [1, 3, 6]}}, "mask_token_id is None"),
@@ -233,7 +232,7 @@ def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target:
         assert said in problem(theirs, target), settings
         if "architectures" in settings:
             (finding,) = check_export(theirs)
-            assert said in finding.problem and "Correct" not in finding.remedy, "another name would not make them these"
+            assert said in finding.problem and "Correct" not in finding.remedy, "renaming would not help"
         (theirs / "config.json").write_text(json.dumps(config))
     (theirs / "mask_embedding.pt").touch()
     assert "a separate embedding for the mask token" in problem(theirs, target)
@@ -256,13 +255,7 @@ def test_settings_of_dspark_may_be_nested(made: Made, target: Target, tmp_path: 
         import_heads(tmp_path / "theirs", target, tmp_path / "others")
 
 
-def test_taps_at_the_last_layer_are_refused(theirs: Path, target: Target) -> None:
-    nested = json.loads((theirs / "config.json").read_text())["dflash_config"]
-    change(theirs, dflash_config={**nested, "target_layer_ids": [1, 3, 7]})
-    assert "from 1 to the last but one" in problem(theirs, target)
-
-
-def test_what_is_read_is_checked_against_the_target(theirs: Path, tiny_target: Target, target: Target) -> None:
+def test_heads_are_checked_against_the_target(theirs: Path, tiny_target: Target, target: Target) -> None:
     assert read_checked(theirs, target).aux_layers == (2, 4, 7)
     assert facts_of_target(tiny_target).num_layers < 7
     assert "layers" in problem(theirs, tiny_target)

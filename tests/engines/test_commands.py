@@ -1,4 +1,4 @@
-"""`headstart export` and `headstart import` on the command line, and what they refuse."""
+"""`headstart export` and `headstart import` on the command line, and their refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,17 @@ from safetensors.torch import load_file, save_file
 import headstart
 from headstart.data.prompts.chat import with_template_kwargs
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads
 from headstart.model.model import Target
-from tests.engines.conftest import CASES, heads_for
+from tests.engines.conftest import CASES, Made, edited, heads_for
+from tests.spies import raising
 from tests.test_cli import call, refused, works
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
-Made = Callable[[str], tuple[DraftHead, Path]]
 
-
-def test_the_printed_commands_are_those_of_the_engines(made: Made, target: Target, tmp_path: Path) -> None:
+def test_printed_commands_match_the_engines(made: Made, target: Target, tmp_path: Path) -> None:
     heads, out = made("eagle3-reduced")[1], tmp_path / "served"
     printed = " ".join(works("export", heads, "--format", "vllm", "--out", out).stdout.split())
     assert f"vllm serve {shlex.quote(target.spec)} --speculative-config" in printed
@@ -43,7 +40,7 @@ def test_the_printed_commands_are_those_of_the_engines(made: Made, target: Targe
     assert "compare draft_n_accepted with --parallel 1" in " ".join(printed.split())
 
 
-def test_the_printed_commands_render_prompts_as_in_training(target: Target, tmp_path: Path) -> None:
+def test_printed_commands_render_prompts_as_in_training(target: Target, tmp_path: Path) -> None:
     heads, variables = heads_for(target, CASES["eagle3-reduced"]), {"enable_thinking": False}
     quiet = tiny_tokenizer("{% if enable_thinking is defined %}{% endif %}" + CHATML)
     bound = Target(target.model, with_template_kwargs(quiet, variables), target.spec)
@@ -60,9 +57,7 @@ def test_the_printed_commands_render_prompts_as_in_training(target: Target, tmp_
     assert "set `chat_template_kwargs` in each request" in (tmp_path / "served" / "README.md").read_text()
 
 
-def test_what_vllm_needs_on_a_cpu_is_said_where_there_is_no_gpu(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_options_of_vllm_are_printed(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = "On a CPU vLLM also needs --dtype bfloat16 --no-enable-prefix-caching."
     for gpu in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
@@ -70,26 +65,26 @@ def test_what_vllm_needs_on_a_cpu_is_said_where_there_is_no_gpu(
         assert (needed in " ".join(said.split())) is not gpu
 
 
-def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def run_with(heads: Path, run: Path) -> Path:
     run.mkdir()
     (run / "recipe.yaml").write_text("name: mine\nheads: {}\n")
-    (run / "heads").symlink_to(made("eagle3")[1])
+    (run / "heads").symlink_to(heads)
+    return run
+
+
+def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> None:
+    run = run_with(made("eagle3")[1], tmp_path / "run")
     works("export", run, "--format", "speculators", "--out", tmp_path / "out")
     said = works("export", "--check", tmp_path / "out", "--engine", "speculators,vllm", "--against", run).stdout
     assert "is complete; speculators and vllm read every tensor" in " ".join(said.split())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "out") as config:
+        config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
     result = call("export", "--check", tmp_path / "out")
     assert result.exit_code == 1 and "layer ids, rotary base, norms" in " ".join(result.stdout.split())
 
 
-def test_heads_in_our_own_format_are_named_instead_of_checked(made: Made, target: Target, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "recipe.yaml").write_text("name: mine\nheads: {}\n")
-    (run / "heads").symlink_to(made("eagle3")[1])
+def test_own_format_is_named_instead_of_checked(made: Made, target: Target, tmp_path: Path) -> None:
+    run = run_with(made("eagle3")[1], tmp_path / "run")
     for folder in (made("eagle3")[1], run):
         said = refused("export", "--check", folder)
         assert "in headstart's own format, which no engine reads" in said and "--format vllm" in said
@@ -103,14 +98,13 @@ def spoil(file: Path) -> None:
     save_file(weights, file)
 
 
-def test_numbers_that_are_not_finite_are_found(made: Made, target: Target, tmp_path: Path) -> None:
-    """Of whoever wrote them: nothing else in the folder says so."""
+def test_not_finite_weights_are_found(made: Made, target: Target, tmp_path: Path) -> None:
+    """Also in a folder without headstart's own note."""
     served = tmp_path / "served"
     works("export", made("eagle3")[1], "--format", "vllm", "--out", served)
     spoil(served / "model.safetensors")
-    config = json.loads((served / "config.json").read_text())
-    del config["headstart"]
-    (served / "config.json").write_text(json.dumps(config))
+    with edited(served) as config:
+        del config["headstart"]
     result = call("export", "--check", served)
     assert result.exit_code == 1 and "it holds NaN or infinity" in " ".join(result.stdout.split())
     said = refused("import", served, "--target", target.spec, "--out", tmp_path / "back")
@@ -118,18 +112,18 @@ def test_numbers_that_are_not_finite_are_found(made: Made, target: Target, tmp_p
 
 
 @pytest.mark.parametrize("format", ["vllm", "gguf"])
-def test_heads_that_are_not_finite_are_not_exported(made: Made, format: str, tmp_path: Path) -> None:
+def test_not_finite_heads_are_not_exported(made: Made, format: str, tmp_path: Path) -> None:
     shutil.copytree(made("eagle3")[1], tmp_path / "heads")
     spoil(tmp_path / "heads" / "heads.safetensors")
     assert "not finite" in refused("export", tmp_path / "heads", "--format", format, "--out", tmp_path / "served")
     assert not (tmp_path / "served").exists()
 
 
-def test_a_full_disk_is_a_sentence(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+def test_full_disk_is_reported(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "safetensors.torch.save_file",
+        raising(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+    )
     said = refused("export", made("eagle3")[1], "--format", "vllm", "--out", tmp_path / "served")
     assert "full" in said and not list(tmp_path.iterdir())
 
@@ -145,7 +139,7 @@ def test_import_on_the_command_line(made: Made, target: Target, tmp_path: Path) 
     assert "holds other files" in refused(*asked[:-3], tmp_path / "there" / "..", *asked[-2:])
 
 
-def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Target, tmp_path: Path) -> None:
+def test_unsupported_heads_are_refused_with_the_reason(made: Made, target: Target, tmp_path: Path) -> None:
     def problem(settings: dict[str, object], form: str) -> str:
         export_heads(tmp_path / "heads", heads := heads_for(target, settings), target, untuned(heads), {})
         return refused("export", tmp_path / "heads", "--format", form, "--out", tmp_path / "out")
@@ -204,7 +198,7 @@ def test_bad_input_is_refused(made: Made, target: Target, tmp_path: Path, monkey
     result = call("export", "--check", tmp_path / "vllm", "--engine", "llama.cpp,vllm")
     said = " ".join(result.stdout.split())
     assert result.exit_code == 1 and "llama.cpp: It does not read the format vllm" in said and "--format gguf" in said
-    assert "is complete; vllm reads every tensor." in said, "the others are checked all the same"
+    assert "is complete; vllm reads every tensor." in said, "other engines are still checked"
     weights = tmp_path / "vllm" / "model.safetensors"
     assert f"{weights} is a file, not a folder" in refused("export", "--check", weights)
     assert f"{weights} is a file, not a folder" in refused("export", weights, "--out", tmp_path / "x")
@@ -218,7 +212,7 @@ def test_bad_input_is_refused(made: Made, target: Target, tmp_path: Path, monkey
     assert not (tmp_path / "g").exists()
 
 
-def test_heads_of_another_target_are_found_by_the_check(made: Made, target: Target, tmp_path: Path) -> None:
+def test_heads_of_another_target_are_detected(made: Made, target: Target, tmp_path: Path) -> None:
     export_for(made("eagle3")[1], tmp_path / "out", "vllm")
     other = Target(tiny_model("llama", seed=5, vocab_size=target.vocab_size, layers=8), target.tokenizer, target.spec)
     heads = heads_for(other, CASES["eagle3"])

@@ -1,8 +1,8 @@
-"""Planted faults: each is refused by the check, and where an engine would load it, its logits are seen to be others."""
+"""Planted faults: the check refuses each, and faults that an engine would load change the logits."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, make_config
+from headstart.heads.base import make_config
 from headstart.heads.parts.layer import LayerConfig
 from headstart.hub.engines import gguf_file as gguf_format
 from headstart.hub.engines.export import check_export, export_for
 from headstart.model.model import Target
+from tests.engines.conftest import Made, edited
 from tests.engines.test_formats import CHAIN, off, ours, read
 
-Made = Callable[[str], tuple[DraftHead, Path]]
 Config, Tensors = dict[str, Any], dict[str, Tensor]
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -57,7 +57,7 @@ def bases(*places: str) -> Callable[[Config, Tensors], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str, bool]] = {
-    # what is changed, the engine, what is said, whether the reader loads it and drafts otherwise
+    # change, engine, message, whether the reader loads it and drafts other tokens
     "no norm": (without("midlayer.hidden_norm.weight"), "vllm", "hidden_norm.weight is missing", False),
     "no final norm": (without("norm.weight"), "sglang", "norm.weight is missing, and sglang leaves it random", False),
     "no o_proj": (without("midlayer.self_attn.o_proj.weight"), "vllm", "leaves it random", False),
@@ -104,14 +104,12 @@ def exported(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_refused_and_breaks_the_logits(
-    name: str, exported: Path, made: Made, target: Target, tmp_path: Path
-) -> None:
+def test_fault_is_refused_and_visible(name: str, exported: Path, made: Made, target: Target, tmp_path: Path) -> None:
     plant, engine, said, drafts_otherwise = FAULTS[name]
-    config = json.loads((exported / "config.json").read_text())
+    shutil.copyfile(exported / "config.json", tmp_path / "config.json")
     tensors = load_file(exported / "model.safetensors")
-    plant(config, tensors)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path) as config:
+        plant(config, tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     found = check_export(tmp_path, [engine])
     assert any(said in one.problem for one in found), found
@@ -121,12 +119,10 @@ def test_a_planted_fault_is_refused_and_breaks_the_logits(
         assert not same, "the fault changes what is drafted"
 
 
-def test_a_layer_that_norms_queries_and_keys_is_one_of_qwen3(made: Made, tmp_path: Path) -> None:
+def test_query_and_key_norms_need_a_qwen3_layer(made: Made, tmp_path: Path) -> None:
     export_for(made("eagle3-qk-norm")[1], tmp_path / "out", "speculators", dtype="float32")
-    file = tmp_path / "out" / "config.json"
-    config = json.loads(file.read_text())
-    config["transformer_layer_config"]["model_type"] = "llama"
-    file.write_text(json.dumps(config))
+    with edited(tmp_path / "out") as config:
+        config["transformer_layer_config"]["model_type"] = "llama"
     problems = [finding.problem for finding in check_export(tmp_path / "out", ["vllm"])]
     assert any("does not norm queries and keys" in problem for problem in problems), problems
 
@@ -134,7 +130,7 @@ def test_a_layer_that_norms_queries_and_keys_is_one_of_qwen3(made: Made, tmp_pat
 def rewrite(
     file: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], None], architecture: str = "eagle3"
 ) -> None:
-    """The same GGUF file with other keys and tensors."""
+    """Copy a GGUF file with changed keys and tensors."""
     reader = gguf.GGUFReader(file)
     fields = {name: [field.contents(), field.types] for name, field in reader.fields.items() if "GGUF." not in name}
     tensors = {one.name: [one.data.copy(), one.tensor_type] for one in reader.tensors}
@@ -187,7 +183,7 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
 
 
 @pytest.mark.parametrize("name", GGUF_FAULTS)
-def test_a_fault_in_a_gguf_file_is_refused(name: str, made: Made, target: Target, tmp_path: Path) -> None:
+def test_gguf_fault_is_refused(name: str, made: Made, target: Target, tmp_path: Path) -> None:
     plant, said, drafts_otherwise = GGUF_FAULTS[name]
     heads, folder = made("eagle3-reduced")
     export_for(folder, tmp_path / "whole", "gguf", dtype="float32")
@@ -199,8 +195,8 @@ def test_a_fault_in_a_gguf_file_is_refused(name: str, made: Made, target: Target
         assert off(ours_KV, theirs_KV) > 1e-3, "the fault changes what is drafted"
 
 
-def test_heads_beside_show_what_a_file_alone_cannot(made: Made, tmp_path: Path) -> None:
-    """Files that do not say what they were written from: a missing permutation is seen next to the heads."""
+def test_comparison_with_the_heads_finds_more(made: Made, tmp_path: Path) -> None:
+    """Without headstart's note in the file, only the heads reveal a missing permutation."""
     folder = made("eagle3-reduced")[1]
     export_for(folder, tmp_path / "whole", "gguf", dtype="float32")
     (tmp_path / "plain").mkdir()
@@ -213,13 +209,13 @@ def test_heads_beside_show_what_a_file_alone_cannot(made: Made, tmp_path: Path) 
     assert [problem.split(" differs from the heads")[0].split(".")[-2] for problem in problems] == ["q_proj", "k_proj"]
 
 
-def test_other_heads_are_not_these(made: Made, tmp_path: Path) -> None:
+def test_other_heads_are_told_apart(made: Made, tmp_path: Path) -> None:
     export_for(made("eagle3")[1], tmp_path / "out", "vllm")
     assert any("d2t" in one.problem for one in check_export(tmp_path / "out", against=made("eagle3-reduced")[1]))
 
 
-def test_a_number_of_attention_heads_that_configs_cannot_have(made: Made, target: Target, tmp_path: Path) -> None:
-    """Heads of our own may have it; a start that is solved for chooses a number that they can."""
+def test_indivisible_number_of_attention_heads(made: Made, target: Target, tmp_path: Path) -> None:
+    """Our own format may have it; a solved start chooses a divisor of the width."""
     heads = made("eagle3-six-heads")[1]
     with pytest.raises(UserError, match="64 is no multiple of the 6 attention heads"):
         export_for(heads, tmp_path / "out", "vllm")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from headstart.model.model import Target
 from headstart.servers import names
 from headstart.servers.engines import ENGINES
 from tests.engines import readers
+from tests.engines.conftest import Made, edited
 
-Made = Callable[[str], tuple[DraftHead, Path]]
 TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22]
 HELD = [
     *((case, form) for case in ("eagle3", "eagle3-reduced", "eagle3-heads") for form in FORMATS),
@@ -33,7 +33,7 @@ HELD = [
 
 @torch.no_grad()
 def ours(heads: DraftHead, target: Target, chain: list[int]) -> Tensor:
-    """Draft logits after each token of a chain, over the target's vocabulary."""
+    """Return draft logits after each token of a chain, over the target's vocabulary."""
     states = target.prefill(target.new_cache(1, len(TEXT)), [TEXT], heads.aux_layers).aux_hidden_states
     session, level = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long)
     logits = []
@@ -45,14 +45,14 @@ def ours(heads: DraftHead, target: Target, chain: list[int]) -> Tensor:
 
 @torch.no_grad()
 def read(form: str, folder: Path, target: Target, chain: list[int] = CHAIN) -> Tensor:
-    """What an engine would draft with, by its reference reader."""
+    """Return an engine's draft logits from its reference reader."""
     out = target.model(torch.tensor([TEXT]), output_hidden_states=True)
     hidden, final_TE = [one[0] for one in out.hidden_states], out.hidden_states[-1][0]
     kept = []
     handle = target.model.model.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0][0]))
     target.model(torch.tensor([TEXT]))
     handle.remove()
-    hidden[-1] = kept[0]  # engines give the last layer's output as it is before the final norm
+    hidden[-1] = kept[0]  # engines use the last layer's output before the final norm
     embed_VE, lm_head_VE = target.embedding_weight, target.lm_head_weight
     if form == "gguf":
         return readers.eagle3_gguf(folder / "heads.gguf", hidden, embed_VE, TEXT, chain)
@@ -65,7 +65,7 @@ def read(form: str, folder: Path, target: Target, chain: list[int] = CHAIN) -> T
 
 
 def off(ours_KV: Tensor, theirs_KV: Tensor) -> float:
-    """The largest difference over the tokens that both draft, as a share of the largest logit."""
+    """Return the largest difference over tokens that both draft, relative to the largest logit."""
     both = ours_KV.isfinite() & theirs_KV.isfinite()
     return float((ours_KV - theirs_KV)[both].abs().max() / ours_KV[both].abs().max())
 
@@ -75,7 +75,7 @@ def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target:
     heads, folder = made(case)
     done = export_for(folder, tmp_path / "out", form, dtype="float32")
     ours_KV, theirs_KV = ours(heads, target, CHAIN), read(form, tmp_path / "out", target)
-    if not case.startswith("eagle-") and case != "eagle":  # EAGLE-1 heads draft from all that the LM head knows
+    if not case.startswith("eagle-") and case != "eagle":  # EAGLE-1 heads draft from all tokens of the LM head
         assert torch.equal(ours_KV.isfinite(), theirs_KV.isfinite()), "the same tokens are drafted"
     assert off(ours_KV, theirs_KV) < 1e-5
     assert ours_KV.argmax(-1).tolist() == theirs_KV.argmax(-1).tolist()
@@ -84,7 +84,7 @@ def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target:
     assert check_export(tmp_path / "out", against=folder) == []
 
 
-def test_help_and_recipes_know_every_name() -> None:
+def test_names_of_formats_and_engines_are_complete() -> None:
     assert names.FORMATS.split(", ") == list(FORMATS)
     assert names.KNOWN_ENGINES.split(", ") == list(KNOWN_ENGINES)
     assert names.ENGINES.split(", ") == list(ENGINES)
@@ -93,14 +93,16 @@ def test_help_and_recipes_know_every_name() -> None:
         assert engine.name in FORMATS[engine.format].engines
 
 
-def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it gets wrong, what is to be said and how it is started come from there; `also` says what it reads."""
+def test_engine_is_defined_by_its_traits(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its faults, remarks and command; `also` of a format lists further readers."""
+
+    def faults(checkpoint: Any, _: Any) -> Iterator[tuple[str, str]]:
+        yield from [("It stops.", "Wait.")] if "stop" in checkpoint.config else []
+
     new = EngineTraits(
         "new",
         {Layout.EAGLE3: (EAGLE3,)},
-        faults={
-            Layout.EAGLE3: lambda checkpoint, _: iter([("It stops.", "Wait.")] if "stop" in checkpoint.config else [])
-        },
+        faults={Layout.EAGLE3: faults},
         command=lambda folder, published, facts, drafts: ["serve", folder, str(drafts)],
         remarks=lambda published: ["It is new."],
     )
@@ -109,14 +111,14 @@ def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest
     done = export_for(made("eagle3")[1], tmp_path / "out", "vllm", dtype="float32")
     assert "It is new." in done.remarks and done.commands["new"] == f"serve {tmp_path / 'out'} '{{1: 3}}'"
     assert check_export(tmp_path / "out", ["new"]) == []
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "stop": True}))
+    with edited(tmp_path / "out") as config:
+        config["stop"] = True
     assert [finding.problem for finding in check_export(tmp_path / "out", ["new"])] == ["It stops."]
     assert check_export(tmp_path / "out", ["vllm"]) == []
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_dtype_is_whole(form: str, made: Made, tmp_path: Path) -> None:
+def test_every_dtype_is_complete(form: str, made: Made, tmp_path: Path) -> None:
     _, folder = made("eagle3-reduced")
     for dtype in FORMATS[form].dtypes:
         export_for(folder, tmp_path / dtype, form, dtype=dtype)

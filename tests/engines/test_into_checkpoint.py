@@ -1,4 +1,4 @@
-"""Trained modules in a copy of the target's checkpoint: only their bytes change, and they draft from there."""
+"""Trained modules written into a copy of the target's checkpoint: only their bytes change, and the copy drafts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from headstart.support.files import file_hash
 from headstart.tree.tree import TreeShape
 from tests.heads import test_contract as contract
 from tests.shipped import ONE_MODULE, WEIGHTS, reload, ship
+from tests.spies import raising
 from tests.test_cli import refused, works
 from tests.test_pipeline import tiny_recipe
 from tests.tiny import tiny_tokenizer
@@ -50,12 +51,12 @@ def case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def louder(model: Any) -> None:
-    """An LM head that tells tokens apart: heads do not train it."""
+    """Scale the LM head, which heads do not train, to separate tokens."""
     model.lm_head.weight.mul_(50)
 
 
 def published(kind: str, folder: Path) -> Target:
-    """A target as published: bfloat16 in three shards with an index, and other files beside them."""
+    """Write a target as published: bfloat16 in three shards with an index, and other files."""
     ship(kind, folder, louder)
     tensors = {
         name: tensor if "correction_bias" in name else tensor.to(torch.bfloat16)
@@ -71,7 +72,7 @@ def published(kind: str, folder: Path) -> Target:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "tokenizer.model").write_text("words")
     (folder / ".cache").mkdir()
-    (folder / ".cache" / "lock").write_text("somebody else's")
+    (folder / ".cache" / "lock").write_text("foreign")
     return reload(folder)
 
 
@@ -81,7 +82,7 @@ def kept(heads: DraftHead, target: Target, folder: Path) -> Path:
 
 
 def bytes_of(folder: Path) -> dict[str, tuple[str, Tensor]]:
-    """Dtype and bytes of every tensor of a checkpoint."""
+    """Read the dtype and bytes of every tensor of a checkpoint."""
     stored: dict[str, tuple[str, Tensor]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as held:
@@ -93,7 +94,7 @@ def bytes_of(folder: Path) -> dict[str, tuple[str, Tensor]]:
 
 
 def train(heads: DraftHead, target: Target) -> tuple[float, float]:
-    """First and last loss of a short training on the target's own answers."""
+    """Train briefly on the target's own answers; return the first and last loss."""
     rows = DecodeLoop(target).generate(PROMPTS, OPTIONS)
     texts = [prompt + row.tokens for prompt, row in zip(PROMPTS, rows, strict=True)]
     batch = contract.batch_of(target, heads, texts, prompt=3)
@@ -116,7 +117,7 @@ def tokens_per_round(target: Target, drafter: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", ONE_MODULE)
-def test_a_trained_module_goes_back_to_where_it_came_from(kind: str, tmp_path: Path) -> None:
+def test_trained_module_returns_to_its_checkpoint(kind: str, tmp_path: Path) -> None:
     source, out = tmp_path / "target", tmp_path / "out"
     target = published(kind, source)
     heads = contract.build("native", target)
@@ -127,7 +128,7 @@ def test_a_trained_module_goes_back_to_where_it_came_from(kind: str, tmp_path: P
     for file in source.iterdir():
         if file.is_file():
             assert file_hash(tmp_path / "same" / file.name) == file_hash(file), "bit for bit"
-            assert file.stat().st_mode == modes[file], "a link to a file is not the copy's to change"
+            assert file.stat().st_mode == modes[file], "linked files keep their mode"
     assert not (tmp_path / "same" / ".cache").exists()
 
     before = tokens_per_round(target, HeadDrafter(heads, TreeShape.chain(3)))
@@ -154,22 +155,19 @@ def test_a_trained_module_goes_back_to_where_it_came_from(kind: str, tmp_path: P
     )
 
 
-def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = published("mimo", tmp_path / "target")
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
     hashes = {file: file_hash(file) for file in (tmp_path / "target").glob("*.*") if file.is_file()}
 
-    def full(*given: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(into_checkpoint, "write_tensors", full)
+    monkeypatch.setattr(into_checkpoint, "write_tensors", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(heads, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "target"]
     assert hashes == {file: file_hash(file) for file in hashes}
 
 
-def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
+def test_unfit_heads_are_refused(tmp_path: Path) -> None:
     target = published("mimo", tmp_path / "target")
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
     with pytest.raises(UserError, match=r"holds other files.*config\.json"):
@@ -199,7 +197,7 @@ def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ONE_MODULE)
-def test_a_check_finds_what_is_wrong_with_a_copy(kind: str, tmp_path: Path) -> None:
+def test_check_finds_faults_of_a_copy(kind: str, tmp_path: Path) -> None:
     target = published(kind, tmp_path / "target")
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
     out = export_checkpoint(heads, tmp_path / "out").folder
@@ -209,9 +207,8 @@ def test_a_check_finds_what_is_wrong_with_a_copy(kind: str, tmp_path: Path) -> N
     assert [one.engine for one in check_checkpoint(out, ["sglang", "llama.cpp"])] == ["llama.cpp"]
 
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    name = next(
-        name for name in build_heads(read_config(heads)["heads"], heads / HEADS).in_checkpoint() if "norm" in name
-    )
+    names = build_heads(read_config(heads)["heads"], heads / HEADS).in_checkpoint()
+    name = next(name for name in names if "norm" in name)
     file = out / index[name]
     whole, tensors = file.read_bytes(), load_file(file)
     for said, change in (
@@ -227,8 +224,8 @@ def test_a_check_finds_what_is_wrong_with_a_copy(kind: str, tmp_path: Path) -> N
     assert "cut short" in check_checkpoint(out)[0].problem
 
 
-def test_the_command_says_what_serves_the_copy(tmp_path: Path) -> None:
-    """From a recipe to the copy: a run trains the module of its target, and it drafts in trees here."""
+def test_command_prints_how_to_serve_the_copy(tmp_path: Path) -> None:
+    """From a recipe to the copy: a run trains the target's module, and the copy drafts here too."""
     tokenizer, folder, runs, served = tiny_tokenizer(), tmp_path / "target", tmp_path / "runs", tmp_path / "served"
     ship("deepseek", folder, louder, vocabulary=len(tokenizer))
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Serving engines started, asked and measured: with a server that answers as they do."""
+"""Measuring drafts in serving engines, with a stand-in server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from headstart.data.conversations.records import Conversation, write_conversatio
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.eval.report import write_report
-from headstart.heads.base import DraftHead
 from headstart.hub.engine_tuning import (
     FILE,
     Asked,
@@ -36,11 +34,11 @@ from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
+from tests.engines.conftest import Made
 from tests.eval.test_report import measured as measured_report
 from tests.test_benchmarks import script
 from tests.test_cli import refused, works
 
-Made = Callable[[str], tuple[DraftHead, Path]]
 FAKE = Path(__file__).with_name("fake_engine.py")
 
 
@@ -51,15 +49,14 @@ def command(kind: str, fault: str = "none") -> str:
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     file = tmp_path / "validation.jsonl"
-    write_conversations(
-        file, [Conversation(str(n), [5, 6, 7, 8 + n], [False, False, True, True], []) for n in range(3)]
-    )
+    made = [Conversation(str(n), [5, 6, 7, 8 + n], [False, False, True, True], []) for n in range(3)]
+    write_conversations(file, made)
     return file
 
 
 @pytest.fixture
 def heads(made: Made, tmp_path: Path) -> Path:
-    """A folder of one's own: tuning writes into it."""
+    """A private folder, because tuning writes into it."""
     folder = tmp_path / "heads"
     works("export", made("eagle3-reduced")[1], "--out", folder)
     calibration = read_json(folder / "calibration.json")
@@ -71,7 +68,7 @@ def heads(made: Made, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, texts: Path, tmp_path: Path) -> None:
-    write_report(measured_report(), tmp_path / "report")  # as of the run that the heads are of
+    write_report(measured_report(), tmp_path / "report")  # the report of the heads' run
     said = works(
         *("tune", heads, "--conversations", texts, "--engine", name, "--engine-command", command(name)),
         *("--engine-target", "target.gguf", "--engine-drafts", "3,1", "--engine-tokens", 9),
@@ -89,7 +86,7 @@ def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, text
     assert card.count("## In serving engines") == 1 and f"| {name} " in card
     shown = f"{name} {measured.version}, 3 drafts"
     assert shown in (tmp_path / "report" / "report.html").read_text()
-    # Measured again, it is said once; exports use the number and their card has the figures.
+    # Exports use the number of drafts, and their card has the figures.
     write_engine_tuning(heads, paying(measured, 1))
     done = works("export", heads, "--format", ENGINES[name].format, "--out", tmp_path / "served")
     served = " ".join(done.stdout.split())
@@ -101,12 +98,12 @@ def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, text
 
 
 def paying(measured: EngineTuning, drafts: int) -> EngineTuning:
-    """As if so many drafts had been found to pay."""
+    """Pretend that only this number of drafts pays."""
     rows = tuple(replace(row, expected=1.5 if row.drafts == drafts else 0.5) for row in measured.rows)
     return replace(measured, rows=rows)
 
 
-def test_a_report_has_what_was_measured_in_engines_before(heads: Path, texts: Path, tmp_path: Path) -> None:
+def test_report_includes_engine_measurements(heads: Path, texts: Path, tmp_path: Path) -> None:
     works(
         *("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm")),
         *("--engine-drafts", "2", "--engine-tokens", 9),
@@ -120,8 +117,8 @@ def test_a_report_has_what_was_measured_in_engines_before(heads: Path, texts: Pa
     assert "1 prompt (asked.jsonl)" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_vllm_is_given_a_number_of_drafts_for_each_load(heads: Path, texts: Path, tmp_path: Path) -> None:
-    """Chains of 3 pay for one request at a time, of 1 for two and three, none for four; 8 is as 4."""
+def test_vllm_gets_a_number_of_drafts_per_load(heads: Path, texts: Path, tmp_path: Path) -> None:
+    """Chains of 3 pay at one request, of 1 at two and three, none at four; 8 is like 4."""
     said = works(
         *("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm")),
         *("--engine-drafts", "1,3", "--engine-requests", "1,2,4,8", "--engine-tokens", 9),
@@ -129,7 +126,7 @@ def test_vllm_is_given_a_number_of_drafts_for_each_load(heads: Path, texts: Path
     assert "with 4 requests at a time" in " ".join(said.split())
     measured = read_engine_tunings(heads)["vllm"]
     assert [(row.drafts, row.requests) for row in measured.rows] == [(d, r) for d in (1, 3) for r in (1, 2, 4, 8)]
-    assert measured.same_texts == (2 * (3 + 4 + 4 + 8),) * 2, "three prompts; the first are asked again"
+    assert measured.same_texts == (2 * (3 + 4 + 4 + 8),) * 2, "three prompts, repeated to fill the requests"
     assert all(row.accepted == row.by_position[0] == 1 for row in measured.rows)
     pays = {1: 3, 2: 1, 4: 0, 8: 0}
     rows = [replace(row, expected=1.5 if row.drafts == pays[row.requests] else 0.5) for row in measured.rows]
@@ -151,7 +148,7 @@ def test_vllm_is_given_a_number_of_drafts_for_each_load(heads: Path, texts: Path
         (8, "-tp 2 -dp 4 --max-model-len 8", ("", "")),
     ],
 )
-def test_each_server_has_gpus_of_its_own_where_there_are_enough(
+def test_servers_get_their_own_gpus(
     gpus: int, arguments: str, seen: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -167,7 +164,7 @@ def test_each_server_has_gpus_of_its_own_where_there_are_enough(
         assert "CUDA_VISIBLE_DEVICES=7" in around
 
 
-def test_prompts_are_asked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_sent_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, all_are_there = Server(ENGINES["vllm"], "target", (), tmp_path / "log"), threading.Barrier(4)
 
     def answer(prompt: list[int], most: int) -> EngineAnswer:
@@ -178,7 +175,7 @@ def test_prompts_are_asked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.
     assert [each.tokens for each in server.answers([[1], [2], [3], [4]], 9)] == [(1, 9), (2, 9), (3, 9), (4, 9)]
 
 
-def test_the_figures_stay_when_the_heads_are_tuned_and_copied(heads: Path, texts: Path, tmp_path: Path) -> None:
+def test_figures_survive_tuning_and_copies(heads: Path, texts: Path, tmp_path: Path) -> None:
     options = ("--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm"))
     works("tune", heads, *options, "--engine-drafts", "1", "--engine-tokens", 5)
     works("export", heads, "--out", tmp_path / "copy")
@@ -195,7 +192,7 @@ def test_the_figures_stay_when_the_heads_are_tuned_and_copied(heads: Path, texts
     assert not (heads / FILE).exists()
 
 
-def test_an_engine_that_fails_says_why(heads: Path, texts: Path, tmp_path: Path) -> None:
+def test_failing_engine_is_explained(heads: Path, texts: Path, tmp_path: Path) -> None:
     before = {path.name for path in heads.iterdir()}
     asked = ("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command")
     said = refused(*asked, command("vllm", "start"))
@@ -207,9 +204,7 @@ def test_an_engine_that_fails_says_why(heads: Path, texts: Path, tmp_path: Path)
     assert {path.name for path in heads.iterdir()} == before
 
 
-def test_a_failing_engine_leaves_nothing_but_the_log_that_its_error_names(
-    heads: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_leaves_only_its_log(heads: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
@@ -236,7 +231,7 @@ def test_bad_input_is_refused(heads: Path, made: Made, texts: Path) -> None:
     assert "EAGLE-3" in refused("tune", medusa, "--conversations", texts, "--engine", "llama.cpp")
 
 
-def test_a_server_is_stopped_with_what_it_started(tmp_path: Path) -> None:
+def test_server_is_stopped_with_its_children(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(
         "import os, subprocess, sys\n"
@@ -253,7 +248,7 @@ def test_a_server_is_stopped_with_what_it_started(tmp_path: Path) -> None:
     assert _ends(group)
 
 
-def test_a_command_that_is_ended_takes_its_engines_with_it(tmp_path: Path) -> None:
+def test_ended_command_stops_its_engines(tmp_path: Path) -> None:
     script = tmp_path / "tuning.py"
     script.write_text(
         "import sys, time\n"
@@ -274,7 +269,7 @@ def test_a_command_that_is_ended_takes_its_engines_with_it(tmp_path: Path) -> No
 
 
 def _ends(group: int) -> bool:
-    """Whether no process of a group is left, which were told to end just now."""
+    """Wait up to 5 s for all processes of a group to end."""
     for _ in range(100):
         if not [stat for stat in Path("/proc").glob("[0-9]*/stat") if _in_group(stat, group)]:
             return True
@@ -290,7 +285,7 @@ def _in_group(stat: Path, group: int) -> bool:
     return int(found) == group and state != "Z"
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_silent_server_times_out(tmp_path: Path) -> None:
     words = shlex.join([sys.executable, "-c", "import time; print('waiting for a device'); time.sleep(60)"])
     with (
         pytest.raises(UserError, match="did not answer within"),
@@ -299,7 +294,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
         pass
 
 
-def test_a_command_that_is_not_there_leaves_signals_as_they_were(tmp_path: Path) -> None:
+def test_missing_command_leaves_signals_unchanged(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
     with (
         pytest.raises(UserError, match="cannot be started"),
@@ -309,7 +304,7 @@ def test_a_command_that_is_not_there_leaves_signals_as_they_were(tmp_path: Path)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)) == before
 
 
-def test_the_words_that_are_run_are_those_that_are_printed(made: Made, target: Target, tmp_path: Path) -> None:
+def test_run_and_printed_commands_match(made: Made, target: Target, tmp_path: Path) -> None:
     from headstart.pipeline.in_engine import served_with
 
     done = export_for(made("eagle3")[1], tmp_path / "served", "vllm")
@@ -318,21 +313,21 @@ def test_the_words_that_are_run_are_those_that_are_printed(made: Made, target: T
     assert with_heads == shlex.split(done.commands["vllm"])
 
 
-def test_imported_heads_are_tuned_first(heads: Path, target: Target, texts: Path, tmp_path: Path) -> None:
+def test_imported_heads_must_be_tuned_first(heads: Path, target: Target, texts: Path, tmp_path: Path) -> None:
     works("export", heads, "--format", "vllm", "--out", tmp_path / "there")
     works("import", tmp_path / "there", "--target", target.spec, "--out", tmp_path / "back")
     asked = ("tune", tmp_path / "back", "--conversations", texts, "--engine", "vllm", "--engine-command")
     assert "Tune them first" in refused(*asked, command("vllm"))
 
 
-def test_paths_with_spaces_stay_whole(made: Made, tmp_path: Path) -> None:
+def test_paths_with_spaces_are_quoted(made: Made, tmp_path: Path) -> None:
     done = export_for(made("eagle3")[1], tmp_path / "my heads", "vllm")
     words = shlex.split(done.commands["vllm"])
     assert json.loads(words[words.index("--speculative-config") + 1])["model"] == str(tmp_path / "my heads")
 
 
-def test_drafts_beyond_the_end_of_an_answer_do_not_make_rounds_longer(tmp_path: Path) -> None:
-    """An answer of 4 tokens takes the prompt's pass and two more, whose last draft is cut off."""
+def test_drafts_beyond_the_end_do_not_lengthen_rounds(tmp_path: Path) -> None:
+    """An answer of 4 tokens takes the prompt's pass and two rounds; the last draft is cut off."""
     words = {name: command("vllm", fault) for name, fault in (("plain", "none"), ("drafts", "none"))}
     heads = tmp_path / "heads"
     heads.mkdir()
@@ -347,16 +342,16 @@ def test_drafts_beyond_the_end_of_an_answer_do_not_make_rounds_longer(tmp_path: 
     row = compared.row
     assert row.accepted == 1 and compared.same == 1
     seconds = 4 / row.tokens_per_second
-    assert row.round_ms <= 1e3 * seconds / 2, "two rounds, not one"
+    assert row.round_ms <= 1e3 * seconds / 2, "two rounds"
 
 
-def test_counters_add_up_over_engines_of_one_server() -> None:
+def test_counters_are_summed_over_engines() -> None:
     page = 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\nvllm:spec_decode_num_drafts_total{engine="1"} 2.0\n'
     page += 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9\n'
     assert read_counters(page) == {"drafts": 5}
 
 
-def test_heads_that_are_broken_are_not_asked_about(heads: Path, texts: Path) -> None:
+def test_damaged_tunings_are_refused(heads: Path, texts: Path) -> None:
     (heads / FILE).write_text('{"vllm": {"rows": 3}}')
     with pytest.raises(UserError, match="Delete it"):
         read_engine_tunings(heads)
@@ -366,7 +361,7 @@ def test_heads_that_are_broken_are_not_asked_about(heads: Path, texts: Path) -> 
         tune_in_engine(heads, texts, Console(), None, EngineOptions(engine="vllm", engine_command=command("vllm")))
 
 
-def test_the_benchmark_of_engines(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_of_engines(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["--engine", "vllm", "--engine-command", command("vllm"), "--limit", "2", "--max-new-tokens", "7"]
     more = ["--dtype", "float32", "--drafts", "1", "3", "--out", str(tmp_path / "out")]
     script("engines", monkeypatch).main([str(heads), *asked, *more])

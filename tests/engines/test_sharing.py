@@ -1,8 +1,7 @@
-"""Folders for engines on the Hub: two formats side by side, pushed and fetched with the real client."""
+"""Folders for engines on the Hub: two formats in one repository, pushed and fetched with the real client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,17 @@ import torch
 from safetensors.torch import load_file
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import check_export, export_for, formats_of
 from headstart.hub.push import push
 from headstart.model.model import Target
+from tests.engines.conftest import Made
 from tests.hub.client import Client
 from tests.hub.fake_hub import FakeHub
 from tests.test_cli import refused, works
 
-Made = Callable[[str], tuple[DraftHead, Path]]
 
-
-def test_two_formats_in_one_repository(
-    hub: FakeHub, client: Client, made: Made, target: Target, tmp_path: Path
-) -> None:
-    """The files of each format are what it writes alone; fetched again they are whole, and become the same heads."""
+def test_two_formats_one_repository(hub: FakeHub, client: Client, made: Made, target: Target, tmp_path: Path) -> None:
+    """The files of each format equal its export alone; fetched again they are complete and import as the same heads."""
     heads, both = made("eagle3-reduced")[1], tmp_path / "both"
     works("export", heads, "--format", "speculators", "--format", "gguf", "--dtype", "float32", "--out", both)
     for name in ("speculators", "gguf"):
@@ -49,7 +44,7 @@ def test_two_formats_in_one_repository(
         (got / name).write_bytes(content)
     assert check_export(got, against=heads) == []
     assert [one.name for one in formats_of(got)] == ["speculators", "gguf"]
-    # Another push of one format alone leaves nothing of the other behind.
+    # Pushing one format alone removes the other.
     works("export", heads, "--format", "gguf", "--out", tmp_path / "alone")
     again = client.call("push", folder=str(tmp_path / "alone"), repo_id="user/served")
     assert sorted(hub.repos["user/served"].commits[again["commit"]]) == ["README.md", "heads.gguf"]
@@ -60,7 +55,7 @@ def test_two_formats_in_one_repository(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_folder_that_is_not_whole_is_not_pushed(made: Made, tmp_path: Path) -> None:
+def test_incomplete_folder_is_not_pushed(made: Made, tmp_path: Path) -> None:
     export_for(made("eagle3")[1], tmp_path / "served", "vllm")
     push(tmp_path / "served", "user/served", dry_run=True)
     weights = tmp_path / "served" / "model.safetensors"
@@ -69,7 +64,7 @@ def test_a_folder_that_is_not_whole_is_not_pushed(made: Made, tmp_path: Path) ->
         push(tmp_path / "served", "user/served", dry_run=True)
 
 
-def test_formats_that_are_in_each_others_way_are_refused(made: Made, tmp_path: Path) -> None:
+def test_clashing_formats_are_refused(made: Made, tmp_path: Path) -> None:
     heads, out = made("eagle3")[1], tmp_path / "served"
     both = ("export", heads, "--out", out, "--format", "vllm", "--format")
     assert "config.json" in refused(*both, "speculators") and "config.json" in refused(*both, "headstart")

@@ -1,4 +1,4 @@
-"""What the tests of measuring share: heads that draft."""
+"""Shared fixture of the evaluation tests: a drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target and what drafts for it, in place of a decoder."""
+"""A stand-in for a decoder in evaluations: a target and its drafters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headstart.model.model import Target
 
 @dataclass
 class Drafts:
-    """`tested` drafts under every name but those of `others`."""
+    """A target that drafts with `tested` under every name not in `others`."""
 
     target: Target
     tested: Drafter | None = None

@@ -1,4 +1,4 @@
-"""The audit: clean on honest decoding, and each kind of broken decoding is found; what it writes and prints."""
+"""The audit passes honest decoding and finds each kind of broken decoding; its files and console output."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from headstart.replay.cache import TreeCache
 from headstart.tree.tree import Tree, TreeShape
 from tests.decode.drafters import broken_trees
 from tests.hub.helpers import TUNING, make_heads
+from tests.spies import raising
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 9, 7, 3], [1, 2, 3, 4, 5, 6], [8, 8]]
@@ -37,7 +38,7 @@ QUICK = AuditOptions(
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     model = tiny_model("llama", vocab_size=24)
-    model.lm_head.weight.data *= 8  # a peaked distribution, as real models have
+    model.lm_head.weight.data *= 8  # peaked distributions, as in real models
     target = Target(model, None, "tiny")
     heads = make_heads(target)
     heads.version = "0a1b2c"
@@ -46,14 +47,8 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="module")
 def results(decoder: Decoder) -> dict[str, Any]:
-    options = AuditOptions(
-        drafters=("static", RANDOM, WRONG, "ngram"),
-        batch_sizes=(1, 3),
-        max_new_tokens=10,
-        samples=1000,
-        texts=1,
-        verifier=tuple(DRAWS),
-    )
+    quick: dict[str, Any] = {"batch_sizes": (1, 3), "max_new_tokens": 10, "samples": 1000, "texts": 1}
+    options = AuditOptions(drafters=("static", RANDOM, WRONG, "ngram"), verifier=tuple(DRAWS), **quick)
     return run_audit(decoder, PROMPTS, options, Console(quiet=True))
 
 
@@ -69,7 +64,7 @@ def test_honest_decoding_is_clean(results: dict[str, Any]) -> None:
     assert len(results["sampling"]) == len(DRAWS) * 2
     for row in results["sampling"]:
         assert row["samples"] == 1000
-        assert row["samples"] <= row["rounds"] <= 2 * row["samples"], "two of three tokens, in one round or two"
+        assert row["samples"] <= row["rounds"] <= 2 * row["samples"], "the last two of three tokens take 1 or 2 rounds"
         assert row["cells"] > 2
         assert row["problem"] is None and row["impossible"] == 0
         assert row["level"] == pytest.approx(0.01 / 4)
@@ -78,7 +73,7 @@ def test_honest_decoding_is_clean(results: dict[str, Any]) -> None:
     assert sum(row["drafts_accepted"] for row in results["sampling"]) > 0, "drafts were made"
 
 
-def test_the_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Path) -> None:
+def test_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Path) -> None:
     write_audit(results, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["audit.json", "audit.md"]
     assert json.loads((tmp_path / "out" / "audit.json").read_text())["clean"] is True
@@ -86,7 +81,7 @@ def test_the_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Pa
     assert "**Clean: 240 greedy tokens and 4000 samples" in text
     largest = max(row["least_seen"] for row in results["sampling"])
     could = f"a drafter that gets one token in 10 wrong, and samples whose distribution is off by {largest:.2f} or more"
-    assert f"In 95 % of cases this finds {could}." in text, "of 30 tokens each drafter and batch size"
+    assert f"In 95 % of cases this finds {could}." in text, "from 30 tokens per drafter and batch size"
     assert "Bonferroni" in text
     console = Console(record=True, width=120)
     show_audit(results, console)
@@ -97,7 +92,7 @@ def test_the_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Pa
     assert "| n-gram | 3 |" in text and "| heads name | heads |" in text and "ngram |" not in text
 
 
-def test_texts_without_a_doubt_prove_nothing_about_sampling(tmp_path: Path) -> None:
+def test_certain_texts_prove_nothing_about_sampling(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab_size=24)
     model.lm_head.weight.data *= 1000
     target = Target(model, None, "tiny")
@@ -113,7 +108,7 @@ def test_texts_without_a_doubt_prove_nothing_about_sampling(tmp_path: Path) -> N
 
 
 def raw_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an accepted draft, the next token comes from a distribution without top-p. Here and below: of `top_k`."""
+    """Break `top_k`: after an accepted draft, draw the next token without top-p."""
     accept, distributions = SamplingVerifier.accept, SamplingVerifier._distributions
     calls: list[int] = []
 
@@ -131,7 +126,7 @@ def raw_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sharp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Likely tokens are drawn more often than they should be."""
+    """Break `top_k`: draw likely tokens too often."""
 
     def sharper(p_target_MV: Tensor, *rest: Any) -> Tensor:
         return accept_or_draw(p_target_MV**2 if rest[2] is None else p_target_MV, *rest)
@@ -140,7 +135,7 @@ def sharp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that top-p leaves out are drawn now and then."""
+    """Break `top_k`: draw tokens outside top-p now and then."""
 
     def anything(p_target_MV: Tensor, accept_M: Tensor, *rest: Any) -> Tensor:
         now_and_then_M = (accept_M < 0.02) & torch.tensor(rest[1] is None)
@@ -152,7 +147,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rule", "words"), [(raw_bonus, "should never be drawn"), (sharp, "do not fit"), (outside, "should never be drawn")]
 )
-def test_a_broken_rule_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rule: Any, words: str) -> None:
+def test_broken_rule_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rule: Any, words: str) -> None:
     rule(monkeypatch)
     found = run_audit(decoder, PROMPTS, QUICK)
     assert not found["clean"]
@@ -162,7 +157,7 @@ def test_a_broken_rule_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatc
     assert all(row["problem"] is None for row in found["greedy"])
 
 
-def test_a_wrong_greedy_token_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_greedy_token_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Target, "forward_tree", broken_trees(Target.forward_tree))
     found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, temperature=(0.0,)))
     assert not found["clean"] and found["sampling"] == []
@@ -174,8 +169,8 @@ def test_a_wrong_greedy_token_is_found(decoder: Decoder, monkeypatch: pytest.Mon
     assert "**Not clean: 1 of 1 checks failed.**" in (tmp_path / "audit.md").read_text()
 
 
-def test_a_broken_batch_is_found_by_sampling_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that stand beside others lose what they accepted last: one row alone, and greedy decoding, never see it."""
+def test_broken_batch_is_found_by_sampling_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches over 8, rows lose their last accepted token; single rows and greedy decoding never show it."""
     commit = TreeCache.commit
 
     def forgetful(self: TreeCache, paths: Any, *on_device: Any) -> None:
@@ -185,18 +180,14 @@ def test_a_broken_batch_is_found_by_sampling_alone(decoder: Decoder, monkeypatch
 
     monkeypatch.setattr(TreeCache, "commit", forgetful)
     found = run_audit(decoder, PROMPTS, replace(QUICK, drafters=("static",), depth=5, samples=200))
-    assert all(row["problem"] is None for row in found["greedy"]), "of three rows at most"
-    assert found["problems"] and all(
-        "texts are others in a batch on the real cache" in one for one in found["problems"]
-    )
+    assert all(row["problem"] is None for row in found["greedy"]), "at most three rows"
+    fault = "texts are others in a batch on the real cache"
+    assert found["problems"] and all(fault in one for one in found["problems"])
 
 
 @pytest.mark.drafter_fails
-def test_a_drafter_that_fails_proves_nothing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> torch.Tensor:
-        raise ValueError("no drafts today")
-
-    monkeypatch.setattr(HeadDrafter, "propose", fail)
+def test_failing_drafter_proves_nothing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeadDrafter, "propose", raising(ValueError("no drafts today")))
     found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, ("top_k",), (1.0,), samples=50, texts=1))
     assert [problem for problem in found["problems"] if "the drafter failed (ValueError: no drafts today)" in problem]
     assert len(found["problems"]) == 2
@@ -214,7 +205,7 @@ def test_heads_without_a_tree_are_audited_with_a_small_one(decoder: Decoder, mon
     bare = Decoder(decoder.target, decoder.heads, TreeShape.chain(0), {**TUNING, "paths": ()})
     found = run_audit(bare, PROMPTS[:1], AuditOptions(("heads",), (1,), 6, temperature=(0.0,)))
     assert found["clean"]
-    assert sizes == [4] * found["greedy"][0]["rounds"] != [], "every round drafts two levels and a second child"
+    assert sizes == [4] * found["greedy"][0]["rounds"] != [], "two levels and a second child"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The audit finds nothing on honest drafters and everything on a broken verifier."""
+"""Drafters of the audit: honest ones change no token, and a broken verifier is caught."""
 
 from __future__ import annotations
 
@@ -57,28 +57,24 @@ def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompt
     assert answers == plain(target, prompts, 1) == plain(target, prompts, 7), "answers do not depend on the batch"
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, SHAPE.width))
     for drafter in (HeadDrafter(heads, SHAPE), HeadDrafter(random_weights(heads), SHAPE), wrong):
-        counts = tokens_that_differ(
-            answers, decode_in_batches(DecodeLoop(target, drafter), prompts, NEW, 3, advance=batches.append)
-        )
+        outputs = decode_in_batches(DecodeLoop(target, drafter), prompts, NEW, 3, advance=batches.append)
+        counts = tokens_that_differ(answers, outputs)
         assert counts["tokens"] == sum(map(len, answers))
         assert counts["different_tokens"] == 0
     assert counts["drafts_accepted"] == 0
-    assert counts["rounds"] == sum(len(answer) - 1 for answer in answers), "one token a round"
+    assert counts["rounds"] == sum(len(answer) - 1 for answer in answers), "one token per round"
     assert batches == [3, 3, 1] * 3
 
 
-def test_a_verifier_that_accepts_anything_is_caught(
-    target: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blind_acceptance_is_caught(target: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Verifier.accept
 
     def accept(self: Verifier, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         if batch.size == 1:
             return honest(self, batch, out)
         choice = argmax(out.logits_BTV).tolist()
-        return decided(
-            batch, [[0, 1] for _ in choice], [row[1] for row in choice], out.aux_hidden_states, out.logits_BTV
-        )
+        paths, tokens = [[0, 1] for _ in choice], [row[1] for row in choice]
+        return decided(batch, paths, tokens, out.aux_hidden_states, out.logits_BTV)
 
     answers = plain(target, prompts, 4)
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))
@@ -86,24 +82,24 @@ def test_a_verifier_that_accepts_anything_is_caught(
     outputs = decode_in_batches(DecodeLoop(target, wrong), prompts, NEW, 4)
     assert tokens_that_differ(answers, outputs)["different_tokens"] >= len(prompts)
     differences = [first_difference(0, answer, output.tokens) for answer, output in zip(answers, outputs, strict=True)]
-    assert all(difference and difference.position == 1 for difference in differences), "the first draft of all"
+    assert all(difference and difference.position == 1 for difference in differences), "the first draft"
 
 
-def test_a_missing_or_surplus_token_differs_too() -> None:
+def test_missing_and_surplus_tokens_differ() -> None:
     outputs = [Generation([1, 5]), Generation([4, 5, 6])]
     assert tokens_that_differ([[1, 2, 3], [4]], outputs)["different_tokens"] == 2 + 2
 
 
 def test_random_weights_leave_the_original_alone(heads: DraftHead) -> None:
     before = [parameter.clone() for parameter in heads.parameters()]
-    noisy = random_weights(copy.deepcopy(heads).requires_grad_(False), seed=1)  # frozen, as they are when loaded
+    noisy = random_weights(copy.deepcopy(heads).requires_grad_(False), seed=1)  # frozen, as when loaded
     assert all(torch.equal(*pair) for pair in zip(before, heads.parameters(), strict=True))
     assert not any(torch.equal(*pair) for pair in zip(before, noisy.parameters(), strict=True))
     again = random_weights(heads, seed=1)
     assert all(torch.equal(*pair) for pair in zip(noisy.parameters(), again.parameters(), strict=True))
 
 
-def test_random_weights_share_what_is_the_targets(target: Target) -> None:
+def test_random_weights_share_the_targets_tensors(target: Target) -> None:
     heads = family("eagle")(make_config({"family": "eagle", "draft_vocab_size": 30}, target))
     heads.warm_start(target)
     noisy = random_weights(heads)

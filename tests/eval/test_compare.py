@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def decoder(tiny_target: Target) -> Decoder:
     return Decoder(tiny_target, make_heads(tiny_target), shape, {**TUNING, "chain": 2})
 
 
-def test_names() -> None:
+def test_drafter_names() -> None:
     assert wanted(["all"], "static") == tuple(name for name in ALL if name != "static")
     assert wanted(["plain,transformers, ngram ,", "draft-model:a"], "heads") == ("ngram", "draft-model:a")
     assert wanted([], "heads") == ()
@@ -64,7 +65,7 @@ def test_every_drafter_in_one_table(decoder: Decoder) -> None:
     assert results["summary"]["speedup_vs_plain"] == rows["heads"]["speedup_vs_plain"]
 
 
-def test_another_drafter_can_stand_for_the_heads(decoder: Decoder) -> None:
+def test_another_drafter_may_replace_the_heads(decoder: Decoder) -> None:
     options = EvalOptions(max_new_tokens=6, baselines=False, drafter="ngram", compare=("heads",))
     results = evaluate(decoder, QUESTIONS[:1], options)
     assert [row["name"] for row in results["compare"]] == ["ngram", "plain", "heads"]
@@ -75,7 +76,7 @@ def test_another_drafter_can_stand_for_the_heads(decoder: Decoder) -> None:
 
 
 class Failing(IdleDrafter):
-    """Raises in its first round."""
+    """A drafter that raises in its first round."""
 
     name = "failing"
     max_nodes = 4
@@ -85,12 +86,12 @@ class Failing(IdleDrafter):
 
 
 @pytest.mark.drafter_fails
-def test_a_drafter_that_fails_is_reported(tiny_target: Target) -> None:
+def test_failing_drafter_is_reported(tiny_target: Target) -> None:
     options = EvalOptions(max_new_tokens=6, baselines=False, compare=("good",))
     results = evaluate(Drafts(tiny_target, Failing(), {"good": None}), QUESTIONS, options)
     assert results["summary"]["drafter_error"] == "ValueError: nothing to say"
     assert [row["drafter_error"] for row in results["compare"]] == ["ValueError: nothing to say", None, None]
-    assert results["summary"]["divergences"]["count"] == 0, "the words go on"
+    assert results["summary"]["divergences"]["count"] == 0, "decoding continues without drafts"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_drafter_that_fails_is_reported(tiny_target: Target) -> None:
     ],
 )
 def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: SamplingOptions) -> None:
-    """First tokens, many times: each loop draws all of the tokens that the settings leave, and only those."""
+    """First tokens of many samples: each loop draws every likely token the settings leave, and no other."""
     prompt = [5, 9, 7, 30]
     with tiny_target.stock() as model, torch.inference_mode():
         logits_V = model(torch.tensor([prompt])).logits[0, -1]
@@ -112,13 +113,7 @@ def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: Sam
     assert 1 < len(left) < 60
     scaled = Target(tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024), tiny_target.tokenizer, "t")
     scaled.model.lm_head.weight.data *= 8
-    options = DecodeOptions(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-    )
+    options = DecodeOptions(**asdict(sampling))
 
     def firsts(method: Any, seeds: Sequence[int]) -> set[int]:
         return {row[0] for seed in seeds for row in method.run([prompt] * 64, 1, seed).tokens}
@@ -130,8 +125,8 @@ def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: Sam
         assert likely <= sampled
 
 
-def test_every_method_ends_where_it_is_asked_to(decoder: Decoder) -> None:
-    """With a token that the text has, but not before the shortest answer."""
+def test_every_method_respects_stop_tokens_and_minimum_length(decoder: Decoder) -> None:
+    """The stop token occurs in the text, and is ignored before the minimum length."""
     prompt = decoder.tokens(QUESTIONS[0].turns[0])
     (plain,) = Ours(decoder.target).run([prompt], 8, 0).tokens
     place = next(place for place in range(2, 8) if plain[place] not in plain[:place])
@@ -151,24 +146,24 @@ def test_every_method_ends_where_it_is_asked_to(decoder: Decoder) -> None:
     assert [row["divergences"]["count"] for row in results["compare"]] == [0] * 4
 
 
-def test_margins_are_measured_where_no_token_may_end_the_answer(tiny_target: Target) -> None:
+def test_margins_exclude_forbidden_end_tokens(tiny_target: Target) -> None:
     prompt = [5, 9, 7, 30]
     (plain,) = DecodeLoop(tiny_target).generate([prompt], DecodeOptions(max_new_tokens=12))
     options = DecodeOptions(max_new_tokens=12, stop_token_ids=plain.tokens, min_new_tokens=12)
     answer = DecodeLoop(tiny_target).generate([prompt], options)[0].tokens
     judge = Judge(tiny_target, options)
-    assert not set(answer) & set(plain.tokens), "else nothing was tested"
+    assert not set(answer) & set(plain.tokens), "the ban has an effect"
     for index, token in enumerate(answer):
-        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "what was chosen is the best"
+        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "the chosen token is the best"
 
 
-def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) -> None:
+def test_margins_include_the_repetition_penalty(tiny_target: Target) -> None:
     prompt = [5, 9, 7, 30]
     options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
     answer = DecodeLoop(tiny_target).generate([prompt], options)[0].tokens
     judge = Judge(tiny_target, options)
     for index, token in enumerate(answer):
-        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "what was chosen is the best"
+        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "the chosen token is the best"
     asked = EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",))
     results = evaluate(Drafts(tiny_target), QUESTIONS, asked)
     assert all(row["divergences"]["count"] == 0 for row in results["compare"]), "transformers penalises alike"
@@ -191,7 +186,7 @@ def test_bad_names_and_settings_are_refused(decoder: Decoder, options: EvalOptio
         evaluate(decoder, QUESTIONS, options)
 
 
-def test_a_report_says_for_how_many_prompts_nothing_was_drafted() -> None:
+def test_report_counts_prompts_without_drafts() -> None:
     kinds = ((1, True), (3, False), (1, False))
     paused, drafted, empty = (Round(nodes, 1, 0, 1, 0, paused=pause) for nodes, pause in kinds)
     prompts = [Prompt(str(number), "none", [1]) for number in range(4)]

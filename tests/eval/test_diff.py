@@ -1,5 +1,4 @@
-"""Reports beside each other: a planted regression is found, a repeated run is none, and what cannot be compared is
-refused."""
+"""Comparing reports: planted regressions are found, repeated runs pass, and incomparable reports are refused."""
 
 from __future__ import annotations
 
@@ -29,20 +28,20 @@ from tests.eval.sources import Drafts
 from tests.test_cli import call, refused, works
 
 QUESTIONS, TURNS, DRAFTS = 40, 2, 3
-DRAFT_SECONDS, PLAIN_SECONDS = 0.05, 0.04  # of a round, and of a plain token
+DRAFT_SECONDS, PLAIN_SECONDS = 0.05, 0.04  # per round, and per plain token
 
 
 def measured(
     seed: int = 0, *, accepts: float = 1.0, slower: float = 1.0, noise: float = 0.0, drift: float = 0.0
 ) -> dict[str, Any]:
-    """A report on questions of two turns, which draft more or less easily.
+    """Simulate a report on questions of two turns with varying acceptance.
 
     Args:
-        seed: of the noise; the prompts and what is accepted of them are always the same.
-        accepts: the chance that a draft which is accepted by rights stays so.
-        slower: how much longer a round takes.
-        noise: of the seconds of each call, relative.
-        drift: of all seconds of a method together: what one run has and another has not.
+        seed: seeds the noise; the prompts and their acceptance never change.
+        accepts: probability of keeping a draft that should be accepted.
+        slower: factor on the time of a round.
+        noise: relative noise of each call's time.
+        drift: relative noise of a method's time, common to all its calls.
     """
     prompts, rng = np.random.default_rng(1), np.random.default_rng(seed)
     common = 1 + drift * rng.standard_normal(3)
@@ -56,7 +55,7 @@ def measured(
                 Round(4, 1 + int(np.cumprod(rng.random(count - 1) < accepts).sum()), 1.0, 6.0, 3.0, depth=DRAFTS)
                 for count in emitted
             ]
-            while sum(done.emitted for done in rounds) < len(tokens) - 1:  # the answer is as long as ever
+            while sum(done.emitted for done in rounds) < len(tokens) - 1:  # answers keep their length
                 rounds.append(Round(4, 2, 1.0, 6.0, 3.0, depth=DRAFTS))
             seconds = np.array([len(rounds) * DRAFT_SECONDS * slower, len(tokens) * PLAIN_SECONDS])
             seconds = np.append(seconds, seconds[0] * 0.9) * common * (1 + noise * rng.standard_normal(3))
@@ -97,14 +96,14 @@ def compared(*reports: dict[str, Any], limit: float = 0.03) -> Diff:
 
 
 def changed(report: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """A copy with other settings, or another environment where they are its."""
+    """Copy a report with other settings, or other fields of its environment."""
     other = copy.deepcopy(report)
     for name, value in settings.items():
         other["environment" if name in other["environment"] else "settings"][name] = value
     return other
 
 
-# -- what is found -----------------------------------------------------------------------------------------------------
+# -- regressions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -112,7 +111,7 @@ def changed(report: dict[str, Any], **settings: Any) -> dict[str, Any]:
     ("planted", "figure", "change"),
     [({"accepts": 0.938}, "tokens a round (τ)", -0.05), ({"slower": 1 / 0.95}, "speed-up over plain", -0.05)],
 )
-def test_a_planted_regression_of_5_percent_is_found(
+def test_planted_regression_of_5_percent_is_found(
     before: dict[str, Any], seed: int, planted: dict[str, float], figure: str, change: float
 ) -> None:
     found = compared(before, measured(seed, noise=0.035, **planted))
@@ -121,19 +120,19 @@ def test_a_planted_regression_of_5_percent_is_found(
     assert heads.change["mean"] == pytest.approx(change, abs=0.01)
     if figure.startswith("tokens"):
         shares = [each for each in found.others[0].drafters["heads"] if each.unit == "%"]
-        assert len(shares) == DRAFTS and all(below(each.change) for each in shares), "it says where"
+        assert len(shares) == DRAFTS and all(below(each.change) for each in shares), "every position is named"
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_repeated_run_is_no_regression(before: dict[str, Any], seed: int) -> None:
-    """Calls vary by 3.5 %: "plain again" in benchmarks/results/never_slower.json is eight calls over eight others, and
-    1.00 give or take 0.017 at batch 1."""
+def test_repeated_run_is_no_regression(before: dict[str, Any], seed: int) -> None:
+    """Calls vary by 3.5 %: "plain again" in benchmarks/results/never_slower.json compares eight calls with eight
+    others, 1.00 +- 0.017 at batch 1."""
     again = compared(before, measured(seed, noise=0.035, drift=0.003, accepts=0.998))
     assert not again.regressed
     assert [said for said, bad in sentences(again) if bad] == []
 
 
-def test_the_exit_code_says_whether_it_fell(before: dict[str, Any]) -> None:
+def test_exit_code_reports_a_regression(before: dict[str, Any]) -> None:
     for name, report in (("before", before), ("after", measured(1, accepts=0.938, noise=0.03))):
         write_json(Path(name, "results.json"), report)
     write_json(Path("run/report/results.json"), measured(2, noise=0.03))
@@ -144,18 +143,18 @@ def test_the_exit_code_says_whether_it_fell(before: dict[str, Any]) -> None:
     assert "tokens/s" not in fell.stdout
     assert all(len(line) <= 80 for line in fell.stdout.splitlines() if "%" in line and not line.startswith("B:"))
     works("report", "diff", "before", "after", "--regression", "10%")
-    assert call("report", "diff", "after", "before").exit_code == 0, "what rises is none"
+    assert call("report", "diff", "after", "before").exit_code == 0, "a rise is no regression"
     assert call("report", "diff", "before", "run", "after", "--regression", "3").exit_code == 1, "any of them"
 
 
-def test_a_fall_that_cannot_be_seen_is_said(before: dict[str, Any]) -> None:
+def test_inconclusive_drop_is_reported(before: dict[str, Any]) -> None:
     found = compared(before, measured(3, noise=0.3), limit=0.03)
     assert not found.regressed
     assert any("is not excluded (" in said for said, _ in sentences(found))
     assert not any("is not excluded" in said for said, _ in sentences(compared(before, before)))
 
 
-def test_figures_are_those_of_the_reports(before: dict[str, Any]) -> None:
+def test_figures_match_the_reports(before: dict[str, Any]) -> None:
     other = measured(1, accepts=0.95, noise=0.03)
     changes = {change.name: change for change in compared(before, other).others[0].drafters["heads"]}
     tokens, speed, first = (changes[name] for name in ("tokens a round (τ)", "speed-up over plain", "accepted at 1"))
@@ -179,10 +178,10 @@ def test_pairing_narrows_the_interval(before: dict[str, Any]) -> None:
     assert below(tokens.change) and not above(tokens.change)
 
 
-# -- what can be compared ----------------------------------------------------------------------------------------------
+# -- comparable reports ------------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_all_reports_have_are_paired(before: dict[str, Any]) -> None:
+def test_common_prompts_are_paired(before: dict[str, Any]) -> None:
     other = copy.deepcopy(before)
     other["per_prompt"] = other["per_prompt"][:60:-1] + other["per_prompt"][:20]
     other["per_prompt"][0]["asked"] = "another question of the same number"
@@ -193,22 +192,20 @@ def test_prompts_that_all_reports_have_are_paired(before: dict[str, Any]) -> Non
     assert "43 more are not in all reports" in sentences(found)[0][0]
 
 
-def test_speeds_of_other_machines_are_shown_and_not_judged(before: dict[str, Any]) -> None:
+def test_speeds_of_other_machines_are_not_judged(before: dict[str, Any]) -> None:
     for other in ({"threads": 4}, {"dtype": "bfloat16"}, {"cpu": "another"}, {"gpu": "one", "device": "cuda"}):
         found = compared(before, changed(measured(1, slower=1.5), **other))
         assert not found.regressed
         (caution,) = found.others[0].cautions
-        assert (
-            "shown and not judged. Measure both on one machine" in caution
-            and str(next(iter(other.values()))) in caution
-        )
+        assert "shown and not judged. Measure both on one machine" in caution
+        assert str(next(iter(other.values()))) in caution
     found = compared(before, changed(measured(1, accepts=0.9), threads=4))
     assert {change.name for _, change in found.others[0].regressions(0.03)} == {"tokens a round (τ)"}
     (caution,) = compared(before, changed(before, torch="2.14")).others[0].cautions
     assert "torch 2.14, not 2.13" in caution
 
 
-def test_drafters_of_other_names_are_compared(before: dict[str, Any]) -> None:
+def test_renamed_drafters_are_compared(before: dict[str, Any]) -> None:
     other = copy.deepcopy(before)
     other["summary"]["drafter"] = "dynamic"
     for row in other["per_prompt"]:
@@ -216,7 +213,7 @@ def test_drafters_of_other_names_are_compared(before: dict[str, Any]) -> None:
     assert list(compared(before, other).others[0].drafters) == ["heads → dynamic", "heads + n-gram"]
 
 
-def test_what_cannot_be_compared_is_refused(before: dict[str, Any]) -> None:
+def test_incomparable_reports_are_refused(before: dict[str, Any]) -> None:
     for other, said in (
         (changed(before, target_fingerprint="0" * 32), r"targets are tiny \(00000000\) and tiny \(ffffffff\)"),
         (changed(before, temperature=1.0), r"temperature is 1.0 and 0.0\. .*--temperature 0.0"),
@@ -245,7 +242,7 @@ def test_what_cannot_be_compared_is_refused(before: dict[str, Any]) -> None:
         assert f"--regression is '{text}'" in refused("report", "diff", "report0", "report0", f"--regression={text}")
 
 
-def test_a_drafter_that_failed_is_said(before: dict[str, Any]) -> None:
+def test_failed_drafter_is_reported(before: dict[str, Any]) -> None:
     other = copy.deepcopy(before)
     other["compare"][0]["drafter_error"] = "ValueError: no drafts"
     (caution,) = compared(before, other).others[0].cautions
@@ -255,13 +252,13 @@ def test_a_drafter_that_failed_is_said(before: dict[str, Any]) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_all_reports(before: dict[str, Any]) -> None:
+def test_page_shows_all_reports(before: dict[str, Any]) -> None:
     for name, report in (("a", before), ("b", measured(1, noise=0.03)), ("c", measured(2, accepts=0.9))):
         write_json(Path(name, "results.json"), report)
     assert "diff.html" in call("report", "diff", "a", "b", "c", "--out", "diff.html", "--regression", "3%").stdout
     page = Path("diff.html").read_text()
     assert not re.search(r"<(link|img|iframe|script)\b|@import|url\(", page), "nothing is fetched"
-    assert page.count('<table class="barred">') == 2, "the heads, and with n-grams"
+    assert page.count('<table class="barred">') == 2, "heads, and heads with n-grams"
     rows = re.findall(r"<tr><th scope=\"row\">(?:tokens a round|speed-up|accepted).*?</tr>", page, re.DOTALL)
     assert len(rows) == 2 * (2 + DRAFTS)
     assert all(row.count('<span class="bar') == 3 and row.count("<td>") == 3 for row in rows), "overlaid"

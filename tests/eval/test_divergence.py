@@ -1,4 +1,4 @@
-"""Which differences rounding explains: planted ones on both sides of the margin, in float32 and bfloat16."""
+"""Differences explained by rounding: planted ones on both sides of the margin, in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [[5, 9, 7], [30, 2, 2, 8]]
 
 
 def targets() -> tuple[Target, Target]:
-    """The same weights, those of bfloat16, in float32 and in bfloat16."""
+    """Return targets in float32 and bfloat16 with the same bfloat16 weights."""
     model = tiny_model("llama", vocab_size=61).to(torch.bfloat16)
     return Target(copy.deepcopy(model).float()), Target(model)
 
@@ -38,18 +38,12 @@ def test_equal_outputs_have_no_margins() -> None:
     exact, _ = targets()
     answers = plain(exact)
     found = Judge(exact).judge(PROMPTS, answers, answers)
-    assert found.to_json() == {
-        "prompts": 2,
-        "tokens_compared": 20,
-        "count": 0,
-        "unexplained": 0,
-        "margin_limit": None,
-        "largest_margin": None,
-    }
+    none = {"count": 0, "unexplained": 0, "margin_limit": None, "largest_margin": None}
+    assert found.to_json() == {"prompts": 2, "tokens_compared": 20, **none}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32_without_a_copy_is_float32_to_the_bit(kind: str) -> None:
+def test_float32_without_a_copy_is_bit_exact(kind: str) -> None:
     model = tiny_model(kind, vocab_size=61).to(torch.bfloat16)
     target = Target(model)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
@@ -60,15 +54,13 @@ def test_float32_without_a_copy_is_float32_to_the_bit(kind: str) -> None:
             found = model(text).logits
         assert torch.equal(found, exact) and found.dtype == torch.float32
         assert not torch.equal(rounded.float(), exact)
-        assert torch.equal(model(text).logits, rounded), "nothing is left of it"
-    after = model.state_dict()
-    assert all(
-        after[name].data_ptr() == index and torch.equal(after[name], value) for name, (index, value) in before.items()
-    )
+        assert torch.equal(model(text).logits, rounded), "the model is restored"
+    for name, tensor in model.state_dict().items():
+        assert tensor.data_ptr() == before[name][0] and torch.equal(tensor, before[name][1])
 
 
-def test_float32_without_a_copy_holds_one_part_at_a_time() -> None:
-    """Whatever a forward of a part sees, all other parts are in their own dtype; also after a failure."""
+def test_float32_without_a_copy_converts_one_part_at_a_time() -> None:
+    """While a part runs, all others keep their own dtype; also after an error."""
     model = tiny_model("llama", vocab_size=61).to(torch.bfloat16)
     target, maximum = Target(model), 0
 
@@ -96,7 +88,7 @@ def fail(*_: object) -> None:
     raise ValueError("broken")
 
 
-def test_judging_makes_no_copy_and_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judging_copies_no_model_and_caches_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     _, rounded = targets()
     answers = plain(rounded)
     other = [[*answers[0][:4], (answers[0][4] + 1) % 61], answers[1]]
@@ -112,7 +104,7 @@ def test_judging_makes_no_copy_and_says_what_it_does(monkeypatch: pytest.MonkeyP
     judge.judge(PROMPTS, answers, answers)
     for _ in range(2):
         found = judge.judge(PROMPTS, answers, other)
-        monkeypatch.setattr(divergence, "in_float32", copied)  # what was computed once is kept
+        monkeypatch.setattr(divergence, "in_float32", copied)  # the second call uses the cache
     assert found.differences[0].margin == float(logits_V.max() - logits_V[[answers[0][4], other[0][4]]].min())
 
 
@@ -130,7 +122,7 @@ def test_any_other_token_is_unexplained_in_float32() -> None:
     assert found.to_json()["unexplained"] == 1
 
 
-def test_a_near_tie_is_explained_and_a_wrong_token_is_not() -> None:
+def test_near_tie_is_explained_and_a_wrong_token_is_not() -> None:
     exact, rounded = targets()
     answers = plain(rounded)
     # Tie the runner-up with the best by giving both the same row of the LM head.
@@ -152,7 +144,7 @@ def test_a_near_tie_is_explained_and_a_wrong_token_is_not() -> None:
     assert found.to_json()["unexplained"] == 1
 
 
-def test_an_output_that_ends_early_is_unexplained() -> None:
+def test_early_end_is_unexplained() -> None:
     exact, _ = targets()
     answers = plain(exact)
     found = Judge(exact).judge(PROMPTS, answers, [answers[0][:-1], answers[1]])
@@ -170,7 +162,7 @@ def test_common_shift_of_the_logits_is_no_error() -> None:
     assert gap_error(exact + 5, exact, torch.bfloat16) == pytest.approx(2**-7, rel=0.01), "one step of bfloat16 at 1"
 
 
-def test_rounding_is_measured_where_the_gaps_are_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_is_measured_at_the_largest_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     _, rounded = targets()
     judge, seen = Judge(rounded), []
     gaps = dict(zip(range(40), torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The exact distribution, by hand and against brute force; the test finds what is wrong and passes what is right."""
+"""The exact distribution against brute force, and its statistical test on honest and on wrong samples."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ import torch
 
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import process, warp
-from headstart.eval.enumeration import (
-    Distribution,
-    chi_square_p,
-    enumerate_texts,
-    expected_variation,
-    fit,
-    least_seen,
-)
+from headstart.eval.enumeration import Distribution, chi_square_p, enumerate_texts, expected_variation, fit, least_seen
 from headstart.model.model import Target
 from tests.tiny import tiny_model
 
@@ -40,7 +33,7 @@ def target() -> Target:
         SamplingOptions(temperature=1.0, repetition_penalty=2.0),
     ],
 )
-def test_enumeration_is_brute_force(target: Target, sampling: SamplingOptions) -> None:
+def test_enumeration_matches_brute_force(target: Target, sampling: SamplingOptions) -> None:
     exact = enumerate_texts(target, PROMPT, sampling, depth=2, maximum=100)
     assert exact.rest == 0
     assert sum(exact.probs.values()) == pytest.approx(1, abs=1e-5)
@@ -55,7 +48,7 @@ def test_enumeration_is_brute_force(target: Target, sampling: SamplingOptions) -
             assert exact.possible(text) == (expected > 0)
 
 
-def test_what_is_not_read_on_stays_in_the_rest(target: Target) -> None:
+def test_pruned_texts_stay_in_the_rest(target: Target) -> None:
     whole = enumerate_texts(target, PROMPT, SamplingOptions(temperature=1.0), depth=3, maximum=200)
     part = enumerate_texts(target, PROMPT, SamplingOptions(temperature=1.0), depth=3, maximum=4)
     assert 0 < part.rest < 1
@@ -64,31 +57,29 @@ def test_what_is_not_read_on_stays_in_the_rest(target: Target) -> None:
     assert all(part.possible(text) for text in whole.probs)
 
 
-def test_what_is_said_to_be_seen_is_seen() -> None:
-    """The hardest to see: every share is off by the same part of itself."""
+def test_least_seen_deviation_is_detected() -> None:
+    """The hardest case: every probability is off by the same fraction."""
     samples, level = 2000, 0.001
     exact = {(token,): 0.25 for token in range(4)}
     off = least_seen(4, samples, level)
     assert off is not None
     shifted = {text: prob + (off / 2 if text[0] < 2 else -off / 2) for text, prob in exact.items()}
     found = [not fit(draw(shifted, samples, seed), Distribution(1, exact)).clean(level) for seed in range(400)]
-    assert 0.91 < sum(found) / len(found) < 0.985, "0.95, within four standard deviations"
+    assert 0.91 < sum(found) / len(found) < 0.985, "0.95 within four standard deviations"
     assert least_seen(1, samples, level) is None
     assert least_seen(4, 4 * samples, level) == pytest.approx(off / 2)
 
 
 def draw(probs: dict[tuple[int, ...], float], samples: int, seed: int) -> Counter[tuple[int, ...]]:
-    texts = list(probs)
-    picks = torch.multinomial(
-        torch.tensor([probs[text] for text in texts]), samples, True, generator=torch.Generator().manual_seed(seed)
-    )
+    texts, generator = list(probs), torch.Generator().manual_seed(seed)
+    picks = torch.multinomial(torch.tensor([*probs.values()]), samples, True, generator=generator)
     return Counter(texts[pick] for pick in picks.tolist())
 
 
 def test_honest_samples_fit_and_others_do_not(target: Target) -> None:
     exact = enumerate_texts(target, PROMPT, SamplingOptions(temperature=1.0, top_p=0.9), depth=2)
     fits = [fit(draw(exact.probs, 2000, seed), exact) for seed in range(200)]
-    assert 0.02 < sum(result.p_value < 0.1 for result in fits) / 200 < 0.2, "a tenth, give or take"
+    assert 0.02 < sum(result.p_value < 0.1 for result in fits) / 200 < 0.2, "about a tenth"
     assert all(result.clean(1e-4) for result in fits)
     noise = sum(result.total_variation for result in fits) / 200
     assert noise == pytest.approx(fits[0].expected_variation, rel=0.1)
@@ -99,7 +90,7 @@ def test_honest_samples_fit_and_others_do_not(target: Target) -> None:
     assert wrong.total_variation > 1.5 * wrong.expected_variation
 
 
-def test_a_single_impossible_sample_is_caught() -> None:
+def test_impossible_sample_is_caught() -> None:
     exact = Distribution(1, {(0,): 0.5, (1,): 0.5}, 0.0, {(): frozenset({0, 1})})
     assert fit({(0,): 50, (1,): 50}, exact).clean(0.01)
     caught = fit({(0,): 50, (1,): 49, (7,): 1}, exact)
@@ -116,7 +107,7 @@ def test_rare_cells_are_pooled() -> None:
     assert (only.cells, only.p_value, only.total_variation) == (1, 1.0, 0.0)
 
 
-def test_p_values_of_the_tables() -> None:
+def test_p_values_match_the_tables() -> None:
     for statistic, freedom, p_value in ((6.635, 1, 0.01), (23.209, 10, 0.01), (124.342, 100, 0.05)):
         assert chi_square_p(statistic, freedom) == pytest.approx(p_value, rel=2e-3)
     assert expected_variation(torch.tensor([1.0]), 10) == 0

@@ -26,7 +26,7 @@ from headstart.eval.methods import Run
 
 
 def unit(group: int, category: str, emitted: list[int], seconds: tuple[float, float] = (1.0, 2.0)) -> Unit:
-    """One prompt: a chain of 3 drafts (4 nodes) a round, first token from the prefill."""
+    """One prompt with chains of 3 drafts (4 nodes) per round; the first token comes from the prefill."""
     rounds = [Round(4, count, 1.0, 6.0, 3.0, depth=3) for count in emitted]
     total = 1 + sum(emitted)
     token_ms = [10.0]
@@ -37,7 +37,7 @@ def unit(group: int, category: str, emitted: list[int], seconds: tuple[float, fl
     return Unit(group, [Prompt(str(group), category, [1, 2])], {"heads": heads, "plain": plain})
 
 
-def test_tokens_per_round_weighs_rounds_not_prompts() -> None:
+def test_tokens_per_round_weights_rounds_not_prompts() -> None:
     summary = summarise([unit(0, "a", [1, 1, 1, 1]), unit(1, "a", [4])], seed=0)
     assert summary["tokens_per_round"] == (1 + 1 + 1 + 1 + 4) / 5
     assert summary["rounds"] == 5
@@ -46,7 +46,7 @@ def test_tokens_per_round_weighs_rounds_not_prompts() -> None:
 
 def test_acceptance_is_conditional() -> None:
     rounds = [Round(4, emitted, 0, 0, 0, depth=3) for emitted in (1, 2, 3, 4)] + [Round(2, 2, 0, 0, 0, depth=1)]
-    # Position 1: 4 of 5. Position 2: the shallow tree never got there, 2 of 3. Position 3: 1 of 2.
+    # Position 1: 4 of 5. Position 2: 2 of 3, without the shallow tree. Position 3: 1 of 2.
     assert acceptance_by_position(rounds) == [4 / 5, 2 / 3, 1 / 2]
     assert rounds_by_position(rounds) == [5, 3, 2]
     assert acceptance_by_position([Round(4, 1, 0, 0, 0, depth=3)]) == [0.0], "nothing ever reached the second position"
@@ -62,13 +62,13 @@ def test_drafting_costs() -> None:
 def test_latencies() -> None:
     units = [unit(number, "a", [3] * 5) for number in range(7)]
     heads, plain = method_figures(units, "heads", 0), method_figures(units, "plain", 0)
-    assert heads["ttft_ms"] == {"count": 7, "p50": 10.0, "p95": None, "p99": None}, "too few for the end of the range"
+    assert heads["ttft_ms"] == {"count": 7, "p50": 10.0, "p95": None, "p99": None}, "too few for high percentiles"
     assert heads["inter_token_ms"] == {"count": 105, **dict.fromkeys(("p50", "p95", "p99"), 4.0)}, "shared by 3 tokens"
     assert plain["inter_token_ms"]["p50"] == 8.0
     assert method_figures(units, "transformers", 0)["ttft_ms"] is None
 
 
-def test_positions_that_few_rounds_reached_stand_together() -> None:
+def test_rarely_reached_positions_are_merged() -> None:
     row = {"acceptance_by_position": [0.5, 0.5, 1.0], "rounds_by_position": [90, 20, 10]}
     assert folded(row) == [("1", 0.5, 90), ("2–3", pytest.approx(20 / 30), 30)]
     assert folded({"acceptance_by_position": [1.0], "rounds_by_position": [3]}) == [("1", 1.0, 3)]
@@ -76,20 +76,16 @@ def test_positions_that_few_rounds_reached_stand_together() -> None:
     assert node_counts([Round(nodes, 1, 0, 0, 0) for nodes in (4, 1, 4)]) == [[1, 1], [4, 2]]
 
 
-def test_drafting_by_prompt_length_and_by_place() -> None:
+def test_drafting_by_prompt_length_and_position() -> None:
     units = [unit(0, "a", [4] * 6), unit(1, "a", [1, 2])]
     units[1].prompts[0].tokens.extend([1] * 40)
     lengths = prompt_lengths(units, seed=0)
-    assert [(row["prompt_tokens"], row["prompts"], row["rounds"]) for row in lengths] == [
-        ("1–32", 1, 6),
-        ("33–64", 1, 2),
-    ]
+    found = [(row["prompt_tokens"], row["prompts"], row["rounds"]) for row in lengths]
+    assert found == [("1–32", 1, 6), ("33–64", 1, 2)]
     assert lengths[1]["speedup_vs_plain"]["mean"] == pytest.approx(2)
-    # Rounds of the first answer begin with the tokens 2, 6, 10, 14, 18 and 22, of the second with 2 and 3.
-    assert [(row["place"], row["rounds"], row["tokens_per_round"]) for row in places(units)] == [
-        ("1–16", 6, 19 / 6),
-        ("17–32", 2, 4.0),
-    ]
+    # Rounds of the first answer begin at tokens 2, 6, 10, 14, 18 and 22, of the second at 2 and 3.
+    at = [(row["place"], row["rounds"], row["tokens_per_round"]) for row in places(units)]
+    assert at == [("1–16", 6, 19 / 6), ("17–32", 2, 4.0)]
 
 
 def test_speedup_is_a_ratio_of_totals() -> None:
@@ -118,7 +114,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
     assert width(400) < 0.6 * width(40)
 
 
-def test_pairing_cancels_what_both_share() -> None:
+def test_pairing_cancels_common_slowness() -> None:
     """A prompt that is slow for both methods does not widen the interval of their ratio."""
     tokens, seconds = [10.0] * 6, [1.0, 9.0, 2.0, 7.0, 1.0, 5.0]
     ratio = ratio_interval(Totals(tokens, seconds), Totals(tokens, [2 * share for share in seconds]), seed=0)
@@ -127,10 +123,10 @@ def test_pairing_cancels_what_both_share() -> None:
     assert rate["low"] < rate["mean"] < rate["high"]
 
 
-def test_turns_of_one_question_are_drawn_together() -> None:
+def test_turns_of_a_question_are_resampled_together() -> None:
     turns = [unit(0, "a", [1], (1.0, 2.0)), unit(0, "a", [4], (1.0, 4.0))]
     ratio = summarise(turns, seed=0)["speedup_vs_plain"]
-    assert ratio == {"mean": 3.0, "low": None, "high": None}, "one group, nothing to draw"
+    assert ratio == {"mean": 3.0, "low": None, "high": None}, "one group cannot be resampled"
     assert summarise(turns, seed=0)["tokens_per_second_interval"]["heads"]["low"] is None
     others = [unit(number, "a", [4], (1.0, 4.0)) for number in range(1, 5)]
     assert summarise([*turns, *others[:-1]], seed=0)["speedup_vs_plain"]["low"] is None, "four are too few"

@@ -1,4 +1,4 @@
-"""Races as page, picture and terminal show them: their tokens and clocks are those of the replay."""
+"""Races on the page, in the picture and in the terminal show the replay's tokens and times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def spelled(pieces: list[str], times: int = 1) -> Race:
-    """The planted race, whose tokens are spelled as given; its rounds stand several times after one another."""
+    """The planted race with these token texts, its rounds repeated `times` times."""
     (race,) = planted()
     for answer in race["answers"]:
         answer["pieces"] = pieces * times
@@ -47,7 +47,7 @@ def race() -> Race:
 
 
 class Lanes(HTMLParser):
-    """The text of each lane without rejected drafts, and the times of its steps."""
+    """Parses a page: the text of each lane without rejected drafts, and the times of its steps."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Lanes(HTMLParser):
             self.texts[-1] += data
 
 
-def test_the_page_holds_what_was_measured(race: Race) -> None:
+def test_page_holds_the_measurements(race: Race) -> None:
     page = template("race.html.j2").render(races=[race], shown=race)
     lanes = Lanes(page)
     assert lanes.texts == ["".join(answer["pieces"]) for answer in race["answers"]]
@@ -90,14 +90,14 @@ def test_the_page_holds_what_was_measured(race: Race) -> None:
     assert lanes.rejected == [" 9 9"]
 
 
-def test_the_page_says_where_texts_differ(race: Race) -> None:
-    note = "The answers are not the same text"
+def test_page_notes_different_texts(race: Race) -> None:
+    note = "The texts differ: compare tokens/s"
     assert note not in template("race.html.j2").render(races=[race], shown=race)
     race["answers"][-1]["tokens"] = race["answers"][0]["tokens"][::-1]
     assert note in template("race.html.j2").render(races=[race], shown=race)
 
 
-def test_the_page_is_whole_without_its_script(race: Race) -> None:
+def test_page_is_complete_without_its_script(race: Race) -> None:
     page = template("race.html.j2").render(races=[race], shown=race)
     still = page[: page.index("<script>")]
     assert "<details open>" in still and still.count(" hidden>") == 2
@@ -111,7 +111,7 @@ def test_the_page_is_whole_without_its_script(race: Race) -> None:
 
 
 def drawn(race: Race) -> tuple[ElementTree.Element, dict[str, list[tuple[float, str]]], str]:
-    """The picture, each animation as (milliseconds, style), and its style sheet."""
+    """Return the picture, each animation as (milliseconds, style), and the style sheet."""
     root = ElementTree.fromstring(race_svg(race, "somewhere"))
     style = root.findtext(f"{SVG}style") or ""
     turn_ms = 1e3 * float(re.findall(r"animation:([\d.]+)s", style)[0])
@@ -123,7 +123,7 @@ def drawn(race: Race) -> tuple[ElementTree.Element, dict[str, list[tuple[float, 
 
 
 def seen_at(root: ElementTree.Element, frames: dict[str, list[tuple[float, str]]], ms: float) -> list[str]:
-    """The words in fixed width that the picture shows at a time, but for its key."""
+    """List the fixed-width words visible at this time, without the legend."""
     shown = []
     for element in root.iter(f"{SVG}text"):
         name = re.search(r"animation-name:(\w+)", element.get("style") or "")
@@ -134,7 +134,7 @@ def seen_at(root: ElementTree.Element, frames: dict[str, list[tuple[float, str]]
     return shown
 
 
-def test_the_picture_shows_each_token_when_it_was_there(race: Race) -> None:
+def test_picture_shows_each_token_at_its_time(race: Race) -> None:
     root, frames, _ = drawn(race)
     slowest = max(end_ms(answer) for answer in race["answers"])
     for ms in (5, 25, 45, 75, 95, slowest):
@@ -145,12 +145,12 @@ def test_the_picture_shows_each_token_when_it_was_there(race: Race) -> None:
             assert all(word in shown for word in text.split()), ms
     final = "".join(seen_at(root, frames, slowest + PAUSE_MS / 2))
     whole = "".join("".join(answer["pieces"]) for answer in contestants(race))
-    assert sorted("".join(final.split())) == sorted("".join(whole.split())), "nothing more, and nothing rejected"
+    assert sorted("".join(final.split())) == sorted("".join(whole.split())), "no rejected drafts"
     assert "9 9" in seen_at(root, frames, 55) and "9 9" in seen_at(root, frames, 75)
-    assert "9 9" not in seen_at(root, frames, 81), "gone when the next drafts are there"
+    assert "9 9" not in seen_at(root, frames, 81), "replaced by the next drafts"
 
 
-def test_drafts_of_the_picture_are_grey_until_they_are_decided(race: Race) -> None:
+def test_picture_greys_drafts_until_they_are_decided(race: Race) -> None:
     root, frames, _ = drawn(race)
     styles = {}
     for element in root.iter(f"{SVG}text"):
@@ -160,7 +160,7 @@ def test_drafts_of_the_picture_are_grey_until_they_are_decided(race: Race) -> No
         assert re.findall(r"fill:var\(--(\w+)\)", " ".join(rule for _, rule in styles[words])) == colours
 
 
-def test_the_clock_of_the_picture_is_the_measured_one(race: Race) -> None:
+def test_picture_clock_matches_the_measurement(race: Race) -> None:
     root, frames, style = drawn(race)
     for answer in contestants(race):
         (last,) = (element for element in root.iter(f"{SVG}text") if element.text == figures(answer, end_ms(answer)))
@@ -171,7 +171,7 @@ def test_the_clock_of_the_picture_is_the_measured_one(race: Race) -> None:
     assert "prefers-color-scheme:dark" in style and "prefers-reduced-motion:reduce" in style
 
 
-def test_what_moves_no_more_is_the_end(race: Race) -> None:
+def test_reduced_motion_shows_the_end(race: Race) -> None:
     root, _, style = drawn(race)
     assert ".h{opacity:0}" in style
     still = [element for element in root.iter(f"{SVG}text") if "h" not in (element.get("class") or "").split()]
@@ -179,7 +179,7 @@ def test_what_moves_no_more_is_the_end(race: Race) -> None:
     assert "wooden" in words.replace(" ", "") and "9 9" not in words
 
 
-def test_a_long_answer_is_cut_and_the_picture_says_so() -> None:
+def test_long_answer_is_cut_with_a_note() -> None:
     long = spelled([" some", " words", " to", " read", " in", " a", " long", " answer"], 60)
     picture = race_svg(long, "somewhere")
     assert len(picture.encode()) < 150_000
@@ -195,32 +195,32 @@ def test_wide_and_endless_words_stay_inside(pieces: list[str]) -> None:
             assert float(element.get("x") or 0) + 8.1 * len(element.text or "") <= 478
 
 
-def test_control_characters_of_a_text_are_not_drawn() -> None:
-    drawn(spelled(["\x1b[31m", "\x00", "\x0c", "a"] * 2))  # else this is no XML
+def test_control_characters_are_not_drawn() -> None:
+    drawn(spelled(["\x1b[31m", "\x00", "\x0c", "a"] * 2))  # they are invalid in XML
 
 
 # -- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_shows_the_drafts_of_the_moment(race: Race) -> None:
+def test_terminal_shows_the_current_drafts(race: Race) -> None:
     answer = race["answers"][1]
-    assert answer_text(answer, 25).plain == "It is a", "drafted, and not decided yet"
+    assert answer_text(answer, 25).plain == "It is a", "drafted, not decided"
     assert answer_text(answer, 45).plain == "It is a <b>"
-    assert answer_text(answer, 75).plain == "It is a <b>\n\nwood 9 9", "rejected, until the next are drafted"
+    assert answer_text(answer, 75).plain == "It is a <b>\n\nwood 9 9", "rejected drafts stay until the next"
     assert answer_text(answer, end_ms(answer)).plain == "".join(answer["pieces"])
     accepted = [span for span in answer_text(answer, 45).spans if "cyan" in str(span.style)]
     assert [(span.start, span.end) for span in accepted] == [(2, 7)]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
-def test_a_frame_fits_into_the_terminal(race: Race, width: int) -> None:
+def test_frame_fits_the_terminal(race: Race, width: int) -> None:
     console = Console(width=width, height=12, file=io.StringIO(), force_terminal=True)
     lines = console.render_lines(frame(contestants(race), 75, console))
     assert len(lines) < 12
     assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
 
 
-def test_without_a_terminal_the_figures_alone_are_said(race: Race) -> None:
+def test_without_a_terminal_only_figures_are_printed(race: Race) -> None:
     console = Console(file=io.StringIO(), width=80)
     show_race(race, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ def test_without_a_terminal_the_figures_alone_are_said(race: Race) -> None:
     assert len(lines) == 3
 
 
-def test_a_terminal_replays_in_the_time_that_it_took(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_replays_in_the_measured_time(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     shown: list[float] = []
 
@@ -249,7 +249,7 @@ def test_a_terminal_replays_in_the_time_that_it_took(race: Race, monkeypatch: py
 # -- from a report ---------------------------------------------------------------------------------------------------
 
 
-def test_races_of_a_report_are_read(tmp_path: Path) -> None:
+def test_races_are_read_from_a_report(tmp_path: Path) -> None:
     environment = {"gpu": None, "cpu": "a processor", "threads": 2, "dtype": "float32", "date": "2026-11-04"}
     results = {"settings": {"target": "tiny"}, "environment": environment, "replays": planted(12)}
     write_json(tmp_path / "results.json", results)

@@ -1,4 +1,4 @@
-"""A target that remembers says what the target says."""
+"""A target with memoised logits matches the target itself."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ def drafter(target: Target) -> HeadDrafter:
     return HeadDrafter(heads, SHAPE)
 
 
-def test_a_view_has_what_the_target_has(target: Target) -> None:
+def test_view_has_the_targets_attributes(target: Target) -> None:
     view = RememberingTarget(target)
-    assert (view.name, view.dtype, view.vocab_size, view.end_tokens) == (
-        target.name, target.dtype, target.vocab_size, target.end_tokens,
-    )  # fmt: skip
+    for name in ("name", "dtype", "vocab_size", "end_tokens"):
+        assert getattr(view, name) == getattr(target, name)
     with pytest.raises(AttributeError, match="nothing_like_it"):
         _ = view.nothing_like_it
 
 
 @torch.inference_mode()
-def test_remembered_logits_are_the_targets(target: Target) -> None:
+def test_remembered_logits_match(target: Target) -> None:
     view, prompt = RememberingTarget(target), [3, 1, 4, 1]
     aux_layers = (1, 3)
     caches = [one.new_cache(2, 40) for one in (target, view)]
@@ -52,9 +51,8 @@ def test_remembered_logits_are_the_targets(target: Target) -> None:
     for _ in range(3):
         torch.testing.assert_close(outs[1].logits_BTV, outs[0].logits_BTV, atol=1e-5, rtol=1e-4)
         for layer in aux_layers:
-            torch.testing.assert_close(
-                outs[1].aux_hidden_states[layer], outs[0].aux_hidden_states[layer], atol=1e-5, rtol=1e-4
-            )
+            own, remembered = (out.aux_hidden_states[layer] for out in outs)
+            torch.testing.assert_close(remembered, own, atol=1e-5, rtol=1e-4)
         tokens = torch.randint(40, (2, 5), generator=generator).tolist()
         batch = TreeBatch.of([Tree(tokens[0], [-1, 0, 0, 1, 3]), Tree.chain_of(tokens[1][:4])])
         outs = [one.forward_tree(cache, batch, aux_layers) for one, cache in zip((target, view), caches, strict=True)]
@@ -72,9 +70,7 @@ def test_remembered_logits_are_the_targets(target: Target) -> None:
     assert (caches[1].rows, caches[0].rows) == (1, 1)
 
 
-def test_samples_through_the_memory_are_those_without_it(
-    target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_match_without_memory(target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     options = DecodeOptions(max_new_tokens=5, temperature=1.0, ignore_end=True, draft="on", seed=0)
     monkeypatch.setattr(remembering, "_MAX_NODES", 16)
     monkeypatch.setattr(remembering, "MAX_TEXTS", 100)
@@ -85,16 +81,16 @@ def test_samples_through_the_memory_are_those_without_it(
             assert [row.tokens for row in DecodeLoop(view, drafter).generate([prompt] * 16, options)] == expected
 
 
-def test_a_horizon_leaves_the_first_tokens_as_they_are(target: Target, drafter: HeadDrafter) -> None:
+def test_horizon_keeps_the_first_tokens(target: Target, drafter: HeadDrafter) -> None:
     options = DecodeOptions(max_new_tokens=3, temperature=1.0, ignore_end=True, draft="on", seed=0)
-    for verifier in ("top_k", "greedy_draft"):  # decided from the root down: the very same draws
+    for verifier in ("top_k", "greedy_draft"):  # decided from the root down: the same draws
         asked = replace(options, verifier=verifier)
         expected = [row.tokens for row in DecodeLoop(target, drafter).generate([[3, 1, 4]] * 32, asked)]
         near = DecodeLoop(RememberingTarget(target, horizon=2), drafter).generate([[3, 1, 4]] * 32, asked)
         assert [row.tokens for row in near] == expected
 
 
-def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     honest = Target.forward_tree
 
@@ -107,4 +103,4 @@ def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     view = RememberingTarget(target)
     for _ in range(3):
         DecodeLoop(view).generate([[3, 1, 4]] * 8, DecodeOptions(max_new_tokens=4, ignore_end=True))
-    assert read == [2, 3, 4], "greedy rows are all alike: one new text a round, after the prompt's last token"
+    assert read == [2, 3, 4], "equal greedy rows: one new text per round, after the prompt's last token"

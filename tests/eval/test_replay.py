@@ -1,4 +1,4 @@
-"""Replays: the tokens and the times are those that were measured, whatever was drafted, cut off or began anew."""
+"""Replays hold the measured tokens and times, through rejected drafts, cut ends and restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.eval.sources import Drafts
 
 
 def drafted_run(seconds: float = 0.1) -> Run:
-    """The prefill's token, two accepted and one's own, a round in which another path was accepted, and a cut end."""
+    """A token of the prefill, two accepted drafts and a bonus token, a round that accepts another path, a cut end."""
     rounds = [
         Round(4, 3, 10.0, 20.0, 1.0, depth=2, likeliest=(5, 6)),
         Round(4, 2, 10.0, 20.0, 1.0, depth=2, likeliest=(9, 9)),
@@ -45,11 +45,11 @@ def unit(number: int, seconds: float = 0.16) -> Unit:
 
 
 def planted(count: int = 1) -> list[Race]:
-    """Races whose plain answer takes longer the higher their number."""
+    """Make races; the plain answer takes longer the higher the number."""
     return races([unit(number, 0.16 + 0.01 * number) for number in range(count)], None, "heads")
 
 
-def test_a_round_is_drafted_and_then_decided() -> None:
+def test_round_is_drafted_then_decided() -> None:
     answer = replay("heads", drafted_run(), 0, None)
     assert answer["tokens"] == [4, 5, 6, 7, 8, 10, 11, 12]
     assert answer["pieces"] == [f" {token}" for token in answer["tokens"]]
@@ -59,11 +59,11 @@ def test_a_round_is_drafted_and_then_decided() -> None:
         "ms": 40.0, "tokens": 3, "drafted_ms": 20.0, "nodes": 3, "kept": 2, "accepted": 2, "rejected": "",
     }  # fmt: skip
     assert third["rejected"] == " 9 9"
-    assert (third["kept"], third["accepted"], third["tokens"]) == (0, 1, 2), "a path that was not shown was accepted"
-    assert (last["kept"], last["accepted"], last["tokens"]) == (2, 2, 2), "the target's own token was cut off"
+    assert (third["kept"], third["accepted"], third["tokens"]) == (0, 1, 2), "another path than shown was accepted"
+    assert (last["kept"], last["accepted"], last["tokens"]) == (2, 2, 2), "the bonus token was cut off"
 
 
-def test_the_clock_says_what_was_measured() -> None:
+def test_clock_matches_the_measurement() -> None:
     answer = replay("heads", drafted_run(), 0, None)
     at_30, at_40, at_end = (standing(answer, ms) for ms in (30, 40, end_ms(answer)))
     assert (at_30.tokens, at_30.drafting) == (1, answer["steps"][1])
@@ -71,10 +71,10 @@ def test_the_clock_says_what_was_measured() -> None:
     assert at_40.tokens_per_second(40) == 100
     assert (at_end.tokens, at_end.drafting) == (8, None)
     assert standing(answer, 5).tokens_per_round == 1
-    assert standing(beginning(answer, 5), 1e9).tokens == 4, "whole rounds"
+    assert standing(beginning(answer, 5), 1e9).tokens == 4, "complete rounds"
 
 
-def test_prompts_are_spread_from_the_highest_speedup_to_the_lowest() -> None:
+def test_prompts_range_from_the_highest_speedup_to_the_lowest() -> None:
     shown = planted(12)
     assert len(shown) == SHOWN
     assert [race["id"] for race in shown][:: SHOWN - 1] == ["11", "0"]
@@ -82,8 +82,8 @@ def test_prompts_are_spread_from_the_highest_speedup_to_the_lowest() -> None:
     assert [answer["name"] for answer in contestants(shown[0])] == ["plain", "heads"]
 
 
-def test_what_does_not_fit_together_is_left_out() -> None:
-    """A row that began anew when memory ran out has a token more than its rounds."""
+def test_inconsistent_answers_are_left_out() -> None:
+    """A row restarted after running out of memory has one token more than its rounds."""
     again = unit(0)
     again.runs["heads"].rounds[0].pop(0)
     assert races([again], None, "heads") == []
@@ -98,7 +98,7 @@ def results(tiny_target: Target, drafter: HeadDrafter) -> dict[str, Any]:
     return evaluate(source, QUESTIONS, EvalOptions(max_new_tokens=12, compare=("heads+ngram",), baselines=False))
 
 
-def test_replays_are_the_answers_of_the_report(tiny_target: Target, results: dict[str, Any]) -> None:
+def test_replays_match_the_report(tiny_target: Target, results: dict[str, Any]) -> None:
     assert json.loads(json.dumps(results["replays"])) == results["replays"]
     assert {race["id"] for race in results["replays"]} == {"0", "1", "2"}
     for race in results["replays"]:
@@ -121,7 +121,7 @@ def test_replays_are_the_answers_of_the_report(tiny_target: Target, results: dic
         assert {step["nodes"] for step in race["answers"][0]["steps"]} == {0}
 
 
-def test_rows_of_a_batch_have_clocks_of_their_own(tiny_target: Target, drafter: HeadDrafter) -> None:
+def test_rows_of_a_batch_have_their_own_clocks(tiny_target: Target, drafter: HeadDrafter) -> None:
     options = EvalOptions(max_new_tokens=6, batch_size=3, baselines=False)
     shown = evaluate(Drafts(tiny_target, drafter), QUESTIONS, options)["replays"]
     assert {race["id"] for race in shown} == {"0", "1", "2"}

@@ -1,4 +1,4 @@
-"""The three files of a report: whole, honest, self-contained, and tolerant of what was not measured."""
+"""The three files of a report: complete, self-contained, and correct when figures are missing."""
 
 from __future__ import annotations
 
@@ -35,25 +35,19 @@ TUNED = {
 
 
 def five_units(category: str = "code") -> list[Unit]:
-    """As many prompts as an interval needs."""
+    """The smallest number of prompts with an interval."""
     writing = [unit(number, "writing", [1, 3, 2], (1.0, 1.5 + 0.1 * number)) for number in range(4)]
     return [*writing, unit(4, category, [4, 1], (1.0, 1.4))]
 
 
 def measured() -> dict[str, Any]:
-    """A report on five prompts."""
     units = five_units("<b>|code")
     for each in units:
         each.runs["transformers"] = each.runs["plain"]
     same = Judgement(5, 34, None, [])
     return {
         "schema_version": 2,
-        "summary": {
-            **summarise(units, 0),
-            "divergences": same.to_json(),
-            "predicted_speedup": 1.6,
-            "drafter": "heads",
-        },
+        "summary": {**summarise(units, 0), "divergences": same.to_json(), "predicted_speedup": 1.6, "drafter": "heads"},
         "compare": compare_rows(units, dict.fromkeys(units[0].runs, same), 0, "heads"),
         "categories": categories(units, 0),
         "prompt_lengths": prompt_lengths(units, 0),
@@ -77,32 +71,35 @@ def pages(results: dict[str, Any], out: Path) -> tuple[str, str]:
     return (out / "report.html").read_text(), (out / "report.md").read_text()
 
 
+def terminal(results: dict[str, Any], width: int = 80) -> str:
+    written = io.StringIO()
+    show_results(results, "compared", Console(file=written, width=width))
+    return written.getvalue()
+
+
 def test_three_files(results: dict[str, Any], tmp_path: Path) -> None:
     html, markdown = pages(results, tmp_path / "report")
     assert json.loads((tmp_path / "report" / "results.json").read_text()) == results
     speedup = f"{results['summary']['speedup_vs_plain']['mean']:.2f}x"
     for text in (html, markdown):
         assert speedup in text
-        assert "1.60" in text, "the prediction stands beside the measurement"
+        assert "1.60" in text, "the prediction"
         assert "Tokens per round (τ)" in text
     assert html.count("<svg") == 2
 
 
-def test_no_name_of_a_program_and_no_stamp_is_shown(results: dict[str, Any], tmp_path: Path) -> None:
+def test_no_identifier_or_raw_time_stamp_is_shown(results: dict[str, Any], tmp_path: Path) -> None:
     results = compared(results)
     results["environment"]["date"] = "2026-11-04T09:07:31+00:00"
-    console = Console(file=io.StringIO(), width=80)
-    show_results(results, "compared", console)
-    assert isinstance(console.file, io.StringIO)
     html, markdown = pages(results, tmp_path)
     for text in (html, markdown):
         assert "4 November 2026, 09:07 UTC" in text and "2026-11-04T" not in text
         assert "8 new tokens" in text and "greedy" in text and "temperature 0.0" not in text
-    for text in (html, markdown, console.file.getvalue()):
+    for text in (html, markdown, terminal(results)):
         assert "prompt lookup" in text and "prompt_lookup" not in text
 
 
-def test_acceptance_says_of_how_many_rounds_it_is(results: dict[str, Any], tmp_path: Path) -> None:
+def test_acceptance_states_its_number_of_rounds(results: dict[str, Any], tmp_path: Path) -> None:
     results = compared(results)
     results["summary"] |= {"acceptance_by_position": [0.5, 7 / 9], "rounds_by_position": [200, 9]}
     results["compare"][0] |= {"acceptance_by_position": [0.5, 7 / 9], "rounds_by_position": [200, 9]}
@@ -110,10 +107,10 @@ def test_acceptance_says_of_how_many_rounds_it_is(results: dict[str, Any], tmp_p
     for text in (html, markdown):
         plain = re.sub("<small>|</small>", " ", text)
         assert re.search(r"78 % .?45–94 %.? (of 9 rounds|n = 9)", plain) and re.search(r"50 % .?43–57 %", plain)
-    assert "| 50 … |" in markdown, "a share of nine rounds is no figure to compare"
+    assert "| 50 … |" in markdown, "nine rounds are too few to compare"
 
 
-def test_the_default_drafter_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
+def test_default_drafter_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
     results["compare"].append({**results["compare"][0], "name": "heads+ngram"})
     html, _ = pages(results, tmp_path)
     assert verdicts(results)[0].startswith("With heads + n-gram (the default): faster than the plain loop, 1.")
@@ -121,7 +118,7 @@ def test_the_default_drafter_comes_first(results: dict[str, Any], tmp_path: Path
     assert html.index("heads + n-gram, the default, over the plain loop") < html.index("heads, over the plain loop")
 
 
-def test_both_texts_stand_where_they_part(results: dict[str, Any], tmp_path: Path) -> None:
+def test_both_texts_are_shown_at_a_difference(results: dict[str, Any], tmp_path: Path) -> None:
     parting = {"position": 6, "tokens": [1, 2], "margin": 0.01, "explained": True}
     texts = {"before": "so <far>", "plain": " as plain", "drafted": " as drafted"}
     results["per_prompt"][1]["divergence"] = parting | texts
@@ -130,28 +127,28 @@ def test_both_texts_stand_where_they_part(results: dict[str, Any], tmp_path: Pat
     assert "…so &lt;far&gt;<b> as plain</b>" in html and "…so &lt;far&gt;<b> as drafted</b>" in html
 
 
-def test_kinds_of_text_stand_with_the_entropy_of_the_target(results: dict[str, Any], tmp_path: Path) -> None:
+def test_kinds_of_text_are_shown_with_the_targets_entropy(results: dict[str, Any], tmp_path: Path) -> None:
     html, markdown = pages(results, tmp_path)
     assert "| all | 9 | 2.10 | 1.50 |\n" in markdown and "sums | 4 | 1.75 | 1.62 |" in markdown
     assert "<b>Validation answers by kind of prompt</b>" in html and "&lt;i&gt;|sums" in html
-    del results["tuned"]["kinds"]  # reports of earlier versions
+    del results["tuned"]["kinds"]
     assert "by kind of prompt" not in "".join(pages(results, tmp_path))
 
 
-def test_what_if_starts_from_what_was_measured(results: dict[str, Any], tmp_path: Path) -> None:
+def test_what_if_starts_from_the_measurement(results: dict[str, Any], tmp_path: Path) -> None:
     html, _ = pages(results, tmp_path / "tuned")
     (data,) = re.findall('data-measured="([^"]*)"', html)
     measured = json.loads(unescape(data))
     assert measured["start"] == {"depth": 2, "nodes": 3, "first": 50, "growth": 100}
     assert measured["costs"] == TUNED["costs"] and measured["acceptance"] == TUNED["acceptance"]
-    assert re.search('class="whatif"[^>]* hidden>', html), "without its script no slider that does nothing"
+    assert re.search('class="whatif"[^>]* hidden>', html), "no dead sliders without the script"
     for name in re.findall('<output for="([^"]*)"', html):
         assert f'<input type="range" id="{name}"' in html
     results["tuned"] = None
     assert "whatif-" not in pages(results, tmp_path / "untuned")[0]
 
 
-def test_the_heads_are_named(results: dict[str, Any], tmp_path: Path) -> None:
+def test_heads_are_described(results: dict[str, Any], tmp_path: Path) -> None:
     assert "Heads</h2>" not in pages(results, tmp_path / "unknown")[0]
     results["settings"]["heads"] = {"family": "eagle3", "size": "9.8 M parameters", "steps": "537 | 600"}
     html, markdown = pages(results, tmp_path / "known")
@@ -160,11 +157,8 @@ def test_the_heads_are_named(results: dict[str, Any], tmp_path: Path) -> None:
     assert "{'family'" not in html + markdown
 
 
-def test_what_was_asked_and_typed(results: dict[str, Any], tmp_path: Path) -> None:
-    results["settings"] |= {
-        "questions_name": "mt-bench",
-        "command": "headstart eval heads --out 'a b'",
-    }
+def test_command_and_question_set_are_shown(results: dict[str, Any], tmp_path: Path) -> None:
+    results["settings"] |= {"questions_name": "mt-bench", "command": "headstart eval heads --out 'a b'"}
     html, markdown = pages(results, tmp_path)
     assert "Measured by <code>headstart eval heads --out &#39;a b&#39;</code>" in html
     assert "| command | headstart eval heads --out 'a b' |" in markdown
@@ -172,7 +166,7 @@ def test_what_was_asked_and_typed(results: dict[str, Any], tmp_path: Path) -> No
         assert "5 prompts (mt-bench)" in text
 
 
-def test_what_engines_measured(results: dict[str, Any], tmp_path: Path) -> None:
+def test_engine_measurements_are_shown(results: dict[str, Any], tmp_path: Path) -> None:
     assert "engines</h2>" not in pages(results, tmp_path / "without")[0]
     row = {"requests": 1, "drafts": 3, "accepted": 0.648, "plain_tokens_per_second": 20.0, "tokens_per_second": 25.0}
     rows = [row | {"expected": 1.21}, row | {"requests": 4, "expected": 0.9}]
@@ -183,7 +177,7 @@ def test_what_engines_measured(results: dict[str, Any], tmp_path: Path) -> None:
     assert "| vllm 0.32 | 1 | 3 | 0.65 | 20.0 | 25.0 | 1.25x | 1.21x |" in markdown
 
 
-def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
+def test_html_is_self_contained(results: dict[str, Any], tmp_path: Path) -> None:
     html, _ = pages(results, tmp_path)
     fetching = r"<script[^>]|<(link|img|iframe)\b|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\("
     assert not re.search(fetching, html), "nothing is fetched"
@@ -200,14 +194,14 @@ def test_markdown_tables_keep_their_columns(results: dict[str, Any], tmp_path: P
         assert len(columns) == 1, block
 
 
-def test_what_was_not_measured_renders(results: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_figures_render(results: dict[str, Any], tmp_path: Path) -> None:
     for key in ("speedup_vs_transformers", "predicted_speedup"):
         results["summary"][key] = None
     for text in pages(results, tmp_path):
         assert "–" in text and "None" not in text
 
 
-def test_a_few_prompts_have_no_interval(results: dict[str, Any], tmp_path: Path) -> None:
+def test_few_prompts_have_no_interval(results: dict[str, Any], tmp_path: Path) -> None:
     assert "interval 1" in "".join(pages(copy.deepcopy(results), tmp_path / "five"))
     units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5))]
     results["summary"] |= summarise(units, 0)
@@ -221,10 +215,8 @@ def test_a_few_prompts_have_no_interval(results: dict[str, Any], tmp_path: Path)
         assert "1.50x the speed of the plain loop, on too few prompts for an interval." in text
         assert "1.50–1.50" not in text and "interval 1.50" not in text and "interval over prompts" not in text
         assert "None" not in text
-    written = io.StringIO()
-    console = Console(file=written, width=200)
-    show_results(results, "one", console)
-    assert "1.50x" in written.getvalue() and "1.50–1.50" not in written.getvalue()
+    shown = terminal(results, 200)
+    assert "1.50x" in shown and "1.50–1.50" not in shown
 
 
 def test_verdicts_are_honest() -> None:
@@ -264,7 +256,7 @@ def test_divergence_sentence(judged: Judgement, words: str) -> None:
 
 
 def compared(results: dict[str, Any]) -> dict[str, Any]:
-    """The same report with two more drafters; one of them failed."""
+    """Add two drafters to a report; one has failed."""
     units = five_units()
     for number, one in enumerate(units):
         runs = one.runs
@@ -297,7 +289,7 @@ def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp
     ]  # fmt: skip
 
 
-def test_a_drafter_that_never_drafted_is_not_called_faster(results: dict[str, Any], tmp_path: Path) -> None:
+def test_undrafted_runs_are_not_called_faster(results: dict[str, Any], tmp_path: Path) -> None:
     results = compared(results)
     for figures in (results["summary"], results["compare"][0], results["compare"][4]):
         figures["undrafted_prompts"] = 5
@@ -307,10 +299,7 @@ def test_a_drafter_that_never_drafted_is_not_called_faster(results: dict[str, An
     assert re.match(expected, verdicts(results)[0])
     html, markdown = pages(results, tmp_path)
     assert "Faster than the plain loop" not in html + markdown and "over the plain loop</span>" not in html
-    console = Console(file=io.StringIO(), width=80)
-    show_results(results, "compared", console)
-    assert isinstance(console.file, io.StringIO)
-    for text in (html, markdown, console.file.getvalue()):
+    for text in (html, markdown, terminal(results)):
         rows = [line for line in text.splitlines() if "nothing drafted" in line]
         assert {name for name in ("dynamic", "n-gram") for row in rows if name in row} == {"dynamic", "n-gram"}
 
@@ -325,7 +314,7 @@ def test_a_drafter_that_never_drafted_is_not_called_faster(results: dict[str, An
         (None, {}, False),
     ],
 )
-def test_plain_steps_slower_than_at_tuning_are_noticed(
+def test_slower_plain_steps_than_at_tuning_are_noted(
     results: dict[str, Any], tmp_path: Path, plain_ms: float | None, settings: dict[str, Any], noticed: bool
 ) -> None:
     results = compared(results)
@@ -333,23 +322,17 @@ def test_plain_steps_slower_than_at_tuning_are_noticed(
     plain["round_ms"] = None if plain_ms is None else {"draft": 0.0, "verify": plain_ms - 0.1, "host": 0.1}
     plain["tokens_per_round"] = 1.0
     results["settings"] |= settings
-    console = Console(file=io.StringIO(), width=80)
-    show_results(results, "compared", console)
-    assert isinstance(console.file, io.StringIO)
-    for text in (*pages(results, tmp_path), console.file.getvalue()):
+    for text in (*pages(results, tmp_path), terminal(results)):
         assert ("when costs were" in text) is noticed
-    assert not slower_than_tuned(results | {"tuned": None}), "nothing to compare with"
+    assert not slower_than_tuned(results | {"tuned": None}), "no tuned costs"
 
 
-def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any]) -> None:
+def test_terminal_table_is_not_truncated(results: dict[str, Any]) -> None:
     results = compared(results)
     for row in results["compare"]:
         row["divergences"] = {"prompts": 80, "count": 12, "unexplained": 12}
     results["compare"][-1]["name"] = "draft-model:/a/folder/with/a/rather/long/name"
-    console = Console(file=io.StringIO(), width=80)
-    show_results(results, "compared", console)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = terminal(results).splitlines()
     table = "\n".join(line for line in lines if not line.endswith("."))
     assert "…" not in table
     assert all(len(line) <= 80 for line in table.splitlines())
@@ -358,6 +341,6 @@ def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any]) -> 
         line = next(line for line in lines if line.strip("│ ").startswith(f"{label_of(row['name'])} "))
         assert f"{row['tokens_per_second']:.1f}" in line
         interval = speedup and f"{speedup['mean']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})"
-        assert (interval or " – ") in line, "over itself nothing is faster"
+        assert (interval or " – ") in line, "the plain loop has no speed-up over itself"
         assert "12 of 80" in line
     assert "with/a/" in table

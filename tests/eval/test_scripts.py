@@ -1,4 +1,4 @@
-"""The scripts of a report, run in node where there is one: what-if computes as tuning does, the replay keeps time."""
+"""The scripts of a report, run in node if it is installed: what-if matches tuning, and the replay keeps time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VOID = ("meta", "input", "br", "link")
 
 
 class Elements(HTMLParser):
-    """A page as nested lists [tag, attributes, children]."""
+    """Parses a page into nested lists [tag, attributes, children]."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Elements(HTMLParser):
 
 
 def run(page: str, begins: str, test: str) -> Any:
-    """What a function body of JavaScript returns, after the script of a page that looks for `begins` has run."""
+    """Run the page's script that contains `begins`, then `test`, a JavaScript function body; return its result."""
     (script,) = (each for each in re.findall("<script>(.*?)</script>", page, re.DOTALL) if f'"{begins}"' in each)
     asked = json.dumps({"page": Elements(page).root, "script": script, "test": test})
     node = ["node", str(Path(__file__).with_name("page.js"))]
@@ -60,7 +60,7 @@ def run(page: str, begins: str, test: str) -> Any:
     return json.loads(done.stdout)
 
 
-# -- what if ---------------------------------------------------------------------------------------------------------
+# -- what-if sliders -------------------------------------------------------------------------------------------------
 
 COSTS = Costs((1, 2, 4, 8, 16), (20.0, 21.0, 24.0, 33.0, 60.0), 4.0, 0.9, 3)
 ACCEPTANCE = [[0.6, 0.15, 0.05], [0.5, 0.2, 0.06], [0.45, 0.15, 0.05]]
@@ -83,7 +83,7 @@ return read;
 
 
 def asked(page: str, **sliders: float) -> dict[str, Any]:
-    """What the page says with its sliders moved."""
+    """Return the figures on the page after moving its sliders."""
     moves = "".join(
         f"{{ const moved = document.querySelector('#whatif-{name}'); moved.value = '{value}'; moved.fire('input'); }}"
         for name, value in sliders.items()
@@ -93,7 +93,7 @@ def asked(page: str, **sliders: float) -> dict[str, Any]:
 
 
 def expected(depth: int, nodes: int, rows: int) -> dict[str, str]:
-    """The same by the code that tunes: the best tree of so many nodes, no deeper than that, and a chain."""
+    """Compute the same figures with the tuning code: the best tree of this depth and size, and a chain."""
     paths = likely_paths(ACCEPTANCE[:depth], nodes - 1)
     chain = depth, depth + 1, (1 - 0.6 ** (depth + 1)) / (1 - 0.6)
     tree = max(map(len, paths), default=0), len(paths) + 1, 1 + sum(path_prob(path, ACCEPTANCE) for path in paths)
@@ -117,7 +117,7 @@ def page(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize(("depth", "nodes"), [(2, 4), (1, 4), (3, 9), (1, 1), (3, 16)])
-def test_what_if_computes_as_tuning_does(page: str, depth: int, nodes: int, rows: int) -> None:
+def test_what_if_matches_tuning(page: str, depth: int, nodes: int, rows: int) -> None:
     said = asked(page, depth=depth, nodes=nodes, batch={1: 0, 8: 3}[rows])
     assert {name: said[name] for name in expected(depth, nodes, rows)} == expected(depth, nodes, rows)
     assert said["hidden"] is False
@@ -131,7 +131,7 @@ def test_what_if_finds_the_best_tree(page: str) -> None:
 
 
 def test_other_heads_and_machines(page: str) -> None:
-    """Twice the cost of each further node; and drafts that are accepted two thirds as often."""
+    """Twice the cost of each further node; then drafts accepted two thirds as often."""
     said = asked(page, depth=1, nodes=2, growth=200)
     assert said["round"] == f"{4.0 - 2 * 0.9:.1f} + {20 + 2 * 1.0:.1f}"
     assert asked(page, depth=2, nodes=3, first=40)["tau"] == f"{1 + 0.4 + 0.4 * (0.5 * 2 / 3):.2f}"
@@ -141,7 +141,7 @@ def test_other_heads_and_machines(page: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.25, 2.0])
-def test_the_replay_keeps_the_measured_time(rate: float) -> None:
+def test_replay_keeps_the_measured_time(rate: float) -> None:
     (race,) = races([unit(0, 1.6)], None, "heads")  # 1.6 seconds plainly
     page = template("race.html.j2").render(races=[race], shown=race)
     end = max(map(end_ms, race["answers"]))
@@ -165,7 +165,7 @@ def test_the_replay_keeps_the_measured_time(rate: float) -> None:
         """,
     )
     lengths = [str(len(answer["tokens"])) for answer in race["answers"]]
-    assert seen["before"] == seen["after"] == lengths, "the whole answers, before and after"
+    assert seen["before"] == seen["after"] == lengths, "complete answers before and after"
     at = [standing(answer, half) for answer in race["answers"]]
     assert seen["middle"]["tokens"] == [str(each.tokens) for each in at]
     assert half / rate + seen["more"] == pytest.approx(end / rate, rel=0.02)

@@ -1,4 +1,4 @@
-"""The tree of a report: its nodes, their probabilities, and how it is drawn."""
+"""The tree of a report: its nodes, their probabilities, and its drawing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def source(tiny_target: Target) -> Drafts:
     return Drafts(tiny_target, calibration=TUNING.to_json(), costs=TUNING.costs)
 
 
-def test_the_tree_with_what_comes_next(source: Drafts) -> None:
+def test_tree_includes_the_next_candidates(source: Drafts) -> None:
     kept = tuned(source, "heads+ngram", None)
     assert kept and (kept["tree"], kept["chosen"]) == ("dynamic", 3)
     assert kept["nodes"][:4] == [[[0], 0.5], [[0, 0], 0.3], [[1], 0.2], [[1, 0], 0.12]]
@@ -40,24 +40,24 @@ def test_the_tree_with_what_comes_next(source: Drafts) -> None:
     assert kept["kinds"] == TUNING.kinds
 
 
-def test_another_kind_of_tree(source: Drafts) -> None:
+def test_other_kind_of_tree(source: Drafts) -> None:
     kept = tuned(source, "heads", "chain")
     assert kept and (kept["chosen"], kept["nodes"]) == (2, [[[0], 0.5], [[0, 0], 0.3]])
 
 
-def test_costs_are_those_of_here(source: Drafts) -> None:
+def test_costs_are_the_local_ones(source: Drafts) -> None:
     source.costs = Costs((1, 4), (10.0, 400.0), 2.0, 0.0, 2)
     kept = tuned(source, "heads", "static")
     assert kept and kept["chosen"] == 0 and "No tree pays here" in tree_svg(kept)
 
 
-def test_nothing_is_known_of_other_drafters(source: Drafts) -> None:
+def test_other_drafters_have_no_tree(source: Drafts) -> None:
     assert tuned(source, "ngram", None) is None
     source.costs = None
     assert tuned(source, "heads", None) is None
 
 
-def test_every_node_is_drawn_in_a_place_of_its_own(source: Drafts) -> None:
+def test_nodes_do_not_overlap(source: Drafts) -> None:
     kept: Any = tuned(source, "heads", None)
     drawing = ElementTree.fromstring(tree_svg(kept))
     width, height = map(float, re.findall(r"[\d.]+", drawing.get("viewBox") or "")[2:])

@@ -1,4 +1,4 @@
-"""Blocks: what a slot reads, attention in parts, the mask token, and which layers start heads."""
+"""Block families: the inputs of a slot, attention in parts, the mask token, and layers that start heads."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ SINGLE = {"rtol": 1e-5, "atol": 1e-5}
 STARTS = torch.tensor([[0] * 20 + [20] * 5 + [25] * 25, [0] * 40 + [40] * 10])
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
-
-
 def rms(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
@@ -43,7 +38,7 @@ def rotated(x_HKd: Tensor, positions_K: Tensor) -> Tensor:
 
 
 def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) -> Tensor:
-    """All slots of the block after a text, [K, E], written out for one block."""
+    """Compute all slots of the block after a text, [K, E], written out for one block."""
     text = len(next(iter(states.values())))
     context_TE = rms(
         torch.cat([states[layer] for layer in heads.aux_layers], -1) @ heads.fc.weight.T, heads.hidden_norm.weight
@@ -80,8 +75,8 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
 
 
 @pytest.mark.parametrize("name", ["dflash-deep", "dflash-cold", "dflash-sliding", "dspark-deep"])
-def test_blocks_are_what_is_written_out_by_hand(name: str, target: Target) -> None:
-    """Every slot reads the text before its root and the block, as far as its layer lets it see, and nothing else."""
+def test_blocks_equal_a_version_by_hand(name: str, target: Target) -> None:
+    """Every slot reads the visible part of the text before its root and of the block, and nothing else."""
     heads = cast(BlockHead, shake(build(name, target)))
     text = [3, 9, 14, 27, 33, 8, 40, 12, 5, 22, 31, 50]
     batch = batch_of(target, heads, [text], prompt=2)
@@ -95,7 +90,7 @@ def test_blocks_are_what_is_written_out_by_hand(name: str, target: Target) -> No
 
 @pytest.mark.parametrize(("packed", "window", "causal"), [(False, 0, False), (True, 0, True), (True, 7, False)])
 @pytest.mark.parametrize("kernel", [text_attention.block_attention, text_attention.block_attention_fused])
-def test_in_parts_values_and_gradients_are_those_of_one_table(
+def test_parts_equal_one_table(
     monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool, window: int, causal: bool
 ) -> None:
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
@@ -160,14 +155,14 @@ def test_layers_of_a_target_with_head_norms_start_with_them() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_draft_a_block_is_refused(settings: dict[str, Any], told: str, target: Target) -> None:
+def test_impossible_blocks_are_refused(settings: dict[str, Any], told: str, target: Target) -> None:
     with pytest.raises(UserError) as refused:
         heads = DFlashHead(cast(Any, make_config({"family": "dflash", **settings}, target)))
         heads.warm_start(target)
     assert re.search(told, f"{refused.value.problem} {refused.value.remedy}")
 
 
-def test_the_mask_token_is_one_that_no_text_has() -> None:
+def test_the_mask_token_occurs_in_no_text() -> None:
     tokenizer = tiny_tokenizer()
     rows = len(tokenizer)
 
@@ -189,7 +184,7 @@ def test_the_mask_token_is_one_that_no_text_has() -> None:
 
 @pytest.mark.parametrize("filled", [0.0, math.nan, math.inf])
 def test_a_mask_token_without_an_embedding_is_passed_over_and_refused(filled: float) -> None:
-    """Slots that read zeros would all be the same; rows that rounding up added may be zeros, or never written."""
+    """Slots that read zeros would all be equal. Rows that pad the vocabulary may be zeros, or uninitialised."""
     tokenizer = tiny_tokenizer()
     rows = len(tokenizer)
     target = Target(tiny_model("llama", vocab_size=rows + 8), tokenizer)

@@ -1,4 +1,4 @@
-"""Blocks that start with what can be solved for: heads that look where they should, and maps that draft untrained."""
+"""Linear starts of blocks: heads that attend to the right place, and maps that draft untrained."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from tests.tiny import tiny_model
 
 BLOCK = 4
 LINEAR = {"block_size": BLOCK, "aux_layers": (1, 2), "mask_token_id": 60, "init": "linear"}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +67,7 @@ def test_a_pattern_is_highest_at_the_root_from_every_slot() -> None:
 
 
 def test_heads_look_at_the_newest_state_and_at_the_root(target: Target, lessons: list[HeadBatch]) -> None:
-    """What the first head of each kind finds for every slot is the value of that place, whatever stands there."""
+    """The first head of each kind attends to that place from every slot, whatever token is there."""
     heads = started("dflash", target, lessons, head_dim=32)
     layer, batch = heads.stack[0], lessons[0]
     for origin in (4, 20, 33):
@@ -91,10 +86,8 @@ def test_heads_look_at_the_newest_state_and_at_the_root(target: Target, lessons:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("dflash", 1), ("dspark", 1), ("dspark", 2)])
-def test_what_is_solved_for_is_nearer_to_the_states_to_come(
-    name: str, layers: int, target: Target, lessons: list[HeadBatch]
-) -> None:
-    """On the texts that it was solved from: with the mean state alone, a share of 1 would be left."""
+def test_the_solution_predicts_coming_states(name: str, layers: int, target: Target, lessons: list[HeadBatch]) -> None:
+    """On the texts it was solved from; the mean state alone would leave an error of 1."""
     heads = started(name, target, lessons, num_layers=layers)
     missed, spread = 0.0, 0.0
     for batch in lessons:
@@ -116,8 +109,8 @@ def test_what_is_solved_for_is_nearer_to_the_states_to_come(
     assert normed(heads.norm, torch.ones(1, 64)).isfinite().all()
 
 
-def test_heads_beside_those_that_look_are_the_targets(target: Target) -> None:
-    """As many key heads as the target has, each with the first of the queries that share it there."""
+def test_all_other_heads_are_the_targets(target: Target) -> None:
+    """They are one per key head of the target, each with the first of its queries."""
     config = make_config({"family": "dflash", **LINEAR}, target)
     heads = cast(BlockHead, family("dflash")(config))
     heads.warm_start(target)
@@ -132,10 +125,8 @@ def test_heads_beside_those_that_look_are_the_targets(target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_blocks_of_a_target_on_a_device_start_as_those_of_one_beside_them(
-    name: str, target: Target, lessons: list[HeadBatch]
-) -> None:
-    """Heads are started on the CPU, wherever the target is; these are large enough for patterns."""
+def test_blocks_start_alike_for_a_target_on_a_device(name: str, target: Target, lessons: list[HeadBatch]) -> None:
+    """Heads are started on the CPU, wherever the target is; these heads are large enough for patterns."""
     expected = started(name, target, lessons, head_dim=32).state_dict()
     with StandIn():
         found = started(name, Target(tiny_model("llama", vocab_size=61).to(CUDA)), lessons, head_dim=32).state_dict()

@@ -1,4 +1,4 @@
-"""Attention of draft layers over their cache: long texts get what one mask of all their entries gives, without it."""
+"""Attention of draft layers over their cache: long texts give the same as with one mask of all entries, without it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.parts.cache import cached_attention, text_attention
@@ -14,11 +13,12 @@ from headstart.model.model import Target
 from headstart.tree.tree import Committed, TreeBatch
 from tests.heads.test_contract import build
 from tests.tiny import tiny_model
+from tests.train.test_long_texts import Largest
 
 
 @pytest.mark.parametrize("starts", [[0, 0], [9, 9], [9, 4]], ids=["first draft", "later", "ragged"])
 @pytest.mark.parametrize("width", [1, 3, 1100])
-def test_entries_of_a_text_see_what_one_mask_says(starts: list[int], width: int) -> None:
+def test_entries_equal_one_mask(starts: list[int], width: int) -> None:
     torch.manual_seed(0)
     slots = max(starts) + width
     queries = torch.randn(2, 2, 2, width, 8, dtype=torch.float64)
@@ -29,18 +29,6 @@ def test_entries_of_a_text_see_what_one_mask_says(starts: list[int], width: int)
     torch.testing.assert_close(text_attention(queries, kv, slots, index_BW, starts), expected, rtol=1e-10, atol=1e-10)
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor had."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.numbers = max(self.numbers, out.numel())
-        return out
-
-
 @torch.no_grad()
 def test_the_first_draft_after_a_long_prompt_makes_no_table_of_all_pairs() -> None:
     target = Target(tiny_model("llama", vocab_size=61, max_length=8192))
@@ -49,13 +37,13 @@ def test_the_first_draft_after_a_long_prompt_makes_no_table_of_all_pairs() -> No
     states = target.prefill(target.new_cache(1, length), [prompt], heads.aux_layers).aux_hidden_states
     session = heads.prefill([prompt], states)
     roots = TreeBatch.roots([5])
-    with Largest() as largest:  # type: ignore[no-untyped-call]  # torch's own
+    with Largest() as largest:
         heads.draft_step(session, roots.tokens_BN, torch.zeros_like(roots.tokens_BN), 0)
     assert largest.numbers < length**2
 
 
 class Padded(TorchDispatchMode):
-    """How many numbers were copied to make room."""
+    """Counts numbers that are copied to make room."""
 
     numbers = 0
 
@@ -66,7 +54,7 @@ class Padded(TorchDispatchMode):
         return out
 
 
-def test_plain_rounds_do_not_copy_all_that_waits_to_be_read() -> None:
+def test_plain_rounds_do_not_copy_unread_entries() -> None:
     target = Target(tiny_model("llama"))
     heads = build("eagle3", target).eval()
     prompt, rounds = [3, 4, 5], 100

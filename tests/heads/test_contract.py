@@ -19,8 +19,8 @@ from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
 from headstart.model.teacher import load_teacher, save_teacher
 from headstart.tree.tree import Committed, Request, TreeBatch, TreeShape
-from tests.tiny import tiny_model
 
+BLOCK: dict[str, Any] = {"aux_layers": (1, 2), "mask_token_id": 60}
 CASES: dict[str, dict[str, Any]] = {
     "medusa": {"family": "medusa", "num_heads": 3},
     "medusa-draft-vocabulary": {"family": "medusa", "num_heads": 2, "draft_vocab_size": 30},
@@ -37,69 +37,30 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3-draft-vocabulary": {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 3), "draft_vocab_size": 30},
     "eagle3-cold": {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 2, 3), "init": "random"},
     "eagle3-deep-normed": {
-        "family": "eagle3",
-        "draft_steps": 3,
-        "num_layers": 2,
-        "aux_layers": (1, 2),
-        "aux_norms": True,
+        "family": "eagle3", "draft_steps": 3, "num_layers": 2, "aux_layers": (1, 2), "aux_norms": True,
         "feedback": "post_norm",
     },
     "eagle3-normed-residual": {
-        "family": "eagle3",
-        "draft_steps": 2,
-        "aux_layers": (1, 3),
-        "norm_before_residual": True,
-        "qk_norm": True,
+        "family": "eagle3", "draft_steps": 2, "aux_layers": (1, 3), "norm_before_residual": True, "qk_norm": True,
     },
     "eagle3-transition": {
-        "family": "eagle3",
-        "draft_steps": 3,
-        "aux_layers": (1, 3),
-        "init": "transition",
-        "norm_before_residual": True,
+        "family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "init": "transition", "norm_before_residual": True,
     },
-    "dspark": {"family": "dspark", "block_size": 3, "aux_layers": (1, 2), "mask_token_id": 60, "markov_rank": 4},
+    "dspark": {"family": "dspark", "block_size": 3, **BLOCK, "markov_rank": 4},
     "dspark-deep": {
-        "family": "dspark",
-        "block_size": 7,
-        "num_layers": 2,
-        "aux_layers": (1, 2),
-        "mask_token_id": 60,
-        "markov_rank": 4,
-        "confidence": True,
-        "draft_vocab_size": 30,
-        "sliding_window": 8,
+        "family": "dspark", "block_size": 7, "num_layers": 2, **BLOCK, "markov_rank": 4, "confidence": True,
+        "draft_vocab_size": 30, "sliding_window": 8,
     },
-    "dflash": {"family": "dflash", "block_size": 4, "aux_layers": (1, 2), "mask_token_id": 60},
-    "dflash-deep": {
-        "family": "dflash",
-        "block_size": 8,
-        "num_layers": 2,
-        "aux_layers": (1, 2),
-        "mask_token_id": 60,
-        "draft_vocab_size": 30,
-    },
+    "dflash": {"family": "dflash", "block_size": 4, **BLOCK},
+    "dflash-deep": {"family": "dflash", "block_size": 8, "num_layers": 2, **BLOCK, "draft_vocab_size": 30},
     "dflash-sliding": {
-        "family": "dflash",
-        "block_size": 8,
-        "num_layers": 2,
-        "aux_layers": (1, 2),
-        "mask_token_id": 60,
-        "sliding_window": 9,
-        "full_layers": (0,),
+        "family": "dflash", "block_size": 8, "num_layers": 2, **BLOCK, "sliding_window": 9, "full_layers": (0,),
         "causal": True,
     },
-    "dflash-cold": {
-        "family": "dflash",
-        "block_size": 5,
-        "aux_layers": (1, 2),
-        "mask_token_id": 60,
-        "init": "random",
-        "causal": True,
-    },
+    "dflash-cold": {"family": "dflash", "block_size": 5, **BLOCK, "init": "random", "causal": True},
     "mtp": {"family": "mtp", "draft_steps": 3},
     "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "draft_vocab_size": 30},
-}
+}  # fmt: skip
 
 
 def build(name: str, target: FrozenModel, seed: int = 0) -> DraftHead:
@@ -113,7 +74,7 @@ def build(name: str, target: FrozenModel, seed: int = 0) -> DraftHead:
 
 
 def shake(heads: DraftHead) -> DraftHead:
-    """Move the parameters off their warm start, so that a forgotten one shows."""
+    """Move the parameters off their warm start, so that an unused one shows."""
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -138,11 +99,6 @@ def batch_of(target: Target, heads: DraftHead, texts: Sequence[Sequence[int]], p
 def draft(heads: DraftHead, session: Any, roots: list[int], shape: TreeShape) -> list[list[int]]:
     trees = HeadDrafter(heads, shape).propose(session, TreeBatch.roots(roots), Request(shape.size))
     return [tree.tokens for tree in trees]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
 
 
 def test_every_family_has_a_case() -> None:
@@ -171,8 +127,8 @@ def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_teacher_stands_for_the_target_in_training(name: str, target: Target, tmp_path: Path) -> None:
-    """Heads that start from a layer further down than the last say so in `HeadConfig.start_layers`."""
+def test_a_teacher_replaces_the_target_in_training(name: str, target: Target, tmp_path: Path) -> None:
+    """Heads that start from earlier layers name them in `HeadConfig.start_layers`."""
     folder = save_teacher(tmp_path, target, make_config(CASES[name], target).start_layers)
     assert folder is not None
     heads, taught = build(name, target), build(name, load_teacher(folder, target.device))
@@ -183,8 +139,8 @@ def test_a_teacher_stands_for_the_target_in_training(name: str, target: Target, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_texts_without_an_answer_to_learn_from_predict_nothing(name: str, target: Target) -> None:
-    """The step that needs one supervised token more than a text has, and all after it."""
+def test_texts_with_too_few_supervised_tokens_predict_nothing(name: str, target: Target) -> None:
+    """A step that needs more supervised tokens than the text has is empty."""
     heads = shake(build(name, target))
     for supervised in (0, 1, 2):
         steps = list(heads.unroll(batch_of(target, heads, [[3, 9, 14, 27, 33]], prompt=5 - supervised)))
@@ -192,8 +148,8 @@ def test_texts_without_an_answer_to_learn_from_predict_nothing(name: str, target
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drafts_that_end_early_take_nothing_from_the_others(name: str, target: Target) -> None:
-    """A subsampled batch predicts what the whole one predicts, at the places that are left."""
+def test_subsampling_leaves_the_other_predictions_unchanged(name: str, target: Target) -> None:
+    """A subsampled batch predicts the same as the complete one at its remaining places."""
     heads = shake(build(name, target))
     random = torch.Generator().manual_seed(5)
     texts = [torch.randint(3, target.vocab_size, (length,), generator=random).tolist() for length in (30, 22, 9)]
@@ -214,10 +170,7 @@ def test_drafts_that_end_early_take_nothing_from_the_others(name: str, target: T
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target) -> None:
-    """The equality that low acceptance usually breaks: what is drafted is what was trained, at every step.
-
-    A drafted chain, put after its text, is unrolled as in training: each step must give the logits that drafted it.
-    """
+    """Unrolling a drafted chain as in training gives the logits that drafted it. Breaking this lowers acceptance."""
     heads = shake(build(name, target))
     text = [3, 9, 14, 27, 33, 8, 40, 12]
     for read in (2, 4, 6):
@@ -241,7 +194,7 @@ def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_observing_in_rounds_equals_opening_afresh(name: str, target: Target) -> None:
+def test_commits_in_rounds_equal_one_prefill(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     text = [3, 9, 14, 27, 33, 8, 40]
     shape = TreeShape.from_paths([(0, 0), (1,)])
@@ -258,7 +211,7 @@ def test_observing_in_rounds_equals_opening_afresh(name: str, target: Target) ->
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("drafting", [True, False])
-def test_rows_that_commit_unevenly_draft_as_afresh(name: str, drafting: bool, target: Target) -> None:
+def test_uneven_commits_equal_one_prefill(name: str, drafting: bool, target: Target) -> None:
     """Two rows that accept different lengths, with or without a draft in each round (drafting pauses)."""
     heads = shake(build(name, target))
     texts = [[3, 9, 14, 27, 33, 8, 40], [8, 40, 12, 5, 51, 22, 19, 2]]
@@ -279,7 +232,7 @@ def test_rows_that_commit_unevenly_draft_as_afresh(name: str, drafting: bool, ta
 
 
 def _part(states: dict[int, torch.Tensor], starts: Sequence[int], width: int) -> dict[int, torch.Tensor]:
-    """States of `width` tokens of each row from its own start on; after a row's end anything."""
+    """Slice `width` states of each row from its own start; beyond the row's end they are arbitrary."""
     padded = {layer: torch.nn.functional.pad(state, (0, 0, 0, width), value=7.0) for layer, state in states.items()}
     return {
         layer: torch.stack([state[row, start : start + width] for row, start in enumerate(starts)])
@@ -333,7 +286,7 @@ def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target
 
 @pytest.mark.parametrize("name", CASES)
 def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
-    """Those of weights that drafting reads as panels, too, whose products torch cannot see."""
+    """Products of panels, which torch cannot see, are counted too."""
     heads = build(name, target)
     lm_head = 2 * heads.config.draft_width * heads.config.hidden_size
     weights = 2 * sum(parameter.numel() for parameter in heads.parameters())

@@ -1,24 +1,17 @@
-"""DSpark: what the token before a draft adds, level by level, and what the confidence head learns."""
+"""DSpark: the previous token's part in a draft, level by level, and the training of the confidence head."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
 import torch
 
 from headstart.heads.dspark import DSparkHead
 from headstart.heads.int8_weights import linear
 from headstart.model.model import Target
 from tests.heads.test_contract import batch_of, build, shake
-from tests.tiny import tiny_model
 
 TEXT = [3, 9, 14, 27, 33]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
 
 
 def drafting(name: str, target: Target) -> tuple[DSparkHead, Any]:
@@ -28,7 +21,7 @@ def drafting(name: str, target: Target) -> tuple[DSparkHead, Any]:
 
 
 def test_drafts_after_a_node_depend_on_its_token_alone(target: Target) -> None:
-    """The block runs once; siblings differ by what their own tokens add, whatever they grew on."""
+    """The block runs once; siblings differ only by the contribution of their own tokens."""
     heads, session = drafting("dspark-deep", target)
     zero = torch.zeros(1, 2, dtype=torch.long)
     heads.draft_step(session, torch.tensor([[8]]), zero[:, :1], 0)

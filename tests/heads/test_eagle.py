@@ -1,4 +1,4 @@
-"""What each step of the recurrent families reads, by changing one thing at a time; their starts and settings."""
+"""Recurrent families and Hydra: the inputs of each step, found by changing one; starts and settings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.text_attention import chain_attention
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from tests.heads.test_contract import CASES
 from tests.tiny import KINDS, tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -24,13 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "num_layers": 2},
     "mtp": {"family": "mtp", "draft_steps": 3},
 }
+READERS = {**FAMILIES, "hydra": {"family": "hydra", "num_heads": 3}}
 LAYERS = (1, 2, 3, FINAL)
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
 
 
 def build(settings: dict[str, Any], target: Target) -> DraftHead:
@@ -58,11 +55,11 @@ def batch_of(heads: DraftHead, seed: int = 0) -> HeadBatch:
     return HeadBatch(torch.tensor([TEXT]), torch.tensor([[index > 1 for index in range(len(TEXT))]]), states)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", READERS)
 @torch.no_grad()
-def test_what_each_step_reads(name: str, target: Target) -> None:
-    """Step k of origin t reads the states up to t and the tokens up to t + k + 1, and nothing after them."""
-    heads = build(FAMILIES[name], target)
+def test_each_step_reads_only_its_inputs(name: str, target: Target) -> None:
+    """Step k of origin t reads the states up to t and the tokens up to t + k + 1; Hydra reads none before them."""
+    heads, recurrent = build(READERS[name], target), name != "hydra"
     before = logits_of(heads, batch_of(heads))
     assert {step for step, _ in before} == {0, 1, 2}
     assert min(origin for _, origin in before) == 1, "the first draft starts before the first supervised token"
@@ -71,31 +68,25 @@ def test_what_each_step_reads(name: str, target: Target) -> None:
         changed.tokens_BT[0, index] = 60
         for (step, origin), logits in logits_of(heads, changed).items():
             same = torch.equal(logits, before[step, origin])
-            assert same == (index > origin + step + 1), f"token {index}, step {step} of origin {origin}"
+            read = index <= origin + step + 1 and (recurrent or index > origin)
+            assert same != read, f"token {index}, step {step} of origin {origin}"
     for index in range(len(TEXT)):
         changed = batch_of(heads)
         for state in changed.states.values():
             state[0, index] += 1.0
         for (step, origin), logits in logits_of(heads, changed).items():
             same = torch.equal(logits, before[step, origin])
-            assert same == (index > origin), f"state {index}, step {step} of origin {origin}"
+            read = index <= origin if recurrent else index == origin
+            assert same != read, f"state {index}, step {step} of origin {origin}"
 
 
-PUBLISHED = {
-    "family": "eagle3",
-    "draft_steps": 2,
-    "aux_layers": (3,),
-    "init": "transition",
-    "norm_before_residual": True,
-}
+PUBLISHED = {**CASES["eagle3-transition"], "draft_steps": 2, "aux_layers": (3,)}
 
 
-@pytest.mark.parametrize(
-    "settings", [{"family": "eagle", "draft_steps": 2}, PUBLISHED, {"family": "mtp", "draft_steps": 2}]
-)
+@pytest.mark.parametrize("settings", [PUBLISHED, *({"family": name, "draft_steps": 2} for name in ("eagle", "mtp"))])
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
-    """States that rotate at each token: the start drafts them at once, at the second step as at the first."""
+    """For states that rotate at each token, the start drafts them correctly, in the second step as in the first."""
     torch.manual_seed(0)
     heads = family(settings["family"])(make_config(settings, target))
     heads.warm_start(target)
@@ -119,8 +110,8 @@ def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Ta
     ids=["target", "transition"],
 )
 @torch.no_grad()
-def test_training_begins_with_norms_of_queries_and_keys_where_it_does_without(settings: dict[str, Any]) -> None:
-    """Attention looks as sharply on average: what is drafted differs far less than from a layer without attention."""
+def test_qk_norm_barely_changes_the_warm_start(settings: dict[str, Any]) -> None:
+    """Attention stays about as sharp: drafts change far less than without attention."""
     model = tiny_model("llama", vocab_size=61)
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -143,7 +134,7 @@ def test_training_begins_with_norms_of_queries_and_keys_where_it_does_without(se
 
 
 @torch.no_grad()
-def test_a_layer_of_qwen3_is_taken_over_with_its_norms() -> None:
+def test_a_qwen3_layer_is_taken_over_with_its_norms() -> None:
     target = Target(tiny_model("qwen3", vocab_size=61))
     attention = target.layers[-1].self_attn
     attention.q_norm.weight.copy_(torch.linspace(0.5, 1.5, 16))
@@ -169,12 +160,12 @@ def test_settings_follow_from_the_target(target: Target) -> None:
     config = make_config({"family": "eagle", "intermediate_size": 32}, target)
     assert isinstance(config, LayerConfig)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
-    assert config.intermediate_size == 32, "what a recipe sets stays"
+    assert config.intermediate_size == 32, "an explicit setting stays"
     assert config.rope_parameters["rope_theta"] == target.config.rope_parameters["rope_theta"]
 
 
 def other_model(kind: str) -> Any:
-    """A random model of 3 layers whose layers differ from Llama's in one of many ways; no scale, bias is trivial."""
+    """Return a random 3-layer model with layers unlike Llama's; neither scales nor biases are trivial."""
     base: dict[str, Any] = {
         "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
@@ -210,13 +201,13 @@ ALIKE = {
     "gpt2": (False, False), "gpt_neox": (False, False), "cohere": (False, False), "phi": (False, False),
     "olmo2": (False, False), "stablelm": (False, False), "glm4": (False, False),
 }  # fmt: skip
-"""Whether attention and MLP of these targets are those of a draft layer."""
+"""Whether a draft layer can take over these targets' attention and MLP."""
 
 
 @pytest.mark.parametrize("kind", ALIKE)
 @torch.no_grad()
-def test_a_warm_started_layer_is_the_targets_own_where_it_is_built_alike(kind: str) -> None:
-    """Where attention and MLP are alike the draft layer computes what the target's does; else it adds nothing."""
+def test_warm_start_copies_attention_and_mlp_only_if_built_alike(kind: str) -> None:
+    """A part that is built alike computes what the target's does; any other starts without effect."""
     target = Target(tiny_model(kind, vocab_size=61) if kind in KINDS else other_model(kind))
     heads = family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 2)}, target))
     heads.warm_start(target)
@@ -239,7 +230,7 @@ def test_a_warm_started_layer_is_the_targets_own_where_it_is_built_alike(kind: s
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 @torch.no_grad()
-def test_a_layer_that_is_set_otherwise_starts_without_effect(name: str, target: Target) -> None:
+def test_settings_unlike_the_targets_start_without_effect(name: str, target: Target) -> None:
     for settings, attends, has_mlp in (
         ({"hidden_act": "relu"}, True, False),
         ({"rope_parameters": {"rope_theta": 500.0}}, False, True),
@@ -261,10 +252,7 @@ def test_a_layer_that_is_set_otherwise_starts_without_effect(name: str, target: 
         ({"hidden_act": "sillu"}, r"heads\.hidden_act' is 'sillu': transformers has no such activation"),
         ({"rope_parameters": {}}, "default positions need a positive number as rope_theta"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is one of default, linear"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
-            "linear positions need a positive number as factor",
-        ),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "positions need a positive number as factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor can only be 1"),
         ({"family": "eagle3", "aux_layers": (1, 2), "num_layers": 4}, r"num_layers is 4 and the target has 3 layers"),
     ],
@@ -276,7 +264,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-def test_every_kind_of_rotary_positions_that_is_taken_can_be_computed(kind: str, target: Target) -> None:
+def test_every_accepted_rope_type_is_computed(kind: str, target: Target) -> None:
     settings = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     if kind == "llama3":
         settings |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
@@ -284,17 +272,17 @@ def test_every_kind_of_rotary_positions_that_is_taken_can_be_computed(kind: str,
     assert isinstance(config, LayerConfig)
     cos, _ = Rotary(config).at(torch.tensor([[200]]), torch.float32, 201)
     # Of 8 frequencies the first turns by 1 a position and the last by 1e4 ** (-7 / 8). All kinds stretch slow turns by
-    # the factor, linear the fast ones too; yarn makes everything a little larger.
+    # the factor, linear the fast ones too; yarn scales everything up a little.
     fast, slow = (100 if kind == "linear" else 200), 100 * 1e4 ** (-7 / 8)
     scale = 1 + 0.1 * math.log(2) if kind == "yarn" else 1.0
     found = cos[0, 0, [0, 7, 8, 15]].tolist()
     assert found == pytest.approx([scale * math.cos(turn) for turn in (fast, slow, fast, slow)], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_linear_start_looks_no_longer_than_it_has_to(name: str, target: Target) -> None:
+@pytest.mark.parametrize("settings", [*FAMILIES.values(), {"family": "hydra", "num_heads": 1}])
+def test_a_linear_start_stops_reading_once_it_has_enough(settings: dict[str, Any], target: Target) -> None:
     torch.manual_seed(0)
-    heads = family(FAMILIES[name]["family"])(make_config(FAMILIES[name], target))
+    heads = family(settings["family"])(make_config(settings, target))
     heads.warm_start(target)
     looked = []
 
@@ -311,17 +299,17 @@ def test_a_linear_start_looks_no_longer_than_it_has_to(name: str, target: Target
 @pytest.mark.parametrize(
     "settings", [*FAMILIES.values(), {"family": "hydra"}, {"family": "hydra", "shared_lm_head": True}]
 )
-def test_a_random_start_takes_nothing_from_the_target_and_solves_nothing(
-    settings: dict[str, Any], target: Target
-) -> None:
-    torch.manual_seed(0)
-    heads = family(settings["family"])(make_config({**settings, "init": "random"}, target))
-    heads.warm_start(target)
-    before = {name: weight.clone() for name, weight in heads.state_dict().items()}
+def test_a_random_start_takes_nothing_from_the_target(settings: dict[str, Any], target: Target) -> None:
+    made = []
+    for model in (target, Target(tiny_model("llama", seed=1, vocab_size=61))):
+        torch.manual_seed(0)
+        made.append(family(settings["family"])(make_config({**settings, "init": "random"}, model)))
+        made[-1].warm_start(model)
+    heads, other = made
     heads.fit(pytest.fail(f"batch {number} is read") for number in range(2))
-    assert all(torch.equal(weight, before[name]) for name, weight in heads.state_dict().items())
+    assert all(torch.equal(one, two) for one, two in zip(heads.parameters(), other.parameters(), strict=True))
     matrices = [weight for name, weight in heads.named_parameters() if weight.dim() == 2 and "bias" not in name]
-    assert all(weight.std() > 0.01 for weight in matrices), "of no matrix all numbers are 0, nor most of them"
+    assert all(weight.std() > 0.01 for weight in matrices), "no matrix is mostly 0"
     own = [weight for weight in matrices if weight.shape == target.lm_head_weight.shape]
     assert not any(torch.equal(weight, target.lm_head_weight) for weight in own)
 
@@ -346,7 +334,7 @@ def test_both_attentions_agree() -> None:
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # float32 sums in another order
 
 
-def test_layers_that_are_read_by_default(target: Target) -> None:
+def test_default_aux_layers(target: Target) -> None:
     starts = ("target", "transition")
     read = [make_config({"family": "eagle3", "init": start}, target).model_dump()["aux_layers"] for start in starts]
     middle, last = target.num_layers // 2, target.num_layers

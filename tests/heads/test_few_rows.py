@@ -1,4 +1,4 @@
-"""What heads compute in C for a few rows, against float64 and against the same heads on torch."""
+"""The C kernels for a few rows, against float64 and against the same heads on torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.skipif(
-    draft_kernels.compiled(torch.float32) is None,
-    reason="needs a C compiler and AVX2",
-)
+pytestmark = pytest.mark.skipif(draft_kernels.compiled(torch.float32) is None, reason="needs a C compiler and AVX2")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def with_direction() -> Target:
-    """Whose embeddings share a direction, as those of trained models do."""
+    """A target with a direction that its embeddings share, as in trained models."""
     model = tiny_model("llama", vocab_size=64)
     with torch.no_grad():
         weight = model.get_input_embeddings().weight
@@ -53,7 +50,7 @@ def with_direction() -> Target:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was computed in C, by name."""
+    """Names of the C functions that are called."""
     names: list[str] = []
 
     def noted(owner: Any, name: str, shown: str) -> None:
@@ -76,7 +73,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_products_are_those_of_the_rounded_weights(
+def test_products_use_the_rounded_weights(
     dtype: torch.dtype, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
     monkeypatch.setattr(int8_weights, "_MIN", 1)
@@ -145,8 +142,8 @@ def test_the_choice_is_torchs(dtype: torch.dtype) -> None:
         assert torch.equal(draft_kernels.argmax(on_torch).flatten().sort().values, wanted.flatten().sort().values)
 
 
-def test_a_large_number_takes_nothing_from_those_far_from_it() -> None:
-    """Residual streams have some, and rows are multiplied in 16 bits."""
+def test_an_outlier_does_not_spoil_distant_groups() -> None:
+    """Residual streams have outliers, and rows are multiplied in 16 bits, group by group."""
     torch.manual_seed(0)
     layer, x = Linear(2048, 256, bias=False).bfloat16(), torch.randn(1, 2048).bfloat16()
     with torch.no_grad():
@@ -157,12 +154,12 @@ def test_a_large_number_takes_nothing_from_those_far_from_it() -> None:
     wanted = x.double() @ (held.rows().double() * held.scale_N[:, None].double()).T
     with torch.inference_mode():
         off = layer(x).double() - wanted
-    # One of sixteen stretches is lost among 65,536 steps of 0.6; the others have half a step of bfloat16's 256.
+    # One of sixteen groups is lost among 65,536 steps of 0.6; the other groups are off by half a bfloat16 step.
     assert off.square().mean() < (0.06 * wanted.square().mean().sqrt()) ** 2
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_stays_none(wrong: float) -> None:
+def test_nan_and_inf_make_their_row_nan(wrong: float) -> None:
     layer, x = Linear(256, 256), torch.randn(3, 256)
     to_int8(layer)
     x[1, 200] = wrong
@@ -172,8 +169,8 @@ def test_what_is_no_number_stays_none(wrong: float) -> None:
 
 
 def rounds(heads: Any, target: Target, prompts: list[list[int]], packed: bool = False) -> list[Tensor]:
-    """The logits of all levels of three rounds, in which rows get on by one, two and three tokens, and the second one
-    of three ends."""
+    """Return the logits of all levels of three rounds. Rows advance by one, two and three tokens, and the second of
+    three rows ends after the first round."""
     (to_int8 if packed else drop_int8)(heads)
     texts = [[*prompt, 9, 8, 7, 6, 5, 4, 3] for prompt in prompts]
     states = target.hidden_states(texts, heads.aux_layers)
@@ -208,7 +205,7 @@ def rounds(heads: Any, target: Target, prompts: list[list[int]], packed: bool = 
 
 @pytest.fixture
 def heads_of(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Heads whose caches have to grow, and whose texts are longer than their rotary positions."""
+    """Build heads with caches that have to grow, and with fewer rotary positions than the texts have tokens."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     monkeypatch.setattr(cache, "_SPARE", 1)
 
@@ -229,7 +226,7 @@ RECURRENT = [name for name in CASES if name.startswith(("eagle", "mtp"))]
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_drafts_are_those_of_torch(
+def test_drafts_equal_torchs(
     name: str, rows: int, packed: bool, target: Target, heads_of: Callable[..., Any], asked: list[str]
 ) -> None:
     heads = heads_of(name)
@@ -268,7 +265,7 @@ REQUESTS = {
 @pytest.mark.parametrize(
     "name", ["eagle3", "eagle3-draft-vocabulary", "eagle3-deep-normed", "eagle3-transition", "deep"]
 )
-def test_trees_grown_in_one_call_are_those_of_levels(
+def test_trees_grown_in_one_call_equal_levels(
     name: str,
     asks: str,
     curves: Calibration | None,
@@ -277,7 +274,7 @@ def test_trees_grown_in_one_call_are_those_of_levels(
     heads_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of levels that C computes, too."""
+    """Also of levels computed in C."""
     monkeypatch.setitem(CASES, "deep", {**CASES["eagle3-deep-normed"], "aux_norms": False, "draft_steps": 5})
     monkeypatch.setattr(draft_kernels, "ROWS", 40)  # wide levels as well
     heads = heads_of(name).to(dtype)
@@ -310,7 +307,7 @@ def test_trees_grown_in_one_call_are_those_of_levels(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-deep-normed", "mtp"])
-def test_bfloat16_is_no_further_from_float32_than_torchs(
+def test_bfloat16_rounds_no_worse_than_torchs(
     name: str, packed: bool, target: Target, heads_of: Callable[..., Any], asked: list[str]
 ) -> None:
     found, torchs, wanted = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -328,7 +325,7 @@ def test_bfloat16_is_no_further_from_float32_than_torchs(
         with torch.inference_mode():
             found += rounds(heads, target, PROMPTS, packed)
     assert set(asked) & ({"read", "enter"} if packed else {"attend"})
-    # Of each draft it is a matter of luck; over all of them the roundings are as many.
+    # A single draft may be closer either way; over all drafts the rounding errors are alike.
     ours, theirs, all_of_it = (
         float(torch.cat([level.float().flatten() for level in some]).square().mean().sqrt())
         for some in (
@@ -340,10 +337,8 @@ def test_bfloat16_is_no_further_from_float32_than_torchs(
     assert ours < 1.3 * theirs < 0.2 * all_of_it, (ours, theirs, all_of_it)
 
 
-def test_heads_that_look_at_themselves_are_not_asked_where(
-    with_direction: Target, monkeypatch: pytest.MonkeyPatch, asked: list[str]
-) -> None:
-    """As long as training leaves them what they were made: their queries and keys are then not computed at all."""
+def test_own_heads_skip_queries(with_direction: Target, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    """While training leaves them as they were made, their queries and keys are not computed at all."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     layer, own = heads.stack[0], heads.config.own_heads
@@ -361,7 +356,7 @@ def test_heads_that_look_at_themselves_are_not_asked_where(
         found = rounds(heads, with_direction, PROMPTS, packed=True)
     assert asked == ["enter"] * 9 and left() == own == 4
     for mine, wanted in zip(found, torchs, strict=True):
-        # What own heads give to other positions, up to 1e-3 of their attention, is fed back.
+        # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
         torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-3 * float(wanted.abs().max()))
     with torch.no_grad():
         rows_3HdI[:2, 3, 2, -1].add_(1)  # alike, and not of the embedding alone
@@ -372,8 +367,8 @@ def test_heads_that_look_at_themselves_are_not_asked_where(
         assert left() == 1
 
 
-def test_levels_on_torch_go_on_from_levels_in_c(with_direction: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where C wrote no keys of heads that look at themselves."""
+def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C writes no keys for heads that attend to their own position."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     with torch.no_grad():
@@ -395,18 +390,18 @@ def test_levels_on_torch_go_on_from_levels_in_c(with_direction: Target, monkeypa
         found = drafted()
     assert heads.own_heads(heads.stack[0], torch.ones(1, 1)) == 4
     for mine, wanted in zip(found, torchs, strict=True):
-        # What own heads give to other positions, up to 1e-3 of their attention, is fed back.
+        # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
         torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-3 * float(wanted.abs().max()))
 
 
-def test_autocast_is_torchs(target: Target, heads_of: Callable[..., Any], asked: list[str]) -> None:
-    """Which computes in a dtype that weights and caches do not say."""
+def test_autocast_runs_on_torch(target: Target, heads_of: Callable[..., Any], asked: list[str]) -> None:
+    """Its dtype differs from the weights' and the caches'."""
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         rounds(heads_of("eagle3"), target, PROMPTS[:1], packed=True)
     assert not asked
 
 
-def test_a_row_with_more_queries_than_look_together(asked: list[str]) -> None:
+def test_attention_with_more_queries_than_one_pass_takes(asked: list[str]) -> None:
     """Twenty query heads of one key head, in bfloat16, with slots that one entry sees and another does not."""
     torch.manual_seed(0)
     heads, size, slots = 20, 24, 9
@@ -425,7 +420,7 @@ def test_a_row_with_more_queries_than_look_together(asked: list[str]) -> None:
             torch.testing.assert_close(found[row, node].double(), wanted.flatten(), rtol=2**-8, atol=1e-4)
 
 
-def test_what_drafts_say_of_themselves_without_a_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_fall_back_to_torch_without_a_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build("eagle3", target)).eval()
     assert HeadDrafter(heads, TreeShape.chain(2)).forwards == "compiled"
     monkeypatch.setattr(draft_kernels, "compiled", lambda _: None)

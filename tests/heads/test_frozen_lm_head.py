@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-)
 
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.model.model import Target
@@ -35,11 +26,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 TARGETS = ("phi", "granite", "cohere", "gemma2")
-FROZEN = (
-    {"family": "eagle"},
-    {"family": "medusa", "shared_lm_head": True},
-    {"family": "hydra", "shared_lm_head": True},
-)
+FROZEN = ({"family": "eagle"}, *({"family": name, "shared_lm_head": True} for name in ("medusa", "hydra")))
 TRAINED = ({"family": "eagle3", "aux_layers": (1, 2)}, {"family": "medusa"}, {"family": "hydra"})
 
 
@@ -48,15 +35,15 @@ def tiny(kind: str) -> Target:
         torch.manual_seed(0)
         match kind:
             case "phi":
-                model: Any = PhiForCausalLM(PhiConfig(**BASE))
+                model: Any = tf.PhiForCausalLM(tf.PhiConfig(**BASE))
                 nn.init.normal_(model.lm_head.bias)
             case "granite":
-                model = GraniteForCausalLM(GraniteConfig(logits_scaling=0.125, **BASE))
+                model = tf.GraniteForCausalLM(tf.GraniteConfig(logits_scaling=0.125, **BASE))
             case "cohere":
-                model = CohereForCausalLM(CohereConfig(logit_scale=7.0, pad_token_id=0, **BASE))
+                model = tf.CohereForCausalLM(tf.CohereConfig(logit_scale=7.0, pad_token_id=0, **BASE))
             case _:
-                cap = Gemma2Config(head_dim=16, sliding_window=8, final_logit_softcapping=0.1, **BASE)
-                model = Gemma2ForCausalLM(cap)
+                cap = tf.Gemma2Config(head_dim=16, sliding_window=8, final_logit_softcapping=0.1, **BASE)
+                model = tf.Gemma2ForCausalLM(cap)
     return Target(model.float().eval(), None, kind)
 
 
@@ -79,9 +66,7 @@ def batch_of(target: Target, heads: DraftHead) -> HeadBatch:
 @pytest.mark.parametrize("draft_vocab_size", [0, 24])
 @pytest.mark.parametrize("settings", FROZEN, ids=[str(settings["family"]) for settings in FROZEN])
 @pytest.mark.parametrize("kind", TARGETS)
-def test_frozen_lm_heads_give_the_targets_own_logits(
-    kind: str, settings: dict[str, Any], draft_vocab_size: int
-) -> None:
+def test_frozen_lm_heads_give_the_targets_logits(kind: str, settings: dict[str, Any], draft_vocab_size: int) -> None:
     target = tiny(kind)
     heads = build(target, settings, draft_vocab_size)
     batch = batch_of(target, heads)

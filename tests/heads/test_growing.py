@@ -1,4 +1,4 @@
-"""Trees grown from heads hold the right tokens in the right places, whatever the mode."""
+"""Trees grown from heads hold the right tokens in the right places, in every mode."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ from tests.standin import CUDA, StandIn
 VOCAB = 12
 GROWING = heads_module.__file__
 CALLS = {False: 32, True: 48}
-"""Of a node at most, greedy and drawn."""
+"""Limits of Python calls per node, greedy and drawn."""
+SAMPLED = partial(warp, SamplingOptions(temperature=1.0))
+
+
+def streams_of(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(row) for row in range(count)]
 
 
 class TableHead(DraftHead):
-    """Drafts from a table indexed by the path, as families do whose drafts follow the path."""
+    """Drafts from a table indexed by the path."""
 
     family = "table"
     Config = HeadConfig
@@ -115,7 +120,7 @@ def test_dynamic_trees_hold_every_path_that_is_worth_it() -> None:
 
 
 def best_first(heads: TableHead, calibration: Calibration, nodes: int) -> dict[tuple[int, ...], float]:
-    """The paths of a best-first search: always the likeliest one not yet taken, until there are enough."""
+    """Return the paths of a best-first search: repeatedly the likeliest path not taken yet."""
 
     def children(path: tuple[int, ...], accept_prob: float, left: bool) -> list[tuple[float, tuple[int, ...], bool]]:
         if len(path) == heads.draft_steps:
@@ -142,13 +147,13 @@ LEFT = Calibration(
     reached=(0.9,) * 3,
     off_best=Calibration(((-9.0, 0.0),) * 3, ((0.0, 0.2),) * 3, (0.3,) * 3),
 )
-"""Drafts are a quarter as good on paths that have left the best one."""
+"""Drafts off the best path are a quarter as likely to be accepted."""
 
 
 @pytest.mark.parametrize("calibration", [Calibration(), LEFT])
 @pytest.mark.parametrize("nodes", [3, 6, 12, 25])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_full_tree_is_that_of_a_best_first_search(shared: bool, nodes: int, calibration: Calibration) -> None:
+def test_a_full_tree_equals_a_best_first_search(shared: bool, nodes: int, calibration: Calibration) -> None:
     """Nodes of deeper levels push out worse ones above."""
     heads = TableHead(shared)
     (tree,) = grown(heads, [3], Request(nodes + 1), calibration, max_rank=VOCAB)
@@ -171,9 +176,9 @@ def test_paths_that_leave_the_best_one_are_believed_less() -> None:
 
 
 def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
-    """As likely as the heads draw another token than their best one; whichever is drawn."""
+    """With the probability that the heads draw another token than their best one, whichever token is drawn."""
     heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
-    request = Request(3, chain=True, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams)
+    request = Request(3, chain=True, draws=True, warp=SAMPLED, streams=streams)
     (tree,) = grown(heads, [3], request, LEFT)
     assert LEFT.off_best is not None
     best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[1],))]
@@ -185,12 +190,12 @@ def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
 
 
 def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:
-    """Whatever is drawn for them, the root has the same children; what is expected below keeps its room."""
-    heads, warper = TableHead(), partial(warp, SamplingOptions(temperature=1.0))
+    """The root has the same children whatever is drawn, and nodes expected below them keep their room."""
+    heads = TableHead()
     counts = set()
     for seed in range(20):
         streams = [torch.Generator().manual_seed(seed)]
-        (tree,) = grown(heads, [3], Request(9, draws=True, warp=warper, streams=streams), LEFT)
+        (tree,) = grown(heads, [3], Request(9, draws=True, warp=SAMPLED, streams=streams), LEFT)
         assert tree.size <= 9 and tree.depth == 3
         counts.add(tree.parents.count(0))
     assert len(counts) == 1
@@ -209,16 +214,13 @@ def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:
 def test_drawn_children_are_described_and_distinct(shape: TreeShape | None) -> None:
     heads = TableHead(size=8)
     heads.set_draft_vocabulary(torch.arange(4, 12))
-    sampling = SamplingOptions(temperature=1.0)
     counts = []
     for seed in range(20):
         stream = torch.Generator().manual_seed(seed)
-        request = Request(12, 0.04, draws=True, warp=partial(warp, sampling), streams=[stream])
+        request = Request(12, 0.04, draws=True, warp=SAMPLED, streams=[stream])
         (tree,) = grown(heads, [3], request, Calibration(), shape)
         with_children = [own for own in tree.children if own]
-        assert sorted(tree.drawn) == sorted(own[-1] for own in with_children), (
-            "every node with children has a drawn one"
-        )
+        assert sorted(tree.drawn) == sorted(own[-1] for own in with_children), "every parent has a drawn child"
         for *fixed, drawn in with_children:
             assert len({tree.tokens[child] for child in (*fixed, drawn)}) == len(fixed) + 1
             q_draft_V = tree.drawn[drawn].q_draft_V(VOCAB)
@@ -226,19 +228,16 @@ def test_drawn_children_are_described_and_distinct(shape: TreeShape | None) -> N
             assert all(q_draft_V[tree.tokens[child]] == 0 for child in fixed)
             assert q_draft_V[tree.tokens[drawn]] > 0
         counts.append(tree.parents.count(0))
-    assert len(set(counts)) == 1, "how many children the root has depends on nothing that was drawn"
+    assert len(set(counts)) == 1, "the number of the root's children is independent of the draws"
 
 
 def test_children_are_added_for_what_they_bring_together() -> None:
-    """A draft has a chance of .2, a child drawn in its place .5: each further child brings .2 more."""
+    """A draft is right with probability .2, a child drawn in its place with .5: each further child adds .2."""
     flat = ((-100.0, 0.0),) * 3
     calibration = Calibration(flat, ((0.2, 0.2),) * 3, (0.0,) * 3, Calibration(flat, ((0.5, 0.5),) * 3))
 
     def accept_probs(threshold: float, draws: bool) -> list[float]:
-        streams = [torch.Generator().manual_seed(0)]
-        request = Request(
-            5, threshold, 0.1, draws=draws, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams
-        )
+        request = Request(5, threshold, 0.1, draws=draws, warp=SAMPLED, streams=streams_of(1))
         (tree,) = grown(TableHead(), [3], request, calibration)
         return [round(accept_prob, 6) for accept_prob in probs_of(tree)[1:]]
 
@@ -250,7 +249,7 @@ def test_children_are_added_for_what_they_bring_together() -> None:
 def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it() -> None:
     def request(rows: list[int]) -> Request:
         streams = [torch.Generator().manual_seed(row) for row in rows]
-        return Request(9, 0.03, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams)
+        return Request(9, 0.03, draws=True, warp=SAMPLED, streams=streams)
 
     together = grown(TableHead(), [3, 4, 5], request([0, 1, 2]), Calibration())
     assert len({tuple(tree.tokens) for tree in together}) == 3
@@ -268,14 +267,13 @@ class OnceHead(TableHead):
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
-def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(top_k: int) -> None:
-    """On a device one read serves all levels. Nodes that turn out to hold nothing go, with all that grew on them."""
+def test_drawing_all_levels_at_once_gives_the_same_trees(top_k: int) -> None:
+    """On a device one read serves all levels; nodes that turn out to be empty go, with their subtrees."""
     shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(roots: TreeBatch) -> list[Tree]:
-        streams = [torch.Generator().manual_seed(row) for row in range(3)]
-        request = Request(shape.size, draws=True, warp=warper, streams=streams, shape=shape)
+        request = Request(shape.size, draws=True, warp=warper, streams=streams_of(3), shape=shape)
         return grow(heads, None, roots, request, depth_logits=heads.depth_logits)
 
     heads = OnceHead(shared=True)
@@ -296,7 +294,7 @@ def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(to
 
 
 class PlacedHead(TableHead):
-    """Drafts where its nodes are."""
+    """Drafts on the device of its nodes."""
 
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return super().draft_step(session, tokens_BW, parents_BW, depth).to(tokens_BW.device)
@@ -305,16 +303,13 @@ class PlacedHead(TableHead):
 @pytest.mark.parametrize("top_k", [0, 2])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-def test_levels_drafted_from_tokens_that_the_host_has_not_seen_are_the_same(
-    static: bool, shared: bool, top_k: int
-) -> None:
-    """On a device what is drawn is read with the drafts of the next level. Nodes that hold nothing go then."""
+def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top_k: int) -> None:
+    """On a device draws are read with the drafts of the next level; empty nodes go then."""
     shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(device: torch.device | str) -> list[Tree]:
-        streams = [torch.Generator().manual_seed(row) for row in range(3)]
-        request = Request(9, 0.01, draws=True, warp=warper, streams=streams, shape=shape if static else None)
+        request = Request(9, 0.01, draws=True, warp=warper, streams=streams_of(3), shape=shape if static else None)
         return grow(heads, None, TreeBatch.roots([3, 4, 5], device), request)
 
     heads = PlacedHead(shared)
@@ -323,9 +318,7 @@ def test_levels_drafted_from_tokens_that_the_host_has_not_seen_are_the_same(
     with StandIn() as device:
         heads.to(CUDA)
         found = trees(CUDA)
-        uploads = [
-            event for event in device.events if event.where.startswith("support/uploads") and event.kind == "upload"
-        ]
+        uploads = [e for e in device.events if e.where.startswith("support/uploads") and e.kind == "upload"]
         # The roots, which the loop has there; nodes of two levels with the numbers for drawing them; the last draw.
         assert len(uploads) == 1 + 2 + 1
     for tree, other in zip(found, expected, strict=True):
@@ -337,12 +330,11 @@ def test_levels_drafted_from_tokens_that_the_host_has_not_seen_are_the_same(
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_work_of_the_host_grows_with_nodes_alone(draws: bool) -> None:
-    """Calls of functions: as many for a row of 32 as for one of 4, and a limit for each node, which may go down."""
+    """Python calls per node are no more for 32 rows than for 4, and stay below a limit that may go down."""
 
     def calls(rows: int) -> tuple[int, int]:
-        warper = partial(warp, SamplingOptions(temperature=1.0))
         streams = [torch.Generator().manual_seed(0) for _ in range(rows)]
-        request = Request(16, 0.01, draws=draws, warp=warper, streams=streams)
+        request = Request(16, 0.01, draws=draws, warp=SAMPLED, streams=streams)
         heads, roots, count = OnceHead(shared=True), TreeBatch.roots([3] * rows), Counter[str]()
         sys.setprofile(lambda frame, event, _: count.update([event] if frame.f_code.co_filename == GROWING else []))
         try:
@@ -360,10 +352,9 @@ def test_work_of_the_host_grows_with_nodes_alone(draws: bool) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
-    """As many rows as there are, and families whose nodes share their drafts: q is that of the node without guesses."""
+    """With several rows, and with nodes that share their drafts, q is the node's own without the guesses."""
     heads = TableHead(shared)
-    streams = [torch.Generator().manual_seed(i) for i in range(3)]
-    request = Request(9, 0.05, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams)
+    request = Request(9, 0.05, draws=True, warp=SAMPLED, streams=streams_of(3))
     for tree in grown(heads, [3, 4, 5], request, Calibration()):
         paths = [(), *tree.paths]
         assert len(tree.drawn) > 1
@@ -376,7 +367,7 @@ def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
     assert chain.parents == [-1, 0, 1, 2] and list(chain.drawn) == [1, 2, 3], "a chain is drawn"
 
 
-def test_what_top_k_leaves_out_is_not_drawn() -> None:
+def test_tokens_cut_by_top_k_are_not_drawn() -> None:
     heads = TableHead()
     narrow = SamplingOptions(temperature=1.0, top_k=2)
     request = Request(9, draws=True, warp=partial(warp, narrow), streams=[torch.Generator().manual_seed(0)])
@@ -385,7 +376,7 @@ def test_what_top_k_leaves_out_is_not_drawn() -> None:
 
 
 def test_levels_end_where_they_promise_too_little() -> None:
-    """A level promises, over the nodes of all rows, its chance of a right draft less what a node must bring."""
+    """A level promises the probability of a right draft minus the cost of a node, over the nodes of all rows."""
     heads, threshold = TableHead(), 0.01
 
     def levels(level_threshold: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
@@ -403,7 +394,7 @@ def test_levels_end_where_they_promise_too_little() -> None:
         assert levels(promised * 2.01, (1.0, reach), rows=2) == 1
     assert levels(0.0) == levels(1e-9) == 3, "unknown reach counts as certain"
     assert levels(1e-9, (1.0, 1.0, 0.0)) == 2
-    # Chains in which every draft is accepted with .5: level 1 promises .5 * .4 - .1, level 2 .25 * .4 - .1.
+    # Chains with acceptance .5 throughout: level 1 promises .5 * .4 - .1, level 2 .25 * .4 - .1.
     calibration = Calibration(((-100.0, 0.0),) * 3, ((0.5, 0.5),) * 3, (0.5, 0.4, 0.4))
     for level_threshold, size in ((0.0, 4), (0.09, 3), (0.11, 2)):
         request = Request(8, threshold=0.1, level_threshold=level_threshold, chain=True)
@@ -411,7 +402,7 @@ def test_levels_end_where_they_promise_too_little() -> None:
 
 
 def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each copy waits for the device, so probabilities and tokens travel together."""
+    """Each copy waits for the device, so probabilities and tokens go together."""
     copies = []
     honest = Tensor.cpu
     monkeypatch.setattr(Tensor, "cpu", lambda self: copies.append(self.shape) or honest(self))
@@ -419,7 +410,7 @@ def test_a_level_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(copies) == tree.levels == 3
 
 
-def test_heads_keep_to_their_own_size_whatever_is_asked_for() -> None:
+def test_heads_respect_their_own_max_nodes() -> None:
     drafter = HeadDrafter(TableHead(), TreeShape.chain(2), "dynamic", max_nodes=4)
     for nodes, size in ((64, 4), (3, 3)):
         assert drafter.propose(None, TreeBatch.roots([3]), Request(nodes, threshold=0.01))[0].size == size

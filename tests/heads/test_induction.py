@@ -1,4 +1,4 @@
-"""A layer that copies before any training: it finds where a token stood before, and brings what followed."""
+"""The induction start: an untrained layer that finds a token's earlier occurrence and copies its successor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny import tiny_model
 
 SIZE, WIDTH, HEADS, KV_HEADS, TOKENS = 64, 32, 4, 2, 300
 LAST_EX = torch.eye(2 * SIZE)[SIZE:]
-"""The fusion that takes the last of two aux hidden states."""
+"""A fusion that keeps the second of two aux hidden states."""
 CONFIG = LayerConfig(
     family="any",
     hidden_size=SIZE,
@@ -36,12 +36,12 @@ def turns(length: int) -> tuple[Tensor, Tensor]:
 def test_pairs_that_turn_quickly_are_left_out() -> None:
     pairs = slow_pairs(CONFIG, turns(513)[0][0])
     angles = [512 * 1e6 ** (-2 * pair / WIDTH) for pair in range(WIDTH // 2)]
-    assert pairs == [pair for pair, angle in enumerate(angles) if angle < 0.515]  # whose cosine is above .87
+    assert pairs == [pair for pair, angle in enumerate(angles) if angle < 0.515]  # a cosine above .87
     assert 0 < len(pairs) < WIDTH // 2
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_attends_to_what_followed_the_same_token(seed: int) -> None:
+def test_attends_to_the_successor_of_the_same_token(seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     table_VE = torch.randn(TOKENS, SIZE, generator=random)
     table_VE = table_VE / table_VE.square().mean(-1, keepdim=True).sqrt()
@@ -87,7 +87,7 @@ def test_heads_too_small_for_codes_are_left_alone() -> None:
     assert torch.equal(layer.qkv.weight, before)
 
 
-def test_what_is_not_the_code_stays_the_final_state() -> None:
+def test_components_outside_the_code_keep_the_final_state() -> None:
     torch.manual_seed(0)
     layer = DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
     aux_MX = torch.randn(500, 2 * SIZE)
@@ -109,7 +109,7 @@ def test_every_query_can_still_learn_something_else() -> None:
     assert (layer.qkv.weight.grad[: HEADS * WIDTH].abs().sum(1) > 0).all()
 
 
-def test_states_that_are_no_numbers_are_passed_over() -> None:
+def test_nan_states_are_skipped() -> None:
     torch.manual_seed(0)
     first, second = DraftLayer(CONFIG, 2 * SIZE, input_norm=False), DraftLayer(CONFIG, 2 * SIZE, input_norm=False)
     second.load_state_dict(first.state_dict())
@@ -122,8 +122,8 @@ def test_states_that_are_no_numbers_are_passed_over() -> None:
 
 
 def test_heads_copy_before_they_are_trained() -> None:
-    """Final states that tell the next token alone, in texts of random tokens that come twice: the second time, copying
-    finds the state after."""
+    """Final states reveal the next token only, in random texts that come twice: in the repetition, copying finds the
+    state after it."""
     target = Target(tiny_model("llama", vocab_size=TOKENS, layers=2))
     settings = {
         "family": "eagle3",

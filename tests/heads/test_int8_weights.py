@@ -1,4 +1,4 @@
-"""Weights as drafts read them, prepacked or in 8 bits: close to the full ones, and never those of an earlier time."""
+"""Weights as drafts read them, prepacked or in int8: close to the full ones, and never stale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tiny import tiny_model
 
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Target:
-    """Its heads are small: every matrix is packed that can be."""
+    """A target with all of its heads' matrices packed, however small."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     return Target(tiny_model("llama", vocab_size=64))
 
@@ -134,7 +134,7 @@ def test_autocast_has_its_own_dtype(prepare: Callable[[torch.nn.Module], object]
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_weights_that_changed_in_place_are_never_multiplied_in_their_old_8_bits(stacked: bool) -> None:
+def test_int8_weights_are_dropped_after_an_in_place_change(stacked: bool) -> None:
     torch.manual_seed(0)
     shape = (2, 256, 256) if stacked else (256, 256)
     holder, other = (torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape))]) for _ in range(2))
@@ -162,7 +162,7 @@ def test_a_dtype_without_such_a_product_stays_full(dtype: torch.dtype) -> None:
     assert not hasattr(weight, "int8")
 
 
-def test_training_drops_what_would_not_learn(target: Target) -> None:
+def test_training_drops_the_int8_weights(target: Target) -> None:
     heads = shake(build("eagle3", target)).eval()
     to_int8(heads)
     assert any(hasattr(weight, "int8") for weight in heads.parameters())
@@ -204,7 +204,7 @@ def test_every_family_drafts_alike_and_decodes_the_same_tokens(name: str, target
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each product with prepacked weights."""
+    """Rows of every product with prepacked weights."""
     if not can_pack(torch.zeros(32, 32)):
         pytest.skip("this build of torch has no oneDNN, so nothing is prepacked")
     seen: list[int] = []
@@ -220,7 +220,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.inference_mode()
 def test_drafts_multiply_with_prepacked_weights(products: list[int]) -> None:
-    """From the second time on: the first says that the weight lasts."""
+    """From the second product on: weights that are used once are not packed."""
     layer = Linear(256, 256)
     for rows in (3, 3, MAX_ROWS, MAX_ROWS + 1):
         x = torch.randn(1, rows, 256)
@@ -262,8 +262,7 @@ def test_heads_in_another_dtype_are_prepacked_anew(products: list[int]) -> None:
     assert len(products) >= 4
 
 
-def test_a_text_begins_with_heads_as_they_are(products: list[int], target: Target) -> None:
-    """Weights may have changed unseen since the last one."""
+def test_prefill_repacks_weights_that_changed_unseen(products: list[int], target: Target) -> None:
     heads = shake(build("hydra", target)).eval()
     drafter, prompt = HeadDrafter(heads, TreeShape.chain(2)), [3, 9, 14, 27]
     states = {layer: state[None] for layer, state in target.hidden_states([prompt], heads.aux_layers)[0].items()}

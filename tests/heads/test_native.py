@@ -24,12 +24,12 @@ from tests.tiny import tiny_model
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17]
 SETTINGS = {"family": "mtp", "init": "native", "draft_steps": 3}
 PROMISES = (contract.test_unroll_shapes_and_gradients, contract.test_drafting_equals_the_unrolled_training_forward)
-"""That depend on the kind of layer."""
+"""Contract tests that depend on the kind of layer."""
 OTHERS = (
-    contract.test_a_teacher_stands_for_the_target_in_training,
-    contract.test_texts_without_an_answer_to_learn_from_predict_nothing,
-    contract.test_drafts_that_end_early_take_nothing_from_the_others,
-    contract.test_observing_in_rounds_equals_opening_afresh,
+    contract.test_a_teacher_replaces_the_target_in_training,
+    contract.test_texts_with_too_few_supervised_tokens_predict_nothing,
+    contract.test_subsampling_leaves_the_other_predictions_unchanged,
+    contract.test_commits_in_rounds_equal_one_prefill,
     contract.test_rows_of_a_batch_are_independent,
     contract.test_operations_of_a_draft_are_counted,
 )
@@ -59,10 +59,8 @@ def test_the_contract_of_families_is_kept(one: ShippedTarget, case: str, tmp_pat
 
 
 @pytest.mark.parametrize("one", ["deepseek"], indirect=True)
-def test_heads_are_saved_and_bound_to_what_the_target_ships_beside_its_module(
-    one: ShippedTarget, case: str, tmp_path: Path
-) -> None:
-    """DeepSeek-V3's module has an LM head of its own in the file, which is the target's; here it is another."""
+def test_saved_heads_bind_to_the_modules_own_lm_head(one: ShippedTarget, case: str, tmp_path: Path) -> None:
+    """DeepSeek-V3's module has a copy of the target's LM head in the file; here the copy differs."""
     ship("deepseek", tmp_path / "target")
     tensors = load_file(tmp_path / "target" / WEIGHTS)
     other_VE = tensors["model.layers.2.shared_head.head.weight"].roll(1, 0).contiguous()

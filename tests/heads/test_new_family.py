@@ -55,7 +55,7 @@ def suite() -> list[tuple[str, Callable[..., None], dict[str, Any]]]:
 
 @pytest.fixture(params=TOYS)
 def toy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The family's file put beside the others, and its row beside theirs; both gone afterwards."""
+    """Add the family's file and row to the package, and remove them afterwards."""
     file, row = TOYS[request.param]
     known = families()  # all of the package, whatever ran before
     module = request.param.replace("-", "_")

@@ -1,4 +1,4 @@
-"""EAGLE-3 layers that start as a transition: heads that look at their own position, and the map that they hold."""
+"""EAGLE-3 layers that start as a transition: heads that attend to their own position, and the map they hold."""
 
 from __future__ import annotations
 
@@ -16,16 +16,11 @@ from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from tests.heads.test_contract import CASES
 from tests.tiny import tiny_model
 
 SIZE, TOKENS = 64, 3000
-START = {
-    "family": "eagle3",
-    "draft_steps": 3,
-    "aux_layers": (1, 3),
-    "init": "transition",
-    "norm_before_residual": True,
-}
+START = CASES["eagle3-transition"]
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +49,14 @@ def layer_of(width: int, theta: float, longest: int = 4096, qk_norm: bool = Fals
 
 
 def table_of(spread: float) -> Tensor:
-    """Normed embeddings that share a direction; `spread` is the size of the rest of them beside it."""
+    """Return normed embeddings that share a direction; `spread` is the size of the rest relative to it."""
     random = torch.Generator().manual_seed(1)
     table_VE = torch.randn(TOKENS, SIZE, generator=random) * spread + torch.randn(SIZE, generator=random)
     return torch.nn.functional.rms_norm(table_VE, (SIZE,))
 
 
 def own_share(layer: DraftLayer, rotary: Rotary, embedded_TE: Tensor, heads: int) -> Tensor:
-    """How much of its attention each position gives to itself, [heads, T]."""
+    """Return the attention that each position gives to itself, [heads, T]."""
     length = len(embedded_TE)
     read_1TI = torch.cat([embedded_TE, torch.randn(length, SIZE)], dim=-1)[None]
     turn = rotary.at(torch.arange(length)[None], torch.float32, length)
@@ -74,7 +69,7 @@ def cosines(rotary: Rotary, width: int, far: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("width", "theta"), [(64, 1e5), (128, 5e5), (64, 1e4)])
-def test_quick_pairs_tell_the_own_position_from_any_other(width: int, theta: float) -> None:
+def test_fast_rotary_pairs_distinguish_the_own_position(width: int, theta: float) -> None:
     angles_R = theta ** (-torch.arange(0, width, 2) / width)
     cos_PR = torch.cos(torch.arange(1, 4097)[:, None] * angles_R)
     shares_R, worst = pair_shares(cos_PR)
@@ -87,7 +82,7 @@ def test_quick_pairs_tell_the_own_position_from_any_other(width: int, theta: flo
 @pytest.mark.parametrize(("repeats", "qk_norm"), [(1, False), (2, False), (40, False), (40, True)])
 @torch.no_grad()
 def test_own_heads_see_nothing_else(repeats: int, qk_norm: bool) -> None:
-    """In texts as long as 2048 tokens, of which every few or all but every fortieth follow one like them."""
+    """In texts of 2048 tokens, without repeats and with tokens repeated up to forty times in a row."""
     layer, rotary = layer_of(32, 1e5, qk_norm=qk_norm)
     table_VE = table_of(spread=0.5)
     number_E, mean_E = number_of_all(table_VE.split(1000))
@@ -151,13 +146,13 @@ def guesses(heads: DraftHead, batch: HeadBatch) -> list[Tensor]:
     return [prediction.hidden_MH for prediction in heads.unroll(batch)]
 
 
-def test_training_takes_for_granted_what_own_heads_find(target: Target) -> None:
-    """Their queries and keys do not learn, and all else learns what it would learn beside them."""
+def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
+    """All other weights get the gradients that they would get otherwise."""
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, made(START, target))
     heads.fit([batch])
     layer, own, width = heads.stack[0], heads.config.own_heads, heads.config.head_dim
-    with torch.no_grad():  # the others attend to the text
+    with torch.no_grad():  # all other heads attend to the text
         layer.qkv.weight.view(3, -1, width, 128)[:, own:].normal_(std=0.1)
         layer.o.weight.normal_(std=0.1)
     gradients = []
@@ -177,7 +172,7 @@ def test_training_takes_for_granted_what_own_heads_find(target: Target) -> None:
     assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(64, 128), slice(192, 256), slice(256, 384)]
 
 
-def test_own_heads_that_look_elsewhere_are_not_taken_for_granted(target: Target) -> None:
+def test_own_heads_that_look_elsewhere_are_trained(target: Target) -> None:
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, made(START, target))
     heads.before_training([batch])
@@ -190,8 +185,7 @@ def test_own_heads_that_look_elsewhere_are_not_taken_for_granted(target: Target)
 
 
 @torch.no_grad()
-def test_a_shallower_state_is_taken_to_the_last_one_linearly(target: Target) -> None:
-    """Where the last layers add something linear, the fusion knows what."""
+def test_the_fusion_maps_a_shallower_state_to_the_last_one(target: Target) -> None:
     heads = cast(Eagle3Head, made({**START, "aux_layers": (1, 2)}, target))
     batch = batch_of(target, texts_of(60), (1, 2, FINAL))
     map_EE = torch.eye(64) + 0.5 * torch.randn(64, 64) / 8
@@ -222,7 +216,7 @@ def test_the_residual_is_the_normed_state_only_where_asked(target: Target) -> No
         assert torch.equal(stream, attended[..., 64:] if asked else feedback)
 
 
-def test_there_are_heads_enough(target: Target) -> None:
+def test_own_heads_need_enough_key_heads(target: Target) -> None:
     config = make_config(START, target)
     assert isinstance(config, Eagle3Config)
     assert (config.own_heads, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 8, 8, 16)

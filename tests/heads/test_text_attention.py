@@ -1,4 +1,4 @@
-"""Attention over long texts: in parts it gives what one table of scores gives, and never makes such a table."""
+"""Attention over long texts: in parts it gives the same as one table of scores, and never makes such a table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read(sight: VisibleRange, steps: int) -> tuple[Tensor, Tensor, Tensor, list[
 
 
 def by_definition(sight: VisibleRange, *operands: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """With a mask of every query and position, written out; its softmax is in float32."""
+    """Attend with an explicit mask of every query and position; the softmax is in float32."""
     starts = torch.zeros_like(sight.index_BA) if sight.starts_BA is None else sight.starts_BA
     rows = [
         [[not start <= position <= index for position in range(LENGTH)] for index, start in zip(*one, strict=True)]
@@ -66,9 +66,7 @@ def by_definition(sight: VisibleRange, *operands: Tensor, chain: list[tuple[Tens
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kernel", [chain_attention, chain_attention_fused])
 @pytest.mark.usefixtures("in_parts")
-def test_in_parts_values_and_gradients_are_those_of_one_table(
-    monkeypatch: pytest.MonkeyPatch, kernel: object, steps: int, packed: bool
-) -> None:
+def test_parts_equal_one_table(monkeypatch: pytest.MonkeyPatch, kernel: object, steps: int, packed: bool) -> None:
     monkeypatch.setattr(text_attention, "chain_attention", kernel)
     sight = sight_of(packed)
     assert len(sight.parts(KV_HEADS * GROUPS)) == 4
@@ -87,8 +85,8 @@ def test_in_parts_values_and_gradients_are_those_of_one_table(
 
 @pytest.mark.parametrize("kernel", [chain_attention, chain_attention_fused])
 @pytest.mark.usefixtures("in_parts")
-def test_beside_drafts_memory_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
-    """And not with its square, though the second kernel has a column for each draft of each query: of a part."""
+def test_memory_beside_drafts_grows_linearly(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    """Linearly, although the fused kernel has a column for each draft of each query of a part."""
     monkeypatch.setattr(text_attention, "chain_attention", kernel)
     most = []
     for length in (200, 400):
@@ -101,7 +99,7 @@ def test_beside_drafts_memory_grows_with_the_text(monkeypatch: pytest.MonkeyPatc
     assert most[1] <= 2 * most[0] < 200 * 6 * 200
 
 
-def test_parts_leave_out_what_none_of_their_queries_sees(in_parts: None) -> None:
+def test_parts_skip_positions_that_no_query_sees(in_parts: None) -> None:
     index_BA = torch.arange(20, 34)[None]
     assert VisibleRange(index_BA, LENGTH).parts(1) == [
         Part(slice(0, 7), slice(0, 27)),
@@ -113,7 +111,7 @@ def test_parts_leave_out_what_none_of_their_queries_sees(in_parts: None) -> None
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_bfloat16_on_a_cpu_shapes_are_few(packed: bool, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float64 is as it is within autocast: it only says that there are shapes to be compiled."""
+    """Autocast leaves float64 as it is, and only signals that shapes are going to be compiled."""
     monkeypatch.setattr(text_attention, "_ALIKE", 16)
     sights = [sight_of(packed) for _ in range(2)]
     queries, keys, values, chain = read(sights[0], 1)

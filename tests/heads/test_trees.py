@@ -29,7 +29,7 @@ def exact() -> Target:
 
 
 def random_levels(roots: list[int], widths: tuple[int, ...], rng: random.Random) -> list[Level]:
-    """The roots, then levels of these many nodes anywhere under the level before."""
+    """Return the roots, then random levels of the given widths below them."""
     levels: list[Level] = [([[root] for root in roots], [[0] for _ in roots])]
     for width in widths:
         above = len(levels[-1][0][0])
@@ -39,7 +39,7 @@ def random_levels(roots: list[int], widths: tuple[int, ...], rng: random.Random)
 
 
 def path_to(levels: list[Level], row: int, node: int) -> list[int]:
-    """Tokens from the root to a node of the last level."""
+    """Return the tokens from the root to a node of the last level."""
     path = []
     for tokens, parents in reversed(levels):
         path.append(tokens[row][node])
@@ -48,7 +48,7 @@ def path_to(levels: list[Level], row: int, node: int) -> list[int]:
 
 
 def drafted_alone(heads: DraftHead, text: list[int], states: dict[int, torch.Tensor], chain: list[int]) -> torch.Tensor:
-    """What is drafted after a chain of single nodes, by a session that knows nothing else."""
+    """Return the logits after a chain of single nodes, from a fresh session."""
     session = heads.prefill([text], states)
     here_11 = torch.zeros(1, 1, dtype=torch.long)
     for depth, token in enumerate(chain):
@@ -97,23 +97,14 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed"])
 @torch.inference_mode()
-def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
-    name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first draft after a long prompt; how many entries each layer's MLP takes."""
+def test_the_last_layer_computes_only_the_last_token(name: str, exact: Target, spy: Any) -> None:
+    """In the first draft after a long prompt, each layer's MLP takes as few entries as possible."""
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
-    widths: list[int] = []
-    honest = DraftLayer.write
-
-    def write(self: Any, residual_BTE: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        widths.append(residual_BTE.shape[1])
-        return honest(self, residual_BTE, mixed)
-
-    monkeypatch.setattr(DraftLayer, "write", write)
+    calls = spy(DraftLayer, "write")
     known = exact.prefill(exact.new_cache(1, 7), TEXTS[:1], heads.aux_layers).aux_hidden_states
     heads.draft_step(heads.prefill(TEXTS[:1], known), torch.tensor([[5]]), torch.tensor([[0]]), 0)
-    assert widths == ([7, 1] if name == "eagle3-deep-normed" else [1])
+    assert [residual_BTE.shape[1] for _, residual_BTE, _ in calls] == ([7, 1] if name == "eagle3-deep-normed" else [1])
 
 
 @torch.inference_mode()
@@ -155,9 +146,7 @@ def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["hydra", "eagle3", "dspark"])
-def test_drafts_after_the_best_path_alone_are_noticed(
-    name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_along_the_best_path_are_noticed(name: str, exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: all nodes of a level are drafted as if each were the first one."""
     honest = family(CASES[name]["family"]).draft_step
 

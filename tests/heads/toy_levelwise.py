@@ -1,4 +1,4 @@
-"""A family that drafts level by level, as small as one can be: what `toy_levelwise` adds to the contract's suite.
+"""A minimal family that drafts level by level, for the contract's suite.
 
 The draft after a node reads the final state and the node's token, nothing in between.
 
@@ -62,7 +62,7 @@ class ToyHead(DraftHead):
         self._embedding_VE = target.embedding_weight.detach()
 
     def mix(self, final: Tensor, tokens: Tensor, step: int) -> Tensor:
-        """What the LM head reads, [..., E]."""
+        """Return the LM head's input, [..., E]."""
         return final @ self.map_KEE[step].T + F.embedding(tokens, self.target_embeddings).to(final)
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:

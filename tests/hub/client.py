@@ -1,4 +1,4 @@
-"""The real Hub client in a process of its own, so that it can be pointed at a fake Hub."""
+"""The real Hub client in a separate process, pointed at the fake Hub."""
 
 from __future__ import annotations
 
@@ -13,22 +13,15 @@ from tests.hub.fake_hub import WRITE_TOKEN
 
 
 class Client:
-    """Calls into the process of `hub_client.py`."""
+    """A client of the process `hub_client.py`."""
 
     def __init__(self, url: str, home: Path) -> None:
         self.errors = home / "errors"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        off = dict.fromkeys((f"HF_HUB_DISABLE_{name}" for name in ("XET", "PROGRESS_BARS", "TELEMETRY")), "1")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("hub_client.py"))],
-            env={
-                **kept,
-                "HF_ENDPOINT": url,
-                "HF_HOME": str(home),
-                "HF_HUB_DISABLE_XET": "1",
-                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                "HF_HUB_DISABLE_TELEMETRY": "1",
-                "NO_PROXY": "127.0.0.1",
-            },
+            env={**kept, **off, "HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors.open("w"),

@@ -1,4 +1,4 @@
-"""A Hub in memory on 127.0.0.1: the calls that the real huggingface_hub client makes to create, upload and download."""
+"""An in-memory Hub on 127.0.0.1 for the calls of the real huggingface_hub client: create, upload and download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USER = "user"
 
 @dataclass
 class Repo:
-    """A repository: its commits, and which of them each branch, tag or hash names."""
+    """A repository: its commits, and the commit of each branch and tag."""
 
     private: bool = False
     gated: bool = False
@@ -39,7 +39,7 @@ class Repo:
 
 
 class FakeHub:
-    """The server. `repos` holds what was pushed, `calls` every (method, path)."""
+    """The server. `repos` holds all repositories, `calls` every (method, path)."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -64,7 +64,7 @@ class FakeHub:
 
     @contextmanager
     def down(self) -> Iterator[None]:
-        """Nobody listens on the port in this block."""
+        """Stop the server within the block."""
         self.stop()
         try:
             yield
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.calls.append((self.command, path))
         parts = path.strip("/").split("/")
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if path.startswith("/upload/"):  # the storage after the Hub: the link itself is the permission
+        if path.startswith("/upload/"):  # presigned storage URLs need no token
             oid = parts[1]
             if hashlib.sha256(self.body).hexdigest() != oid:
                 return self._error(400, "", "the content has another hash")
@@ -111,15 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(403, "", "Forbidden: write access is needed")
         match rest:
             case ["preupload", _]:
-                modes = [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                        "shouldIgnore": False,
-                    }
-                    for file in json.loads(self.body)["files"]
-                ]
-                self._json({"files": modes})
+                modes = {True: "lfs", False: "regular"}
+                paths = [file["path"] for file in json.loads(self.body)["files"]]
+                files = [(path, modes[path.endswith(".safetensors")]) for path in paths]
+                self._json({"files": [{"path": p, "uploadMode": mode, "shouldIgnore": False} for p, mode in files]})
             case ["info", "lfs", "objects", "batch"]:
                 objects = [
                     {**entry, "actions": {"upload": {"href": f"{self.hub.url}/upload/{entry['oid']}"}}}
@@ -145,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._error(404, "", f"the fake Hub does not know {path}")
 
     def _repo_and_rest(self, parts: list[str]) -> tuple[str, list[str]]:
-        """The repository a path is about, and what follows it."""
+        """Split a path into the repository and the rest."""
         if parts[:2] in (["api", "models"], ["api", "datasets"]):
             parts = parts[2:]
         if parts[0] == "datasets":
@@ -192,12 +187,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _tree(self, repo: Repo, revision: str) -> None:
         if (oid := repo.find(revision)) is None:
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        self._json(
-            [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in repo.commits[oid].items()
-            ]
-        )
+        files = [(name, len(data), hashlib.sha1(data).hexdigest()) for name, data in repo.commits[oid].items()]
+        self._json([{"type": "file", "path": name, "size": size, "oid": oid} for name, size, oid in files])
 
     def _file(self, repo: Repo, revision: str, name: str) -> None:
         if (oid := repo.find(revision)) is None:

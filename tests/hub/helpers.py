@@ -1,4 +1,4 @@
-"""Exported folders for the tests of this room."""
+"""Exported folders and figures for the Hub tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from headstart.heads.base import DraftHead, family, make_config
 from headstart.hub.format import export_heads
 from headstart.model.model import Target
 
+CONDITIONS = {"machine": "another", "device": "cpu", "dtype": "float32", "threads": 2, "torch": "2.13"}
+ENVIRONMENT = {"cpu": "A Fast | CPU", "threads": 2, "dtype": "bfloat16", "gpu": None, "torch": "2.13"}
 TUNING: dict[str, Any] = {
     "paths": ((0,), (1,), (0, 0)),
     "widths": (1, 2, 4),
@@ -19,10 +21,7 @@ TUNING: dict[str, Any] = {
     "acceptance": [[0.6, 0.1], [0.4, 0.1]],
     "predicted": {"tokens_per_round": 1.9, "speedup": 1.4567, "tokens_per_second": 99.0},
     "curve": [[1, 1.0]],
-    "settings": {
-        "device": "cpu",
-        "conditions": {"machine": "another", "device": "cpu", "dtype": "float32", "threads": 2, "torch": "2.13"},
-    },
+    "settings": {"device": "cpu", "conditions": CONDITIONS},
 }
 
 RESULTS: dict[str, Any] = {
@@ -38,19 +37,12 @@ RESULTS: dict[str, Any] = {
         "predicted_speedup": 1.4567,
     },
     "settings": {"questions": 48, "max_new_tokens": 128, "temperature": 0.0, "batch_size": 1},
-    "environment": {
-        "cpu": "A Fast | CPU",
-        "threads": 2,
-        "dtype": "bfloat16",
-        "gpu": None,
-        "torch": "2.13",
-        "date": "2026-11-04T09:07:31+00:00",
-    },
+    "environment": {**ENVIRONMENT, "date": "2026-11-04T09:07:31+00:00"},
 }
 
 
 def make_heads(target: Target, **settings: Any) -> DraftHead:
-    """Two heads of a known family with random blocks on the target's LM head."""
+    """Two Medusa heads with random blocks on the target's LM head."""
     config = make_config({"family": "medusa", "num_heads": 2, **settings}, target)
     heads = family(config.family)(config)
     if config.draft_vocab_size:

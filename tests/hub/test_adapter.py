@@ -1,4 +1,4 @@
-"""Heads for a target with an adapter: they bring it along, and are refused on any other target."""
+"""Heads for a target with an adapter: the folder includes it, and any other target is refused."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from headstart.model.model import Target
 from tests.hub.helpers import export
 from tests.tiny import save_tiny_adapter
 
+Load = Callable[..., Target]
+
 
 @pytest.fixture(scope="module")
-def load(tiny_target_folder: Path) -> Callable[..., Target]:
+def load(tiny_target_folder: Path) -> Load:
     return lambda adapter=None: load_target(str(tiny_target_folder), "float32", "cpu", adapter=adapter and str(adapter))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, load: Callable[..., Target]) -> Any:
-    """Heads, the adapted target and where the adapter lay."""
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, load: Load) -> Any:
+    """Heads, the adapted target and the moved adapter."""
     path = tmp_path_factory.mktemp("adapted")
     adapter = save_tiny_adapter(path / "lora", tiny_target_folder)
     target = load(adapter)
     export(path / "heads", target)
-    adapter.rename(path / "moved")  # what the heads need of it lies with them
+    adapter.rename(path / "moved")  # the heads' folder holds a copy
     return SimpleNamespace(heads=path / "heads", adapter=path / "moved", target=target)
 
 
@@ -51,16 +53,14 @@ def test_loading_finds_the_adapter_beside_the_heads(made: Any) -> None:
     assert tokens == decoder.generate(prompt, max_new_tokens=12, draft="off").tokens
 
 
-def test_heads_written_again_keep_it(made: Any, tmp_path: Path) -> None:
+def test_heads_keep_it_when_written_again(made: Any, tmp_path: Path) -> None:
     decoder = headstart.load(made.heads, dtype="float32", device="cpu")
     export(tmp_path / "again", decoder.target)
     assert heads_target(tmp_path / "again").adapter_spec(tmp_path / "again") == str(tmp_path / "again" / "adapter")
     check_folder(tmp_path / "again")
 
 
-def test_other_targets_are_refused_with_what_to_load(
-    made: Any, load: Callable[..., Target], tiny_target_folder: Path, tmp_path: Path
-) -> None:
+def test_other_targets_are_refused_by_name(made: Any, load: Load, tiny_target_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it lacks the adapter") as caught:
         headstart.load(made.heads, target=load())
     assert f"adapter={str(made.heads / 'adapter')!r}" in caught.value.remedy
@@ -70,22 +70,20 @@ def test_other_targets_are_refused_with_what_to_load(
     headstart.load(made.heads, target=load(), any_target=True)
 
 
-def test_heads_of_the_target_as_it_is_are_refused_on_the_adapted_one(
-    made: Any, load: Callable[..., Target], tmp_path: Path
-) -> None:
+def test_heads_of_the_plain_target_are_refused(made: Any, load: Load, tmp_path: Path) -> None:
     export(tmp_path / "heads", load())
     with pytest.raises(UserError, match="it has the adapter"):
         headstart.load(tmp_path / "heads", target=made.target)
 
 
-def test_a_folder_that_has_lost_its_adapter_is_not_whole(made: Any, tmp_path: Path) -> None:
+def test_folder_without_its_adapter_is_incomplete(made: Any, tmp_path: Path) -> None:
     shutil.copytree(made.heads, tmp_path / "heads")
     (tmp_path / "heads" / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match=r"has no adapter/adapter_model\.safetensors"):
         check_folder(tmp_path / "heads")
 
 
-def test_a_push_takes_it_along_without_local_paths(made: Any, tiny_target_folder: Path) -> None:
+def test_push_includes_it_without_local_paths(made: Any, tiny_target_folder: Path) -> None:
     files = dict(push(made.heads, "user/heads", dry_run=True).files)
     assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(files)
     contents = _contents(made.heads, FILES)
@@ -93,7 +91,7 @@ def test_a_push_takes_it_along_without_local_paths(made: Any, tiny_target_folder
     assert json.loads(contents["adapter/adapter_config.json"])["r"] == 4
 
 
-def test_engines_are_given_the_merged_model(made: Any, tmp_path: Path) -> None:
+def test_engines_need_the_merged_model(made: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="engines serve whole models") as caught:
         facts_of_heads(made.heads)
     assert "target.save('merged')" in caught.value.remedy

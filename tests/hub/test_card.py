@@ -1,4 +1,4 @@
-"""The model card: valid metadata, the figures that were measured, and no others."""
+"""The model card: valid metadata, and only measured figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_figures_and_settings(tmp_path: Path, tiny_target: Target) -> None:
         "headstart generate HEADS",
     ):
         assert text in card
-    assert "prompt lookup" not in card, "what was not measured is not in the card"
+    assert "prompt lookup" not in card, "not measured"
     assert "1.46" not in card.replace("1.4567", "1.46"), "a prediction is not a measurement"
 
 
@@ -58,12 +58,9 @@ def test_one_prompt_has_no_interval(tmp_path: Path, tiny_target: Target) -> None
     assert "| speed-up over the plain loop | 1.07x |" in (tmp_path / "h" / "README.md").read_text()
 
 
-def test_the_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target) -> None:
-    default = {
-        "name": "heads+ngram",
-        "tokens_per_second": 80.25,
-        "speedup_vs_plain": {"mean": 1.6, "low": 1.5, "high": 1.7},
-    }
+def test_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target) -> None:
+    speedup = {"mean": 1.6, "low": 1.5, "high": 1.7}
+    default = {"name": "heads+ngram", "tokens_per_second": 80.25, "speedup_vs_plain": speedup}
     facts = {"measurements": [{"name": "One", "results": {**RESULTS, "compare": [{"name": "heads"}, default]}}]}
     export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, facts)
     card = (tmp_path / "h" / "README.md").read_text()
@@ -71,7 +68,7 @@ def test_the_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target)
     assert "| speed-up of heads + n-gram over the plain loop | 1.60x (95 % interval 1.50 to 1.70) |" in card
 
 
-def test_without_measurements_it_says_so(tmp_path: Path, tiny_target: Target) -> None:
+def test_card_without_measurements_says_so(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "h", tiny_target)
     card = (tmp_path / "h" / "README.md").read_text()
     assert "Not measured yet" in card
@@ -112,10 +109,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         (None, None),
     ],
 )
-def test_a_card_names_no_package_that_may_be_anyones(
+def test_card_names_a_pinned_installation_or_none(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, recorded: Any, requirement: str | None
 ) -> None:
-    """It says where this installation is from, pinned, or that headstart has to be installed."""
+    """A package of that name could be anyone's."""
     text = None if recorded is None else json.dumps(recorded)
     installed = SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
     monkeypatch.setattr("headstart.support.provenance.metadata.distribution", lambda _: installed)
@@ -123,21 +120,20 @@ def test_a_card_names_no_package_that_may_be_anyones(
     files = [file.read_text() for file in (tmp_path / "h").rglob("*") if file.suffix in (".md", ".py", ".txt")]
     commands = [line for file in files for line in file.splitlines() if "pip install" in line]
     assert commands == ([] if requirement is None else [f"pip install '{requirement}'"])
-    assert ("from its authors" in files[0] + files[1]) == (requirement is None)
+    assert any("from its authors' repository" in file for file in files) == (requirement is None)
 
 
-def test_transformers_says_that_headstart_is_missing_and_names_no_package(tmp_path: Path, tiny_target: Target) -> None:
-    """As transformers loads the file: it looks for what the file imports, and suggests to install it by that name."""
+def test_transformers_reports_missing_headstart_without_a_package(tmp_path: Path, tiny_target: Target) -> None:
+    """transformers checks the imports of this file and suggests to install them by name."""
     export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, {})
     file = tmp_path / "h" / "custom_generate" / "generate.py"
     assert get_imports(file) == []
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", file], capture_output=True, text=True
-    )  # the standard library alone
-    assert "see README.md in their folder" in done.stderr and "pip" not in done.stderr
+    standard_library_alone = [sys.executable, "-I", "-S", file]
+    done = subprocess.run(standard_library_alone, capture_output=True, text=True)
+    assert "see README.md beside them" in done.stderr and "pip" not in done.stderr
 
 
-def test_the_packaged_target_is_named_for_what_it_is(tmp_path: Path, tiny_target: Target) -> None:
+def test_packaged_target_is_described(tmp_path: Path, tiny_target: Target) -> None:
     packaged = Target(tiny_target.model, tiny_target.tokenizer, "smollm2-135m")
     export_heads(tmp_path / "h", make_heads(packaged), packaged, TUNING, {})
     card = (tmp_path / "h" / "README.md").read_text()

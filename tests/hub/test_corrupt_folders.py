@@ -1,4 +1,4 @@
-"""Everything that a folder of heads holds is checked before anything computes with it."""
+"""All contents of a folder of heads are checked before use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ Change = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
-    """Heads with a layer and a draft vocabulary of their own, a calibration and a few answers."""
+    """Export EAGLE-3 heads with a draft vocabulary, a calibration and measurements of an engine."""
     settings = {"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3], "draft_vocab_size": 50}
     config = make_config(settings, tiny_target)
     heads = family(config.family)(config)
@@ -45,25 +47,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> P
 
 
 def put(*keys: Any) -> Change:
-    """A change of JSON: the last argument in place of the value that the others lead to."""
+    """Set the JSON value at a path; the last argument is the new value."""
     *path, last, value = keys
 
     def change(values: Any) -> Any:
-        place = values
-        for key in path:
-            place = place[key]
-        place[last] = value
+        reduce(getitem, path, values)[last] = value
         return values
 
     return change
 
 
-def drop(*path: Any) -> Change:
+def drop(*keys: Any) -> Change:
+    *path, last = keys
+
     def change(values: Any) -> Any:
-        place = values
-        for key in path[:-1]:
-            place = place[key]
-        del place[path[-1]]
+        del reduce(getitem, path, values)[last]
         return values
 
     return change
@@ -191,7 +189,7 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("name", "change", "field"), CHANGES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_is_not_as_it_should_be_is_refused_by_file_and_field(
+def test_bad_value_is_refused_by_file_and_field(
     exported: Path, tmp_path: Path, tiny_target: Target, name: str, change: Change, field: str
 ) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "heads"))
@@ -218,9 +216,7 @@ def test_what_is_not_as_it_should_be_is_refused_by_file_and_field(
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe{", b"[" * 100_000, b"1" * 10_000, b"null"], ids=["bytes", "deep", "number", "null"]
 )
-def test_no_json_leaves_a_traceback(
-    exported: Path, tmp_path: Path, tiny_target: Target, name: str, content: bytes
-) -> None:
+def test_broken_json_is_named(exported: Path, tmp_path: Path, tiny_target: Target, name: str, content: bytes) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "heads"))
     (folder / name).write_bytes(content)
     for read in (check_folder, lambda where: read_heads(where, tiny_target)):
@@ -228,6 +224,6 @@ def test_no_json_leaves_a_traceback(
             read(folder)
 
 
-def test_the_folder_itself_is_sound(exported: Path, tiny_target: Target) -> None:
+def test_intact_folder_passes(exported: Path, tiny_target: Target) -> None:
     check_folder(exported)
     assert read_heads(exported, tiny_target)[2]["calibration"] == CALIBRATION

@@ -1,4 +1,4 @@
-"""The exported folder: what comes back is what was written, and what is not whole is refused."""
+"""The exported folder: round trips, identity of the target, and refusal of incomplete folders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_round_trip(tmp_path: Path, tiny_target: Target, settings: dict[str, Any
     heads = export(tmp_path / "heads", tiny_target, **settings)
     again, shape, calibration = read_heads(tmp_path / "heads", tiny_target)
     assert again.config == heads.config
-    stored = {**again.state_dict(), **dict(again.named_buffers())}  # the borrowed LM head is a buffer that is not saved
+    stored = {**again.state_dict(), **dict(again.named_buffers())}  # the borrowed LM head is a non-persistent buffer
     for name, tensor in {**heads.state_dict(), **dict(heads.named_buffers())}.items():
         assert torch.equal(tensor, stored[name]), name
     assert not any(parameter.requires_grad for parameter in again.parameters())
@@ -69,7 +69,7 @@ def test_training_heads_round_trip(tmp_path: Path, tiny_target: Target) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_training_starts_from_exported_heads_and_from_runs_too(tmp_path: Path, tiny_target: Target) -> None:
+def test_training_starts_from_exported_heads_and_from_runs(tmp_path: Path, tiny_target: Target) -> None:
     (tmp_path / "recipe.yaml").write_text("name: mine\nheads: {}\n")
     with pytest.raises(UserError, match="has no heads yet") as caught:
         load_heads(tmp_path)
@@ -81,23 +81,23 @@ def test_training_starts_from_exported_heads_and_from_runs_too(tmp_path: Path, t
         assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
 
 
-def test_a_failing_export_leaves_the_folder_as_it_was(folder: Path, tiny_target: Target) -> None:
+def test_failed_export_leaves_the_folder_unchanged(folder: Path, tiny_target: Target) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(KeyError, match="results"):  # the card is written last
         export_heads(folder, make_heads(tiny_target), tiny_target, TUNING, {"measurements": [{"name": "nothing"}]})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_the_weights_name_their_version(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
+def test_weights_carry_their_version(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
     heads = read_heads(folder, tiny_target)[0]
     assert len(heads.version) == 12 and heads.version == version_of(folder)
     export_heads(tmp_path / "again", heads, tiny_target, TUNING, {})
-    assert version_of(tmp_path / "again") == heads.version, "of the weights alone"
+    assert version_of(tmp_path / "again") == heads.version, "it depends on the weights alone"
     next(heads.parameters()).view(-1)[0] += 1
     export_heads(tmp_path / "other", heads, tiny_target, TUNING, {})
     assert version_of(tmp_path / "other") != heads.version
     save_file(load_file(folder / WEIGHTS), folder / WEIGHTS)
-    assert read_heads(folder, tiny_target)[0].version == "", "of weights that something else wrote"
+    assert read_heads(folder, tiny_target)[0].version == "", "foreign weights have none"
 
 
 def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Target) -> None:
@@ -107,7 +107,7 @@ def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Targ
 
 
 @pytest.mark.parametrize("rounding", ["bfloat16", "float16", "8 bits", "4 bits"])
-def test_every_rounding_of_the_target_is_the_target(folder: Path, tiny_target: Target, rounding: str) -> None:
+def test_every_rounding_of_the_target_is_accepted(folder: Path, tiny_target: Target, rounding: str) -> None:
     def rounded(seed: int) -> Target:
         model = tiny_model("llama", seed=seed, vocab_size=tiny_target.vocab_size, max_length=1024)
         if rounding.endswith("bits"):
@@ -131,7 +131,7 @@ def test_other_norms_or_tokens_make_another_model(folder: Path, tiny_target: Tar
         read_heads(folder, Target(model, tiny_tokenizer(special=("<a>", "<b>", "<c>")), "renamed"))
     for name, parameter in model.named_parameters():
         if "norm" in name or "embed" in name:
-            parameter.data *= 1.1  # a tuned model: its packed layers alone would not tell
+            parameter.data *= 1.1  # a fine-tuned model with equal packed layers
     with pytest.raises(UserError, match="it has other weights"):
         read_heads(folder, Target(packed_model(model, 4), tiny_tokenizer(), "tuned"))
 
@@ -154,30 +154,16 @@ def test_raw_heads_of_another_size_are_refused(tmp_path: Path, tiny_target: Targ
 
 
 @pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "tree.json", "calibration.json"])
-def test_a_missing_file_is_named(folder: Path, tiny_target: Target, name: str) -> None:
+@pytest.mark.parametrize("keep", [None, 0.0, 0.5], ids=["missing", "empty", "half"])
+def test_missing_or_truncated_file_is_named(folder: Path, tiny_target: Target, name: str, keep: float | None) -> None:
+    content = (folder / name).read_bytes()
     (folder / name).unlink()
+    if keep is not None:
+        (folder / name).write_bytes(content[: int(len(content) * keep)])
     for read in (check_folder, lambda where: read_heads(where, tiny_target)):
         with pytest.raises(UserError, match=name) as caught:
             read(folder)
         assert caught.value.remedy
-
-
-@pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "tree.json", "calibration.json"])
-@pytest.mark.parametrize("keep", [0.0, 0.5])
-def test_a_file_cut_short_is_refused(folder: Path, tiny_target: Target, name: str, keep: float) -> None:
-    whole = (folder / name).read_bytes()
-    (folder / name).write_bytes(whole[: int(len(whole) * keep)])
-    for read in (check_folder, lambda where: read_heads(where, tiny_target)):
-        with pytest.raises(UserError, match=name) as caught:
-            read(folder)
-        assert caught.value.remedy
-
-
-def test_an_unknown_setting_is_named_with_the_nearest(folder: Path, tiny_target: Target) -> None:
-    edit(folder / "config.json", lambda config: config["heads"].update(num_layerz=1))
-    with pytest.raises(UserError, match="setting 'num_layerz'") as caught:
-        read_heads(folder, tiny_target)
-    assert "Did you mean 'num_layers'" in caught.value.remedy and "upgrade" in caught.value.remedy
 
 
 def test_a_newer_format_is_refused(folder: Path, tiny_target: Target) -> None:
@@ -186,10 +172,11 @@ def test_a_newer_format_is_refused(folder: Path, tiny_target: Target) -> None:
         read_heads(folder, tiny_target)
 
 
-def test_an_unknown_setting_or_family_is_refused(folder: Path, tiny_target: Target) -> None:
-    edit(folder / "config.json", lambda values: values["heads"].update(num_layer=1))
-    with pytest.raises(UserError, match=r"num_layer.*Did you mean 'num_layers'"):
+def test_unknown_setting_or_family_is_named_with_the_nearest(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda values: values["heads"].update(num_layerz=1))
+    with pytest.raises(UserError, match="setting 'num_layerz'") as caught:
         read_heads(folder, tiny_target)
+    assert "Did you mean 'num_layers'" in caught.value.remedy and "upgrade" in caught.value.remedy
     edit(folder / "config.json", lambda values: values["heads"].update(family="medussa"))
     with pytest.raises(UserError, match="Did you mean 'medusa'"):
         read_heads(folder, tiny_target)
@@ -206,26 +193,26 @@ def test_weights_of_another_config_are_refused(folder: Path, tiny_target: Target
     ("paths", "message"),
     [([[0, 0, 0]], "3 deep and the heads draft 2"), ([[50]], "51 drafts"), ([[-1]], "no rank paths"), (7, "no rank")],
 )
-def test_a_tree_that_does_not_fit_is_refused(folder: Path, tiny_target: Target, paths: Any, message: str) -> None:
+def test_unfit_tree_is_refused(folder: Path, tiny_target: Target, paths: Any, message: str) -> None:
     (folder / "tree.json").write_text(json.dumps({"paths": paths}))
     with pytest.raises(UserError, match=message):
         read_heads(folder, tiny_target)
 
 
-def test_a_tree_deeper_than_the_heads_is_not_exported(tmp_path: Path, tiny_target: Target) -> None:
+def test_deeper_tree_is_not_exported(tmp_path: Path, tiny_target: Target) -> None:
     with pytest.raises(UserError, match="3 deep"):
         export_heads(tmp_path / "x", make_heads(tiny_target), tiny_target, {**TUNING, "paths": ((0, 0, 0),)}, {})
     assert not (tmp_path / "x").exists()
 
 
-def test_no_folder_and_a_foreign_folder_are_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_missing_and_foreign_folders_are_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
     with pytest.raises(UserError, match="No folder"):
         heads_target(tmp_path / "none")
     with pytest.raises(UserError, match="holds no heads in headstart's own format"):
         heads_target(tiny_target_folder)
 
 
-def test_a_local_target_is_found_from_anywhere(
+def test_local_target_is_found_from_anywhere(
     tmp_path: Path, tiny_target_folder: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny_target_folder.parent)

@@ -1,4 +1,4 @@
-"""Push and fetch over HTTP, with the real client in a process of its own against the fake Hub."""
+"""Push and fetch over HTTP, with the real client in a separate process against the fake Hub."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def test_pushed_heads_come_back_and_decode(
     assert answer == {"tokens": plain.tokens, "nodes": 4}
 
 
-def test_only_what_headstart_wrote_is_uploaded_and_no_local_path(
+def test_only_own_files_without_local_paths_are_uploaded(
     hub: FakeHub, client: Client, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
 ) -> None:
-    """Heads of a target in a folder here, trained on prompts in a file here, with other things beside them."""
+    """Heads of a target in a local folder, trained on a local file, with other files beside them."""
     folder, prompts = tmp_path / "heads", tmp_path / "secret-project" / "prompts.jsonl"
     here = Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder))
     export_heads(folder, make_heads(here), here, TUNING, {"training": {"prompts": str(prompts), "steps": "4 of 4"}})
     for name in ("notes.txt", ".env", "custom_generate/notes.py", "checkpoint/optimizer.bin"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
-    assert str(tiny_target_folder) in (folder / "config.json").read_text(), "here the target is found by its path"
+    assert str(tiny_target_folder) in (folder / "config.json").read_text(), "the local folder names the target's path"
 
     done = client.call("push", folder=str(folder), repo_id="user/local")
     pushed = hub.repos["user/local"].commits[done["commit"]]
@@ -104,16 +104,12 @@ def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, t
     export(tmp_path / "second", tiny_target, num_layers=2)
     second = client.call("push", folder=str(tmp_path / "second"), repo_id="user/versions")["commit"]
     assert first != second
-    for revision, source in (
-        ("v1", folder),
-        (first, folder),
-        ("main", tmp_path / "second"),
-        (None, tmp_path / "second"),
-    ):
+    newest = tmp_path / "second"
+    for revision, source in (("v1", folder), (first, folder), ("main", newest), (None, newest)):
         fetched = client.call("fetch", repo_id="user/versions", revision=revision)
         assert (Path(fetched["folder"]) / "config.json").read_bytes() == (source / "config.json").read_bytes()
     before = dict(hub.repos["user/versions"].refs)
-    for _ in range(2):  # the branch may be there already
+    for _ in range(2):  # the branch may exist already
         options = {"revision": "longer", "message": "Trained for a day"}
         third = client.call("push", folder=str(folder), repo_id="user/versions", **options)["commit"]
         assert hub.repos["user/versions"].refs == {**before, "longer": third}
@@ -121,7 +117,7 @@ def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, t
     assert "no revision 'v9'" in client.refusal("fetch", repo_id="user/versions", revision="v9")
 
 
-def test_conversations_are_a_dataset(hub: FakeHub, client: Client, tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_conversations_become_a_dataset(hub: FakeHub, client: Client, tmp_path: Path, tiny_target_folder: Path) -> None:
     run = tmp_path / "run"
     (run / "data" / "conversations").mkdir(parents=True)
     assert "has no conversations" in client.refusal("push_conversations", run=str(run), repo_id="user/texts")
@@ -135,7 +131,7 @@ def test_conversations_are_a_dataset(hub: FakeHub, client: Client, tmp_path: Pat
     repo = hub.repos["user/texts"]
     assert done["commit"] == repo.refs["second"] != repo.refs["main"]
     pushed = repo.commits[done["commit"]]
-    assert sorted(pushed) == ["README.md", "train.jsonl", "validation.jsonl"], "what is measured on stays here"
+    assert sorted(pushed) == ["README.md", "train.jsonl", "validation.jsonl"], "held-out prompts stay local"
     assert pushed["train.jsonl"] == (run / "data" / "conversations" / "train.jsonl").read_bytes()
     card = pushed["README.md"].decode()
     assert "path: train.jsonl" in card and tiny_target_folder.name in card and str(tiny_target_folder) not in card
@@ -154,7 +150,7 @@ def test_private(hub: FakeHub, client: Client, folder: Path) -> None:
     assert len(hub.repos["user/open"].commits) == commits, "nothing was uploaded"
 
 
-def test_a_whole_model_is_not_downloaded(hub: FakeHub, client: Client) -> None:
+def test_whole_model_is_not_downloaded(hub: FakeHub, client: Client) -> None:
     hub.repos["user/model"] = Repo()
     hub.repos["user/model"].commit({"config.json": b"{}", "model.safetensors": b"0" * 1000})
     assert client.call("fetch", repo_id="user/model")["files"] == ["config.json"]
@@ -203,11 +199,11 @@ def test_no_network(hub: FakeHub, client: Client, folder: Path) -> None:
     with hub.down():
         assert "cannot be reached" in client.refusal("push", folder=str(folder), repo_id="user/kept")
         assert "cannot be reached" in client.refusal("fetch", repo_id="user/other")
-        assert client.call("fetch", repo_id="user/kept") == kept, "what was fetched once is there without a network"
+        assert client.call("fetch", repo_id="user/kept") == kept, "from the cache"
 
 
-def test_a_target_without_a_network(hub: FakeHub, client: Client, tiny_target_folder: Path) -> None:
-    """One error at once, where the client of the Hub would try for most of a minute and write a line for each."""
+def test_target_without_a_network(hub: FakeHub, client: Client, tiny_target_folder: Path) -> None:
+    """One error at once, where the Hub client would retry for most of a minute."""
     model = {path.name: path.read_bytes() for path in tiny_target_folder.iterdir()}
     hub.repos["user/target"] = Repo()
     hub.repos["user/target"].commit(model)
@@ -216,12 +212,12 @@ def test_a_target_without_a_network(hub: FakeHub, client: Client, tiny_target_fo
     with hub.down():
         gone = client.refusal("target", spec="user/gone")
         assert "Cannot load the target 'user/gone': the Hub cannot be reached" in gone
-        assert client.call("target", spec="user/target") == loaded, "what was fetched once is there without a network"
+        assert client.call("target", spec="user/target") == loaded, "from the cache"
     assert client.errors.read_text() == before
     assert "no such repository" in client.refusal("target", spec="user/gone")
 
 
-def test_question_sets_are_read_as_they_lie_there(hub: FakeHub, client: Client) -> None:
+def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> None:
     (part,) = SUITES["gsm8k"].parts
     with hub.down():
         line = client.refusal("suite", name="gsm8k")
@@ -230,9 +226,8 @@ def test_question_sets_are_read_as_they_lie_there(hub: FakeHub, client: Client) 
     for dataset in dict.fromkeys(dataset for dataset, _ in SUITE_FILES):
         hub.repos[dataset] = Repo()
         hub.repos[dataset].commit({file: content for (name, file), content in SUITE_FILES.items() if name == dataset})
-    asked = {
-        name: [Question(**question) for question in client.call("suite", name=name)["questions"]] for name in SUITES
-    }
+    found = {name: client.call("suite", name=name)["questions"] for name in SUITES}
+    asked = {name: [Question(**question) for question in questions] for name, questions in found.items()}
     assert asked["mt-bench"] == [
         Question("81", "writing", ["Write.", "Again."]),
         Question("111", "math", ["What is 1 + 1?", "And 2 + 2?"]),
@@ -244,7 +239,7 @@ def test_question_sets_are_read_as_they_lie_there(hub: FakeHub, client: Client) 
     assert len({question.question_id for question in asked["spec-bench"]}) == 12
     assert asked["spec-bench"][0] == asked["mt-bench"][0] and asked["spec-bench"][1].category == "translation"
     few = client.call("suite", name="spec-bench", limit=6)["questions"]
-    assert len({question["category"] for question in few}) == 6, "some of each part"
+    assert len({question["category"] for question in few}) == 6, "some from each part"
     assert len(client.call("suite", name="gsm8k", limit=85)["questions"]) == 85
     with hub.down():
         assert client.call("suite", name="mt-bench")["questions"] == [vars(each) for each in asked["mt-bench"]]

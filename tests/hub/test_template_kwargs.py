@@ -1,4 +1,4 @@
-"""Variables of the chat template that heads were trained with: they come with the heads, and calls may change them."""
+"""Chat template variables used in training: stored with the heads, and overridable in each call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that were trained without thinking, beside their target."""
+    """Heads trained with enable_thinking=false, next to their target."""
     where = tmp_path_factory.mktemp("quiet")
     tokenizer = tiny_tokenizer(WITH_TOOLS)
     model = tiny_model("llama", vocab_size=len(tokenizer), max_length=1024)
@@ -44,11 +44,11 @@ def decoder(folder: Path) -> Decoder:
 
 
 def read(decoder: Decoder, **options: Any) -> str:
-    """The prompt as the target reads it."""
+    """Return the rendered prompt."""
     return str(decoder.target.tokenizer.decode(decoder.tokens(ASKED, **options)))
 
 
-def test_they_are_kept_with_the_heads_and_named_on_the_card(folder: Path, tiny_target: Target, tmp_path: Path) -> None:
+def test_variables_are_kept_with_the_heads_and_on_the_card(folder: Path, tiny_target: Target, tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["target"]["chat_template_kwargs"] == QUIET
     assert '`{"enable_thinking": false}`' in (folder / "README.md").read_text()
     export(tmp_path / "none", tiny_target)
@@ -72,13 +72,13 @@ def test_prompts_are_rendered_as_in_training(folder: Path, decoder: Decoder, tmp
     assert results["per_prompt"][0]["prompt_tokens"] == len(loud)
 
 
-def test_a_target_without_the_variable_has_none(folder: Path, decoder: Decoder) -> None:
+def test_variables_unknown_to_a_target_are_dropped(folder: Path, decoder: Decoder) -> None:
     for tokenizer in (None, tiny_tokenizer(None), tiny_tokenizer()):
         target = Target(decoder.target.model, tokenizer)
         assert headstart.load(folder, target=target).target is target
 
 
-def test_every_call_may_give_variables_and_tools(decoder: Decoder) -> None:
+def test_every_call_accepts_variables_and_tools(decoder: Decoder) -> None:
     loud = {"enable_thinking": True}
     assert read(decoder, chat_template_kwargs=loud).startswith("<|im_start|>user")
     tools = [{"name": "weather"}]
@@ -99,7 +99,7 @@ def test_every_call_may_give_variables_and_tools(decoder: Decoder) -> None:
             decoder.generate(ASKED, **options)
 
 
-def test_the_command_line_takes_variables(folder: Path, decoder: Decoder) -> None:
+def test_command_line_takes_variables(folder: Path, decoder: Decoder) -> None:
     asked = ("generate", folder, "--prompt", "Hi", "--max-new-tokens", 6, "--dtype", "float32")
     loud = {"enable_thinking": True}
     for options, variables in (((), None), (("--chat-template-kwargs", json.dumps(loud)), loud)):

@@ -1,4 +1,4 @@
-"""Targets with an adapter: the adapted model's own numbers, and an identity that no other target shares."""
+"""Targets with an adapter: logits of the adapted model, and an identity of their own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def adapted(tiny_target_folder: Path, adapter: Path) -> Target:
     return load(tiny_target_folder, adapter)
 
 
-def test_its_numbers_are_those_that_peft_gives(adapted: Target, adapter: Path, tiny_target_folder: Path) -> None:
+def test_logits_match_peft(adapted: Target, adapter: Path, tiny_target_folder: Path) -> None:
     plain = LlamaForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float32)
     with torch.no_grad():
         before = plain(torch.tensor([TEXT])).logits[0, -1]
@@ -50,15 +50,13 @@ def test_its_numbers_are_those_that_peft_gives(adapted: Target, adapter: Path, t
     assert (before - after).norm() > 0.1 * after.norm(), "the adapter matters"
 
 
-def test_it_is_another_model_than_without_it(base: Target, adapted: Target) -> None:
+def test_adapter_changes_name_and_identity(base: Target, adapted: Target) -> None:
     assert base.adapter is None and adapted.adapter is not None
     assert base.identity().fingerprint != adapted.identity().fingerprint
     assert adapted.name == f"{base.name} with the adapter one"
 
 
-def test_its_fingerprint_is_the_same_in_every_dtype_and_wherever_the_adapter_lies(
-    adapted: Target, adapter: Path, tiny_target_folder: Path, tmp_path: Path
-) -> None:
+def test_fingerprint_of_an_adapter(adapted: Target, adapter: Path, tiny_target_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "moved")
     settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = "elsewhere"
@@ -68,7 +66,7 @@ def test_its_fingerprint_is_the_same_in_every_dtype_and_wherever_the_adapter_lie
     assert short.identity().fingerprint == adapted.identity().fingerprint
 
 
-def test_what_is_known_of_one_tells_all_others(
+def test_sketch_identifies_the_adapter(
     base: Target, adapted: Target, adapter: Path, tiny_target_folder: Path, tmp_path: Path
 ) -> None:
     other = load(tiny_target_folder, save_tiny_adapter(tmp_path / "other", tiny_target_folder, seed=1))
@@ -85,8 +83,8 @@ def test_what_is_known_of_one_tells_all_others(
     assert adapted.differs_from(base.sketch()) == "it has the adapter one"
 
 
-def test_small_changes_are_told_from_rounding(tiny_target_folder: Path, tmp_path: Path) -> None:
-    """An adapter that moves every number by less than bfloat16 would."""
+def test_small_changes_differ_from_rounding(tiny_target_folder: Path, tmp_path: Path) -> None:
+    """An adapter that moves every number by less than bfloat16 rounding."""
     from safetensors.torch import load_file, save_file
 
     folder = save_tiny_adapter(tmp_path / "small", tiny_target_folder)
@@ -98,26 +96,26 @@ def test_small_changes_are_told_from_rounding(tiny_target_folder: Path, tmp_path
     assert load(tiny_target_folder).differs_from(drawn) == "it lacks the adapter"
 
 
-def test_its_states_are_of_use_to_heads(adapted: Target, base: Target) -> None:
+def test_adapted_states_differ(adapted: Target, base: Target) -> None:
     ours, theirs = (target.hidden_states([TEXT], [FINAL])[0][FINAL] for target in (adapted, base))
     assert ours.shape == theirs.shape and not torch.allclose(ours, theirs)
 
 
-def test_one_of_another_model_is_refused(tmp_path: Path, adapter: Path) -> None:
-    tiny_model("gpt_neox", vocab_size=len(tiny_tokenizer())).save_pretrained(tmp_path / "neox")
-    tiny_tokenizer().save_pretrained(tmp_path / "neox")
+def test_adapter_of_another_model_is_refused(tmp_path: Path, adapter: Path) -> None:
+    for part in (tiny_model("gpt_neox", vocab_size=len(tiny_tokenizer())), tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "neox")
     with pytest.raises(UserError, match="does not fit the target"):
         load(tmp_path / "neox", adapter)
 
 
-def test_one_that_is_no_change_of_weights_is_refused(tiny_target_folder: Path, tmp_path: Path) -> None:
+def test_prompt_tuning_is_refused(tiny_target_folder: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(tiny_target_folder)
     get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no change of weights"):
         load(tiny_target_folder, tmp_path)
 
 
-def test_one_that_would_change_tied_embeddings_is_refused(tmp_path: Path) -> None:
+def test_adapter_of_tied_embeddings_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab_size=len(tiny_tokenizer()))
     model.config.tie_word_embeddings = True
     model.tie_weights()
@@ -129,9 +127,7 @@ def test_one_that_would_change_tied_embeddings_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_that_is_no_adapter_is_refused(
-    missing: str, adapter: Path, tiny_target_folder: Path, tmp_path: Path
-) -> None:
+def test_incomplete_folder_is_refused(missing: str, adapter: Path, tiny_target_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "part")
     (tmp_path / "part" / missing).unlink()
     with pytest.raises(UserError, match=f"has no {missing}"):

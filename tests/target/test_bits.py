@@ -1,4 +1,4 @@
-"""The same bits: with the compiled kernels a node of a tree has the numbers of a single step after the same text."""
+"""Batch-invariant kernels: a node of a tree has the bits of a single step after the same text."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ needs_kernels = pytest.mark.skipif(not prepacked.in_panels(torch.zeros(32, 32)),
 
 @dataclass
 class Found:
-    """What differs between single steps and trees with the same accepted path.
+    """Differences between single steps and trees with the same accepted path.
 
     Attributes:
         logits: rows of logits with a differing bit.
-        states: rows of hidden states with one.
-        kept: rows of a text whose keys or values in the cache have one.
+        states: rows of hidden states with a differing bit.
+        kept: rows of the cache with a differing bit in keys or values.
         rows: rows of logits compared.
     """
 
@@ -50,7 +50,7 @@ class Found:
 
 
 def compare(target: Target, texts: Sequence[Sequence[int]], rounds: int = 3, depth: int = 3, seed: int = 0) -> Found:
-    """Decode texts one token at a time, and the same in trees with wrong siblings before, between and after."""
+    """Decode texts token by token, and again in trees with wrong siblings before, between and after."""
     draw, found = random.Random(seed), Found()
     rows = range(len(texts))
     room = max(map(len, texts)) + rounds * (depth + 1)
@@ -87,7 +87,7 @@ def compare(target: Target, texts: Sequence[Sequence[int]], rounds: int = 3, dep
 
 
 def _tree(path: Sequence[int], vocab: int, draw: random.Random) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, parents and accepted nodes of a random tree that holds this path; at most 20 nodes."""
+    """Draw a random tree around a path, up to 20 nodes; return its tokens, parents and the path's nodes."""
     tokens, parents, nodes = [path[0]], [-1], [0]
     for token in path[1:]:
         for _ in range(draw.randint(0, 4)):
@@ -105,23 +105,23 @@ def _tree(path: Sequence[int], vocab: int, draw: random.Random) -> tuple[list[in
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", COMPILED)
-def test_a_tree_has_the_bits_of_single_steps(kind: str, rows: int) -> None:
-    """Logits, hidden states, and the keys and values that are kept of the accepted path."""
+def test_tree_has_the_bits_of_single_steps(kind: str, rows: int) -> None:
+    """Logits, hidden states, and the keys and values of the accepted path."""
     found = compare(Target(tiny_model(kind).bfloat16(), exact="bits"), TEXTS[:rows])
     assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == 12 * rows
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trees_of_more_tokens_than_are_replayed_otherwise_have_them_too(dtype: torch.dtype) -> None:
+def test_trees_beyond_the_replayed_rows_have_the_same_bits(dtype: torch.dtype) -> None:
     texts, depth = TEXTS * 10, 6
-    assert len(texts) * (depth + 1) > MAX_ROWS, "the trees of a round, without a single sibling"
+    assert len(texts) * (depth + 1) > MAX_ROWS, "even without siblings"
     found = compare(Target(tiny_model("llama").to(dtype), exact="bits"), texts, rounds=1, depth=depth)
     assert (found.logits, found.states, found.kept) == (0, 0, 0)
 
 
 @needs_kernels
-def test_one_tree_wider_than_any_that_is_replayed_otherwise_has_them_too() -> None:
+def test_tree_wider_than_the_replayed_rows_has_the_same_bits() -> None:
     target = Target(tiny_model("llama", max_length=400).bfloat16(), exact="bits")
     single, drafted = target.new_cache(1, 340), target.new_cache(1, 340)
     for cache in (single, drafted):
@@ -134,8 +134,8 @@ def test_one_tree_wider_than_any_that_is_replayed_otherwise_has_them_too() -> No
         assert torch.equal(alone_V, logits_NV[node])
 
 
-def test_without_them_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: it is what `exact` does that makes it pass."""
+def test_rounding_differs_without_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows that the tests above can fail."""
     monkeypatch.setattr("headstart.kernels.cpu_attention.serves", lambda *_: False)
     found = compare(Target(tiny_model("llama").bfloat16(), exact="tokens"), TEXTS)
     assert found.logits > found.rows / 4 and found.kept > 0  # 23 of 48 without AVX-512, more with it
@@ -143,23 +143,22 @@ def test_without_them_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_compiled_adds_up_in_one_order(dtype: torch.dtype) -> None:
-    """Rows have their own bits without being asked to."""
+def test_compiled_kernels_are_batch_invariant_by_default(dtype: torch.dtype) -> None:
     found = compare(Target(tiny_model("llama").to(dtype), exact="tokens"), TEXTS)
     assert (found.logits, found.states, found.kept) == (0, 0, 0)
 
 
 @needs_kernels
-def test_bits_are_kept_where_they_are_asked_for() -> None:
+def test_exact_is_kept_as_given() -> None:
     assert Target(tiny_model("llama").bfloat16()).exact == "tokens"
     assert Target(tiny_model("llama").bfloat16(), exact="bits").exact == "bits"
     with pytest.raises(UserError, match="Did you mean 'bits'"):
-        Target(tiny_model("llama"), exact="bit")  # type: ignore[arg-type]  # what a user may write
+        Target(tiny_model("llama"), exact="bit")  # type: ignore[arg-type]  # a typo
 
 
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A machine whose $CC does not exist, without libraries from an earlier compilation."""
+    """Simulate a machine without a compiler and without cached libraries."""
     caches = (cpu_attention._compiled, prepacked._compiled, prepacked._works)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -172,7 +171,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-def test_without_a_compiler_they_are_refused_with_reason_and_remedy() -> None:
+def test_exact_bits_without_a_compiler_are_refused() -> None:
     target = Target(tiny_model("llama").bfloat16())
     with pytest.raises(UserError) as refused:
         target.exact = "bits"
@@ -184,7 +183,7 @@ def test_without_a_compiler_they_are_refused_with_reason_and_remedy() -> None:
 
 
 @needs_kernels
-def test_models_that_torch_computes_in_part_are_refused_by_name() -> None:
+def test_models_partly_computed_by_torch_are_refused_by_name() -> None:
     refusals = {
         "gemma2": "torch computes its attention, which caps scores",
         "mixtral": "some of its weights are packed, or not those of a linear layer",
@@ -201,7 +200,7 @@ def test_models_that_torch_computes_in_part_are_refused_by_name() -> None:
 
 
 @needs_kernels
-def test_a_model_that_somebody_changes_afterwards_is_refused_before_the_next_text() -> None:
+def test_model_changed_later_is_refused_at_the_next_text() -> None:
     target = Target(tiny_model("llama"), exact="bits")
     target.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output)
     with pytest.raises(UserError, match="has hooks or a forward of somebody else's"):
@@ -211,7 +210,7 @@ def test_a_model_that_somebody_changes_afterwards_is_refused_before_the_next_tex
 
 
 @needs_kernels
-def test_a_released_model_computes_as_before() -> None:
+def test_released_model_computes_as_before() -> None:
     model = tiny_model("llama").bfloat16()
     before = [dict(vars(module)) for module in model.modules()]
     target = Target(model, exact="bits")
@@ -224,8 +223,8 @@ def test_a_released_model_computes_as_before() -> None:
 @needs_kernels
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "qwen3"])
-def test_drafted_texts_are_the_plain_loops(kind: str, batch: int) -> None:
-    """Right and wrong drafts in random trees: every token, and the same rows when others have left the batch."""
+def test_drafted_tokens_match_the_plain_loop(kind: str, batch: int) -> None:
+    """Right and wrong drafts in random trees, also after other rows have left the batch."""
     target = Target(tiny_model(kind).bfloat16(), exact="bits")
     options = DecodeOptions(max_new_tokens=24, draft="on", stop_test=lambda row, tokens: len(tokens) > 12 + 4 * row)
     prompts = TEXTS[:batch]
@@ -239,7 +238,7 @@ def test_drafted_texts_are_the_plain_loops(kind: str, batch: int) -> None:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 7, 100])
 @pytest.mark.parametrize("new", [21, 9, 1])
-def test_causal_attention_equals_the_masked_one(
+def test_causal_attention_matches_masking(
     new: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.replay.attention.PIECE", 4)
@@ -254,7 +253,7 @@ def test_causal_attention_equals_the_masked_one(
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "phi3_long", "llama_long"])
-def test_a_long_text_read_in_pieces_equals_one_read_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_in_pieces_matches_one_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model(kind, max_length=96))
     texts = [[*range(1, 60)], [*range(20, 45)], [7]]
     whole = target.prefill(cache := target.new_cache(3, 64), texts, AUX_LAYERS)
@@ -272,16 +271,13 @@ def test_a_long_text_read_in_pieces_equals_one_read_at_once(kind: str, monkeypat
     for row, text in enumerate(texts):
         alone = target.hidden_states([text], AUX_LAYERS)[0]
         for layer in AUX_LAYERS:
-            torch.testing.assert_close(
-                pieces.aux_hidden_states[layer][row, : len(text)],
-                whole.aux_hidden_states[layer][row, : len(text)],
-                **close,
-            )
+            ours, theirs = (out.aux_hidden_states[layer][row, : len(text)] for out in (pieces, whole))
+            torch.testing.assert_close(ours, theirs, **close)
             torch.testing.assert_close(captured[row][layer], alone[layer], **close)
 
 
-def test_reading_keeps_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No mask of a text by itself, no logits but the last tokens', no keys and values where states are captured."""
+def test_prefill_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask of a text by itself, logits of the last tokens alone, and no KV cache while capturing states."""
     target = Target(tiny_model("llama", max_length=400))
     largest: list[int] = []
     cache = target.new_cache(2, 310)
@@ -301,10 +297,10 @@ def test_reading_keeps_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> 
     with Watch():
         out = target.prefill(cache, texts, AUX_LAYERS)
     assert out.logits_BTV.shape == (2, 1, 101)
-    # A piece times all slots, twice for groups of heads; the states of all tokens; keys and values of both rows.
+    # A piece times all slots, twice for grouped heads; states of all tokens; keys and values of both rows.
     assert max(largest) <= max(2 * 32 * 300, 2 * 300 * 64, 2 * 4 * 300 * 16)
     largest.clear()
     monkeypatch.setattr("headstart.model.model.TreeCache", None)
     with Watch():
         target.hidden_states(texts, AUX_LAYERS)
-    assert max(largest) <= 2 * 300 * 96, "the MLP's width, and no text by text"
+    assert max(largest) <= 2 * 300 * 96, "the MLP's width, no attention matrix"

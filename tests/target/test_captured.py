@@ -1,4 +1,4 @@
-"""Recorded forwards: what a replay gives is what the model's modules give, and what cannot be recorded is named."""
+"""Recorded forwards: a replay matches the model's modules, and models that cannot be recorded give a reason."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from headstart.replay.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
 from tests.heads.test_frozen_lm_head import tiny as scaled
+from tests.spies import spy
 from tests.target.test_chains import hybrid
 from tests.tiny import KINDS, LONG, packed_model, tiny_model, tiny_tokenizer
 
@@ -35,12 +36,12 @@ TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
 AUX_LAYERS = (0, 2, FINAL)
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 ROUNDING = 1e-5
-"""Logits of size 1 from sums of at most 100 products, in float32 and another order."""
+"""For logits of size 1, float32 sums of up to 100 products in another order."""
 
 
 @contextmanager
 def through_modules(target: Target) -> Iterator[None]:
-    """Forwards run as they do where nothing could be recorded: the reference."""
+    """Run forwards through the modules, as without a recording: the reference."""
     recorded, target._recorded = target._recorded, Recorded(refused="this is the reference")
     try:
         yield
@@ -61,7 +62,7 @@ def tree(width: int, seed: int = 0) -> Tree:
 
 
 def rounds(target: Target, rows: int, width: int) -> list[Tensor]:
-    """Everything that a prefill, two rounds and a plain step give for this many rows."""
+    """Return all logits and states of a prefill, two rounds and a plain step."""
     cache = target.new_cache(rows, 12 + 3 * width)
     texts = TEXTS[:rows]
     read = target.prefill(cache, texts, AUX_LAYERS)
@@ -69,12 +70,12 @@ def rounds(target: Target, rows: int, width: int) -> list[Tensor]:
     for seed in (1, 2):
         out = target.forward_tree(cache, TreeBatch.of([tree(width, seed + row) for row in range(rows)]), AUX_LAYERS)
         seen += [out.logits_BTV, *(out.aux_hidden_states[layer] for layer in AUX_LAYERS)]
-        cache.commit([[0, 1][:width] if row != 1 else [0] for row in range(rows)])  # lengths part
+        cache.commit([[0, 1][:width] if row != 1 else [0] for row in range(rows)])  # lengths diverge
     return [*seen, target.forward_tree(cache, TreeBatch.roots([7] * rows)).logits_BTV]
 
 
 def check_replay(target: Target, rows: int, width: int) -> None:
-    """A replay, where there is one, gives what the modules give."""
+    """Assert that forwards match the modules, up to rounding."""
     replayed = rounds(target, rows, width)
     with through_modules(target):
         expected = rounds(target, rows, width)
@@ -85,14 +86,14 @@ def check_replay(target: Target, rows: int, width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_replay_gives_what_the_modules_give(kind: str, rows: int, width: int) -> None:
-    """Every width from one recording, beyond a sliding window and for rows of unequal lengths."""
+def test_replay_matches_the_modules(kind: str, rows: int, width: int) -> None:
+    """Every width from one recording, beyond a sliding window, and for rows of unequal lengths."""
     target = Target(tiny_model(kind))
     assert target.eager is None
     check_replay(target, rows, width)
 
 
-def test_modules_do_not_run() -> None:
+def test_replay_runs_no_modules() -> None:
     target = Target(tiny_model("llama"))
     cache = target.new_cache(1, 20)
     called: list[str] = []
@@ -102,11 +103,11 @@ def test_modules_do_not_run() -> None:
         target.forward_tree(cache, TreeBatch.roots([3]))
     finally:
         handle.remove()
-    assert called == ["Linear", "Linear"], "the LM head alone"
+    assert called == ["Linear", "Linear"], "only the LM head"
 
 
-def test_hooks_of_others_are_called() -> None:
-    """They were not there when the forward was recorded."""
+def test_foreign_hooks_are_called() -> None:
+    """They were added after the recording."""
     target = Target(tiny_model("llama"))
     target.record()
     called: list[nn.Module] = []
@@ -117,7 +118,7 @@ def test_hooks_of_others_are_called() -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before it is recorded", "after it was"])
 @pytest.mark.parametrize("hooked", [True, False], ids=["a hook", "a forward"])
-def test_what_others_put_on_the_whole_model_is_called(hooked: bool, before: bool) -> None:
+def test_foreign_hooks_on_the_whole_model_are_called(hooked: bool, before: bool) -> None:
     target, called = Target(tiny_model("llama")), list[int]()
     if not before:
         target.record()
@@ -141,18 +142,27 @@ def test_long_texts_run_through_the_modules() -> None:
     torch.testing.assert_close(read[0, 0], target.model(torch.tensor([text])).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_other_weights_are_recorded_anew() -> None:
-    """A parameter that was put in the place of another one; changes in place are in `test_prepacked`."""
-    target = Target(tiny_model("llama"))
-    target.record()
+def other_weights(target: Target) -> None:
     layer = target.model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(2 * layer.weight.detach(), requires_grad=False)
+
+
+def other_embeddings(target: Target) -> None:
+    target.model.set_input_embeddings(nn.Embedding.from_pretrained(-target.embedding_weight.detach()))
+
+
+@pytest.mark.parametrize("replace", [other_weights, other_embeddings])
+def test_replaced_modules_are_recorded_again(replace: Callable[[Target], None]) -> None:
+    """A replaced parameter or module; `test_prepacked` changes weights in place."""
+    target = Target(tiny_model("llama"))
+    target.record()
+    replace(target)
     check_replay(target, 1, 4)
     assert target.eager is None
 
 
-def test_other_sinks_are_recorded_anew() -> None:
-    """Of attention, which is not recorded itself."""
+def test_replaced_sinks_are_recorded_again() -> None:
+    """Attention itself is not recorded."""
     sizes: dict[str, Any] = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
     target = Target(GptOssForCausalLM(GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **sizes, **heads)))
@@ -164,36 +174,23 @@ def test_other_sinks_are_recorded_anew() -> None:
     assert target.eager is None
 
 
-def test_other_modules_are_recorded_anew() -> None:
-    target = Target(tiny_model("llama"))
-    target.record()
-    embeddings = nn.Embedding.from_pretrained(-target.embedding_weight.detach())
-    target.model.set_input_embeddings(embeddings)
-    check_replay(target, 1, 4)
-    assert target.eager is None
-
-
-@pytest.mark.parametrize("kind", LONG)
-def test_rotary_frequencies_that_change_with_the_text_are_not_recorded(kind: str) -> None:
-    target = Target(tiny_model(kind))
-    assert target.eager is not None and "rotary" in target.eager
-
-
 ROTARY = "its rotary frequencies depend on the length of the text"
 EAGER = {"phi3_long": ROTARY, "llama_long": ROTARY, "qwen3_next": "its layers keep running states"}
-"""Models in these tests whose forwards run through their modules, and why. Those of all others are recorded."""
+"""Models that run through their modules, with the reason. All others are recorded."""
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *LONG, *SCALED, "qwen3_next"])
-def test_every_kind_of_model_is_recorded_or_says_why_not(kind: str) -> None:
+def test_every_kind_of_model_is_recorded_or_gives_a_reason(kind: str) -> None:
     target = scaled(kind) if kind in SCALED else Target(hybrid() if kind == "qwen3_next" else tiny_model(kind))
     assert target.eager == EAGER.get(kind)
     assert target.forwards == (f"through the model's modules: {EAGER[kind]}" if kind in EAGER else "replayed")
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Counts the operators that compute or copy more than a number for each of so many tokens: the scale of an RMS norm
-    takes one more of those than in the modules, and none over whole states."""
+    """Counts operators with results larger than one number per token.
+
+    The replay computes the scale of an RMS norm with one more small operator, but with none over whole states.
+    """
 
     def __init__(self, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -206,8 +203,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_replayed_round_runs_no_more_operators_than_the_modules(kind: str) -> None:
-    """On a CPU, where each has its price: of a tree, and of a plain step."""
+def test_replayed_round_runs_no_more_operators(kind: str) -> None:
+    """For a tree and for a plain step; each operator has overhead on a CPU."""
 
     def operators(drafts: Tree) -> int:
         cache, batch = target.new_cache(1, 60), TreeBatch.of([drafts])
@@ -224,13 +221,13 @@ def test_a_replayed_round_runs_no_more_operators_than_the_modules(kind: str) -> 
             assert 0 < replayed <= operators(drafts)
 
 
-def test_packed_weights() -> None:
+def test_packed_weights_are_replayed() -> None:
     target = Target(packed_model(tiny_model("llama"), 8))
     check_replay(target, 1, 4)
 
 
-def test_embeddings_that_are_no_table_are_not_recorded() -> None:
-    """What they give may change from call to call."""
+def test_computed_embeddings_are_not_recorded() -> None:
+    """Their result may change from call to call."""
 
     class Wrapped(nn.Module):
         def __init__(self, table: nn.Embedding) -> None:
@@ -246,7 +243,7 @@ def test_embeddings_that_are_no_table_are_not_recorded() -> None:
     assert target.eager is not None and "embeddings" in target.eager
 
 
-def test_what_looks_at_its_numbers_is_not_recorded() -> None:
+def test_data_dependent_code_is_not_recorded() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[1].mlp
     original = type(layer).forward
@@ -261,7 +258,7 @@ def test_what_looks_at_its_numbers_is_not_recorded() -> None:
     assert rounds(target, 2, 4)
 
 
-def test_a_replay_that_gives_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_replay_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Captured.__call__
 
     def wrong(self: Captured, *args: Any) -> dict[int, Tensor]:
@@ -272,39 +269,31 @@ def test_a_replay_that_gives_other_logits_is_not_used(monkeypatch: pytest.Monkey
     assert target.eager is not None and "differ" in target.eager
 
 
-def test_reports_and_costs_say_how_forwards_run() -> None:
+def test_reports_and_costs_name_the_kind_of_forward() -> None:
     replayed, not_replayed = Target(tiny_model("llama")), Target(tiny_model("llama_long"))
     assert environment(replayed)["forward"] == "replayed"
     assert "rotary" in environment(not_replayed)["forward"]
     assert Conditions.of(replayed) != Conditions.of(not_replayed)
 
 
-# -- when it is recorded -----------------------------------------------------------------------------------------------
+# -- the time of recording ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """One entry for each recording that is begun: whether it is in inference mode."""
-    begun: list[bool] = []
-    record = Captured.__init__
-
-    def counted(self: Captured, *args: Any) -> None:
-        begun.append(torch.is_inference_mode_enabled())
-        record(self, *args)
-
-    monkeypatch.setattr(Captured, "__init__", counted)
-    return begun
+    """Log each recording: whether it runs in inference mode."""
+    return spy(monkeypatch, Captured, "__init__", lambda *_: torch.is_inference_mode_enabled())
 
 
-def test_who_reads_states_alone_records_nothing(recordings: list[bool]) -> None:
+def test_reading_states_records_nothing(recordings: list[bool]) -> None:
     target = Target(tiny_model("llama"))
     target.hidden_states(TEXTS, AUX_LAYERS)
     target.states_with_gradients(torch.tensor([TEXTS[0]]), [len(TEXTS[0])], AUX_LAYERS)
     assert not recordings
 
 
-def test_the_first_decoding_records_once(recordings: list[bool]) -> None:
-    """Outside of inference mode, where it can be used too; other lengths and numbers of rows use it as well."""
+def test_first_decoding_records_once(recordings: list[bool]) -> None:
+    """Outside inference mode, yet usable inside it; other lengths and batch sizes reuse the recording."""
     target = Target(tiny_model("llama"))
     for texts in 2 * ([TEXTS[0]], TEXTS, [9 * TEXTS[0]]):
         DecodeLoop(target).generate(texts, DecodeOptions(4))
@@ -317,31 +306,31 @@ def test_the_first_decoding_records_once(recordings: list[bool]) -> None:
     [lambda target: target.eager, Conditions.of, environment, Decoder],
     ids=["eager", "conditions", "environment", "decoder"],
 )
-def test_who_asks_or_will_decode_has_it_recorded(ask: Callable[[Target], Any], recordings: list[bool]) -> None:
+def test_decoding_and_reports_trigger_the_recording(ask: Callable[[Target], Any], recordings: list[bool]) -> None:
     ask(Target(tiny_model("llama")))
     assert recordings == [False]
 
 
-def test_a_draft_model_is_recorded_before_it_drafts(recordings: list[bool]) -> None:
+def test_draft_model_is_recorded_before_drafting(recordings: list[bool]) -> None:
     target, draft = Target(tiny_model("llama")), Target(tiny_model("llama", seed=1))
     DraftModelDrafter(draft, target)
     assert len(recordings) == 1 and draft.eager is None and len(recordings) == 1
 
 
-def test_the_same_target_with_another_tokenizer_shares_the_recording(recordings: list[bool]) -> None:
+def test_targets_with_another_tokenizer_share_the_recording(recordings: list[bool]) -> None:
     target = Target(tiny_model("llama"))
     other = target.with_tokenizer(tiny_tokenizer())
     assert other.eager is None and target.eager is None and len(recordings) == 1
 
 
-def test_of_two_threads_the_second_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_thread_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     target, begun, second_begins = Target(tiny_model("llama")), list[int](), threading.Event()
     record = Captured.__init__
 
     def slow(self: Captured, *args: Any) -> None:
         begun.append(threading.get_ident())
         if len(begun) == 1:
-            second_begins.wait(0.3)  # as it would at once, if it did not wait
+            second_begins.wait(0.3)  # without the lock, the second begins at once
         else:
             second_begins.set()
         record(self, *args)
@@ -384,12 +373,12 @@ def test_sizes_become_formulas() -> None:
         (lambda recorder, x_T: x_T + x_T.shape[0] // 2, "of some tokens"),
     ],
 )
-def test_what_no_list_of_operators_can_repeat_is_refused(code: Callable[..., Any], reason: str) -> None:
+def test_unrecordable_code_is_refused(code: Callable[..., Any], reason: str) -> None:
     with pytest.raises(NotRecordable, match=reason):
         record(code, ["x_T"], texts, (11, 13))
 
 
-def test_writing_in_place_is_repeated() -> None:
+def test_in_place_writes_are_repeated() -> None:
     def code(recorder: Any, x_T: Tensor) -> Tensor:
         y_T = x_T + 1
         y_T[:1] = 5.0

@@ -1,4 +1,4 @@
-"""Targets with running states verify chains: what is rejected leaves no trace."""
+"""Targets with running states (linear attention) verify chains: rejected drafts leave no trace."""
 
 from __future__ import annotations
 
@@ -50,21 +50,19 @@ def target() -> Target:
 
 @torch.inference_mode()
 def stock(target: Target, text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own logits [T, V] and final states [T, E]."""
+    """Return the model's own logits [T, V] and final states [T, E]."""
     out = target.model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
     return out.logits[0], out.hidden_states[-1][0]
 
 
 def assert_own(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Float32 sums over other pieces of a text; a token too many or too few moves logits by more than a hundredth."""
+    """Compare float32 sums over other pieces of a text. One token too many or too few moves logits by over 1 %."""
     torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chains_of_which_a_part_is_rejected_leave_no_trace(
-    seed: int, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of different length; in each round each row accepts between nothing and all of its chain."""
+def test_rejected_chains_leave_no_trace(seed: int, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different length; in each round each row accepts none, some or all of its chain."""
     monkeypatch.setattr(model, "PIECE", 3)
     rng = random.Random(seed)
     read = [rng.randint(1, 5) for _ in TEXTS]
@@ -93,7 +91,7 @@ def test_chains_of_which_a_part_is_rejected_leave_no_trace(
         assert cache.lengths == read
 
 
-def test_rows_are_kept_and_gone_on_with(target: Target) -> None:
+def test_kept_rows_continue(target: Target) -> None:
     cache = target.new_cache(2, 40)
     assert isinstance(cache, ChainCache)
     target.prefill(cache, [TEXTS[0][:3], TEXTS[1][:5]])
@@ -107,7 +105,7 @@ def test_rows_are_kept_and_gone_on_with(target: Target) -> None:
     both = target.new_cache(2, 40)
     for row in range(2):
         both.go_on_with(row, kept)
-    target.prefill(cache, [[59, 59]])  # of no account for what was kept
+    target.prefill(cache, [[59, 59]])  # must not affect the kept copy
     out = target.prefill(both, [TEXTS[1][7:9], TEXTS[1][7:12]])
     part = two.part(1, 2)
     alone = target.prefill(part, [TEXTS[1][7:9]])
@@ -117,14 +115,11 @@ def test_rows_are_kept_and_gone_on_with(target: Target) -> None:
     assert part.lengths == [9]
 
 
-def test_texts_are_those_of_the_model_itself(target: Target) -> None:
+def test_decoded_texts_match_the_model(target: Target) -> None:
     prompts = [[3], [8, 40, 12, 8, 40, 12], [9, 14, 27]]
-    plain = [
-        target.model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt in prompts
-    ]
+    greedy: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    texts = [target.model.generate(torch.tensor([prompt]), **greedy)[0].tolist() for prompt in prompts]
+    plain = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
     options = DecodeOptions(max_new_tokens=16, ignore_end=True)
     for drafters in ([], [NgramDrafter()], [LookaheadDrafter()]):
         rows = DecodeLoop(target, *drafters).generate(prompts, options)
@@ -133,7 +128,7 @@ def test_texts_are_those_of_the_model_itself(target: Target) -> None:
     assert InProcess(target).continue_rows(prompts, Continuation(16, [0.0] * 3, frozenset(), 0)) == plain
 
 
-def test_what_they_cannot_do_is_said(target: Target) -> None:
+def test_unsupported_uses_are_refused(target: Target) -> None:
     cache = target.new_cache(1, 10)
     target.prefill(cache, [[3]])
     fork = TreeBatch.of([Tree([5, 6, 7], [-1, 0, 0])])
@@ -147,15 +142,15 @@ def test_what_they_cannot_do_is_said(target: Target) -> None:
         DraftModelDrafter(target, Target(tiny_model("llama", vocab_size=61)))
 
 
-def test_models_of_other_running_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_with_other_running_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="layers of type linear_attention keep a running state"):
         Target(hybrid(LINEAR, LINEAR))
-    monkeypatch.setattr(patch, "is_linear", lambda module: False)  # as if its linear attention were of another kind
+    monkeypatch.setattr(patch, "is_linear", lambda module: False)  # an unknown kind of linear attention
     with pytest.raises(UserError, match="cannot verify a token tree"):
         Target(hybrid())
 
 
-def test_what_is_never_committed_leaves_no_trace(target: Target) -> None:
+def test_uncommitted_tokens_leave_no_trace(target: Target) -> None:
     cache = target.new_cache(1, 40)
     target.prefill(cache, [TEXTS[0][:3]])
     for _ in range(2):
@@ -171,7 +166,7 @@ def test_heads_are_tuned_to_chains(target: Target) -> None:
     assert found.tree == "static" and not any(any(path) for path in found.paths)
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
     plain = DecodeLoop(target).generate([TEXTS[0][:4]], options)[0].tokens
-    for tree in ("dynamic", "static"):  # also where a tree is asked for
+    for tree in ("dynamic", "static"):  # the tree is cut to a chain
         drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1,)]), tree)
         (row,) = DecodeLoop(target, drafter).generate([TEXTS[0][:4]], options)
         assert row.tokens == plain and row.drafter_error is None

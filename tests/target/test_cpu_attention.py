@@ -1,4 +1,4 @@
-"""A few new tokens of each row, against attention in float64 and against the model alone."""
+"""CPU attention of a few new tokens per row, against float64 attention and the stock model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """The output is rounded to 8 bits; sums of 80 products, and scores of up to a hundred (by 6e-6), to 24."""
+    """Allow bfloat16 rounding of the output, or float32 rounding of sums of 80 products and scores up to 100."""
     close = {"rtol": 2**-8, "atol": 1e-4} if found.dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 1e-5}
     torch.testing.assert_close(found.double(), wanted, **close)
 
@@ -51,10 +51,10 @@ def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
         (torch.float32, 2, 4, 20, 20, 5),
     ],
 )
-def test_rows_find_what_each_of_them_has_in_sight(
+def test_rows_attend_within_their_own_length(
     dtype: torch.dtype, heads: int, groups: int, size: int, out_size: int, window: int, threads: int
 ) -> None:
-    """Ragged rows in a cache with garbage behind them, which no row may see; scores that spread over a hundred nats."""
+    """Ragged rows in a cache with NaN after them, and scores that spread over a hundred nats."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     slots, stores = [1, 2, 5, 6, 33, 40], (size, out_size)
@@ -77,10 +77,8 @@ def test_rows_find_what_each_of_them_has_in_sight(
 @pytest.mark.parametrize(
     ("heads", "groups", "tokens", "first"), [(3, 3, 8, 0), (1, 1, 2, 0), (2, 4, 13, 3), (1, 8, 64, 0)]
 )
-def test_tokens_find_what_their_masks_allow(
-    dtype: torch.dtype, heads: int, groups: int, tokens: int, first: int
-) -> None:
-    """Queries as a layer has them, transposed; each part of them gives what one thread gives."""
+def test_tokens_attend_by_their_masks(dtype: torch.dtype, heads: int, groups: int, tokens: int, first: int) -> None:
+    """Transposed queries as in a layer; the split over threads does not change a bit."""
     torch.manual_seed(0)
     seen, size = 100, 32
     keys, values = torch.randn(2, 2, heads, 128, size).to(dtype)[:, :, :, :seen]
@@ -102,8 +100,8 @@ def test_tokens_find_what_their_masks_allow(
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [(24, 80), (15, 21)])
-def test_any_sizes_or_none(sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """bfloat16 is multiplied in pairs: keys of an odd size are left to torch."""
+def test_any_head_sizes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """bfloat16 multiplies in pairs, so torch computes odd key sizes."""
     torch.manual_seed(0)
     size, out_size = sizes
     keys, values = torch.randn(1, 2, 40, size).to(dtype), torch.randn(1, 2, 40, out_size).to(dtype)
@@ -127,10 +125,8 @@ def test_any_sizes_or_none(sizes: tuple[int, int], dtype: torch.dtype) -> None:
         *(("avx512f", torch.bfloat16), ("avx512f", torch.float32)),
     ],
 )
-def test_other_processors(
-    without: str, dtype: torch.dtype, nothing_compiled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is compiled without some instructions; products have the bits of single rows there, too."""
+def test_older_cpus(without: str, dtype: torch.dtype, nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without some instructions; products still have the bits of single rows."""
     if platform.machine() != "x86_64":
         pytest.skip("x86 alone has these instructions")
     monkeypatch.setenv("CC", f"{compiler()[0]} -mno-{without}")
@@ -153,8 +149,8 @@ def test_other_processors(
 @needs_compiler
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt_neox", "mistral"])
-def test_trees_and_rows_say_what_the_model_says(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single tokens, then a tree, beyond sliding windows; layer by layer."""
+def test_trees_match_the_stock_model(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single tokens, then a tree, beyond sliding windows, layer by layer."""
     monkeypatch.setattr("headstart.replay.recorded.join_steps", lambda graph: [])
     target, asked = Target(tiny_model(kind)), 0
     texts = [[(7 * index + row) % 90 + 1 for index in range(9 + 2 * row)] for row in range(rows)]
@@ -184,7 +180,7 @@ def test_trees_and_rows_say_what_the_model_says(kind: str, rows: int, monkeypatc
 
 @needs_compiler
 @pytest.mark.parametrize("why", ["softcap", "many tokens"])
-def test_other_forwards_go_another_way(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_forwards_use_torch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("gemma2" if why == "softcap" else "llama"))
     cache = target.new_cache(2, 96)
     target.prefill(cache, [[1, 2, 3], [2, 2, 3, 4]])
@@ -193,7 +189,7 @@ def test_other_forwards_go_another_way(why: str, monkeypatch: pytest.MonkeyPatch
     assert target.forward_tree(cache, TreeBatch.of([tree] * 2)).logits_BTV.isfinite().all()
 
 
-def test_without_a_compiler_torch_attends(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_attends_without_a_compiler(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     target = Target(tiny_model("llama"))
     texts = [[1 + row, 2, 3] for row in range(4)]
@@ -206,9 +202,7 @@ def test_without_a_compiler_torch_attends(nothing_compiled: None, monkeypatch: p
 
 
 @needs_compiler
-def test_a_compiler_that_fails_is_named_and_is_no_compiler(
-    nothing_compiled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_compiler_is_named_and_skipped(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false --loudly")
     given = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 4, 8), torch.randn(2, 1, 4, 8), torch.tensor([4, 4])
     with pytest.warns(UserWarning, match="false --loudly cannot compile cpu_attention.c"):
@@ -220,7 +214,7 @@ def test_a_compiler_that_fails_is_named_and_is_no_compiler(
 
 
 @needs_compiler
-def test_loading_it_leaves_denormals_as_they_are(nothing_compiled: None) -> None:
-    """A library linked with -ffast-math makes a process take them for zero."""
+def test_loading_keeps_denormals(nothing_compiled: None) -> None:
+    """A library linked with -ffast-math would flush them to zero in the whole process."""
     assert cpu_attention._compiled(torch.float32) is not None
     assert float(torch.tensor(1e-40) * 1) > 0

@@ -1,4 +1,4 @@
-"""CUDA graphs on the stand-in device: what they give is what forwards without them give."""
+"""CUDA graphs on the stand-in device match forwards without them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import raising
 from tests.standin import CUDA, Graph, StandIn
 from tests.tiny import tiny_model
 
@@ -33,7 +34,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: bool) -> list[torch.Tensor]:
-    """Logits and states of two rounds: the second goes on from what the first committed."""
+    """Return logits and states of two rounds, with a commit in between."""
     aux_layers = (1, target.num_layers)
     captured = target._recorded.captured
     assert captured is not None
@@ -63,17 +64,17 @@ def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: b
     ],
     ids=["one token", "a tree", "plain rows", "ragged trees", "wide"],
 )
-def test_a_graph_gives_what_its_operators_give(target: Target, trees: list[Tree], device: StandIn) -> None:
+def test_graph_matches_its_operators(target: Target, trees: list[Tree], device: StandIn) -> None:
     texts = TEXTS[: len(trees)]
     launched = device.launched["cudaGraphLaunch"]
     graphed = outcome(target, texts, trees, graphs=True)
     assert device.launched["cudaGraphLaunch"] == launched + 2
     for ours, theirs in zip(graphed, outcome(target, texts, trees, graphs=False), strict=True):
-        # Slots in sight that nobody looks at lie between others in the sums.
+        # Masked slots between others change the order of sums.
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_what_a_forward_gave_stays_when_others_run(target: Target, device: StandIn) -> None:
+def test_results_survive_later_forwards(target: Target, device: StandIn) -> None:
     cache = target.new_cache(1, 64)
     target.prefill(cache, TEXTS[:1])
     first = target.forward_tree(cache, TreeBatch.of([BUSHY], CUDA), (1,))
@@ -86,14 +87,13 @@ def test_what_a_forward_gave_stays_when_others_run(target: Target, device: Stand
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """All graphs that are captured."""
     captured: list[Graph] = []
     made = Graph.__init__
     monkeypatch.setattr(Graph, "__init__", lambda self: (made(self), captured.append(self))[0])
     return captured
 
 
-def test_lengths_that_alternate_capture_nothing_again(device: StandIn, captured: list[Graph]) -> None:
+def test_alternating_lengths_reuse_graphs(device: StandIn, captured: list[Graph]) -> None:
     target = Target(tiny_model("llama", vocab_size=VOCAB, max_length=4096).to(CUDA))
     six = DecodeOptions(max_new_tokens=3000, stop_test=lambda _, tokens: len(tokens) == 6)
     calls = [(TEXTS, DecodeOptions(max_new_tokens=6, ignore_end=True)), (TEXTS[:1], replace(six, ignore_end=True))]
@@ -103,11 +103,11 @@ def test_lengths_that_alternate_capture_nothing_again(device: StandIn, captured:
     assert len(captured) == count and target.spare_bytes > 0
 
 
-def test_requests_that_alternate_capture_nothing_again(device: StandIn, captured: list[Graph]) -> None:
+def test_alternating_requests_reuse_graphs(device: StandIn, captured: list[Graph]) -> None:
     target, counts = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA)), list[int]()
     for _ in range(3):
         caches = [target.new_cache(1, 64) for _ in range(2)]
-        assert caches[0].memory is not caches[1].memory, "two at a time share nothing"
+        assert caches[0].memory is not caches[1].memory, "live caches share nothing"
         for cache in caches * 2:
             target.forward_tree(cache, TreeBatch.of([BUSHY], CUDA))
         del cache, caches
@@ -115,29 +115,29 @@ def test_requests_that_alternate_capture_nothing_again(device: StandIn, captured
     assert counts[0] == counts[1] == counts[2] > 0
 
 
-def test_memory_for_graphs_is_bounded(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_memory_is_bounded(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=VOCAB, max_length=4096).to(CUDA))
     memory = target.new_cache(1, 20).memory
     assert memory is not None
-    assert target.new_cache(1, 30).memory is memory, "it is large enough for this one, too"
+    assert target.new_cache(1, 30).memory is memory, "large enough for both"
     larger = target.new_cache(2, 2000)
     assert larger.memory is not memory and larger.capacity >= 2000
     del larger
-    assert target.new_cache(1, 20).memory is memory, "not the one that is far too large"
+    assert target.new_cache(1, 20).memory is memory, "the best fit, not the large one"
     for rows in range(1, 20):
         target.new_cache(rows, 100 * rows)
     graphs = target._graphs
-    assert graphs is not None and len(graphs._spares) == 4, "the oldest go"
+    assert graphs is not None and len(graphs._spares) == 4, "the oldest are freed"
     monkeypatch.setattr("headstart.replay.graphs.free_bytes", lambda _: 3 * memory.bytes)
     kept = target.spare_bytes
     cache = target.new_cache(1, 20)
     assert cache.memory is not None
-    assert target.spare_bytes + cache.memory.bytes <= (3 * memory.bytes + kept) / 10, "with little memory, most go"
+    assert target.spare_bytes + cache.memory.bytes <= (3 * memory.bytes + kept) / 10, "little memory frees most"
     large = target.new_cache(4, 400)
-    assert large.memory is not None and not target.spare_bytes, "for a large text, all others go"
+    assert large.memory is not None and not target.spare_bytes, "a large text frees all others"
 
 
-def test_memory_returns_during_a_garbage_collection(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_returned_during_garbage_collection(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
     caches = [target.new_cache(1, 20)]
 
@@ -147,7 +147,7 @@ def test_memory_returns_during_a_garbage_collection(device: StandIn, monkeypatch
 
     monkeypatch.setattr("headstart.replay.graphs.free_bytes", collecting)
     lent = target.new_cache(1, 20)
-    assert lent.memory is not None and target.spare_bytes == lent.memory.bytes, "the other one's"
+    assert lent.memory is not None and target.spare_bytes == lent.memory.bytes, "the collected cache's memory"
 
 
 def halved_in_other_memory(model: Any) -> None:
@@ -164,7 +164,7 @@ def other_lm_head(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [halved_in_other_memory, other_weight_of_the_lm_head, other_lm_head])
-def test_graphs_go_with_weights_that_lie_elsewhere(change: Callable[[Any], None], device: StandIn) -> None:
+def test_moved_weights_drop_graphs(change: Callable[[Any], None], device: StandIn) -> None:
     target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
     assert target.forwards == "CUDA graphs"
     before = outcome(target, TEXTS[:1], [BUSHY], graphs=True)
@@ -174,7 +174,7 @@ def test_graphs_go_with_weights_that_lie_elsewhere(change: Callable[[Any], None]
     torch.testing.assert_close(after, outcome(target, TEXTS[:1], [BUSHY], graphs=False), atol=1e-5, rtol=1e-5)
 
 
-def test_keys_that_are_not_finite_do_not_outlive_a_text(device: StandIn) -> None:
+def test_nan_keys_do_not_outlive_a_text(device: StandIn) -> None:
     target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
     expected = DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
     cache = target.new_cache(3, 60)
@@ -184,28 +184,27 @@ def test_keys_that_are_not_finite_do_not_outlive_a_text(device: StandIn) -> None
     assert DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
 
 
-def test_what_cannot_be_captured_is_replayed_without_graphs(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_capture_falls_back_to_replay(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", vocab_size=VOCAB)
     expected = DecodeLoop(Target(model)).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(Graph, "note", refuse)
+    monkeypatch.setattr(
+        Graph, "note", raising(RuntimeError("CUDA error: operation not permitted when stream is capturing"))
+    )
     target = Target(model.to(CUDA))
     assert target.forwards.startswith("replayed, no CUDA graphs: a forward could not be captured")
-    assert target.new_cache(1, 20).memory is None and not target.spare_bytes, "nothing is held for graphs any more"
+    assert target.new_cache(1, 20).memory is None and not target.spare_bytes, "no memory is held for graphs"
     assert DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
 
 
-def test_a_layer_that_does_not_exist_is_refused(target: Target, device: StandIn) -> None:
+def test_missing_layer_is_refused(target: Target, device: StandIn) -> None:
     cache = target.new_cache(1, 64)
     with pytest.raises(UserError, match="Layer 99 does not exist"):
         target.forward_tree(cache, TreeBatch.of([Tree([3])], CUDA), (99,))
 
 
-def test_lengths_of_ragged_rows_stay_on_the_device(target: Target, device: StandIn) -> None:
-    """They are uploaded once, and then grow there by what is committed."""
+def test_ragged_lengths_stay_on_the_device(target: Target, device: StandIn) -> None:
+    """Uploaded once, then advanced on the device at each commit."""
     cache = target.new_cache(3, 64)
     target.prefill(cache, TEXTS)
     for number, counts in enumerate(([1, 2, 1], [2, 2, 1], [1, 1, 4])):
@@ -218,7 +217,7 @@ def test_lengths_of_ragged_rows_stay_on_the_device(target: Target, device: Stand
 
 
 def test_launches_of_a_plain_round(target: Target, device: StandIn) -> None:
-    """One graph, whatever the model: its token is copied in, its outcome out, and read."""
+    """One graph for any model, plus copies of the token in and the result out."""
     cache = target.new_cache(1, 64)
     target.prefill(cache, TEXTS[:1])
     roots = TreeBatch.roots([5], CUDA)
@@ -226,9 +225,7 @@ def test_launches_of_a_plain_round(target: Target, device: StandIn) -> None:
     before, uploads = dict(device.launched), device.counts
     target.forward_tree(cache, roots)
     counts = device.counts - uploads
-    launched = {
-        name: count - before.get(name, 0) for name, count in device.launched.items() if count != before.get(name)
-    }
+    launched = {name: count - before.get(name, 0) for name, count in device.launched.items()}
     assert launched.pop("cudaGraphLaunch") == 1
     assert sum(launched.values()) <= 3, launched
     assert (counts.uploads, counts.waits) == (0, 0)

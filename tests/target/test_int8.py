@@ -1,4 +1,4 @@
-"""Products in 8 bits, for writing data: what they round and what not, and targets that compute with them."""
+"""int8 products for writing data: their rounding, and targets that use them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where bfloat16 is multiplied by tiles, its weights would stay whole."""
+    """Disable AMX tiles, which multiply bfloat16 weights without rounding."""
     monkeypatch.setattr(prepacked, "by_tiles", lambda _: False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 5, 8, 21])
-def test_what_fits_into_8_bits_is_not_rounded(rows: int, threads: int, dtype: torch.dtype) -> None:
-    """Whole numbers: of rows the largest of every stretch and zeros, of outputs up to 127. All sums are exact."""
+def test_small_integers_are_exact(rows: int, threads: int, dtype: torch.dtype) -> None:
+    """Rows hold 0 and the largest value of each group, weights up to 127. All sums are exact."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     for inputs, outputs in ((4, 32), (128, 70), (300, 5)):
@@ -43,7 +43,7 @@ def test_what_fits_into_8_bits_is_not_rounded(rows: int, threads: int, dtype: to
         assert torch.equal(got, ((x @ weight.T).float() + bias).to(dtype))
 
 
-def test_a_row_is_rounded_by_itself_and_a_large_number_takes_nothing_from_those_far_from_it() -> None:
+def test_rows_are_rounded_separately_and_outliers_stay_local() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(9, 256), torch.randn(64, 256)
     packed = prepack(weight, int8=True)
@@ -51,14 +51,14 @@ def test_a_row_is_rounded_by_itself_and_a_large_number_takes_nothing_from_those_
     assert torch.equal(product(x[3:4], packed, None)[0], plain[3])
     exact = x @ weight.T
     error = (plain - exact).norm() / exact.norm()
-    assert 0.001 < error < 0.02, "steps of a 127th of some 3 spreads, in both: 0.009; without VNNI 0.011"
+    assert 0.001 < error < 0.02, "steps of 1/127 of about 3 sigma, in rows and weights: 0.009; without VNNI 0.011"
     x[3, 200], weight[:, 128:] = 1000.0, 0.0
     near, exact = product(x, prepack(weight, int8=True), None)[3], x[3] @ weight.T
     assert (near - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none_and_nothing_stays_nothing(wrong: float) -> None:
+def test_nan_stays_nan_and_zero_stays_zero(wrong: float) -> None:
     packed = prepack(torch.randn(32, 256), int8=True)
     x = torch.randn(3, 256)
     x[0], x[1, 200] = 0.0, wrong
@@ -68,8 +68,8 @@ def test_what_is_no_number_stays_none_and_nothing_stays_nothing(wrong: float) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 19])
-def test_what_is_computed_around_a_product(rows: int, dtype: torch.dtype) -> None:
-    """To the bit what comes of one after the other."""
+def test_fused_norm_gate_and_sum(rows: int, dtype: torch.dtype) -> None:
+    """Bit-exact against separate operators."""
     torch.manual_seed(0)
     x, norm_I, weight = (torch.randn(*shape).to(dtype) for shape in ((1, rows, 48), (48,), (128, 48)))
     packed, added = prepack(weight, int8=True), torch.randn(1, rows, 128).to(dtype)
@@ -78,7 +78,7 @@ def test_what_is_computed_around_a_product(rows: int, dtype: torch.dtype) -> Non
     assert torch.equal(product(x, packed, None, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
 
 
-def test_sizes_that_do_not_come_in_fours_are_not_rounded() -> None:
+def test_sizes_not_divisible_by_four_are_not_rounded() -> None:
     weight, x = torch.randn(32, 34), torch.randn(2, 34)
     torch.testing.assert_close(product(x, prepack(weight, int8=True), None), x @ weight.T)
 
@@ -91,17 +91,17 @@ def logits(target: Target) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
-def test_a_target_in_8_bits_differs_by_rounding_and_leaves_the_other_as_it_was(kind: str) -> None:
+def test_int8_target_differs_by_rounding_and_leaves_the_original(kind: str) -> None:
     target = Target(tiny_model(kind))
     before = logits(target)
     rounded = target.in_int8()
     assert rounded is not target and rounded.eager is None
     difference = (logits(rounded) - before).norm() / before.norm()
-    assert 1e-4 < difference < 0.05, "a share of 0.01 in each product"
+    assert 1e-4 < difference < 0.05, "about 1 % per product"
     assert torch.equal(logits(target), before)
 
 
-def test_weights_that_changed_are_rounded_again() -> None:
+def test_changed_weights_are_rounded_again() -> None:
     target = Target(tiny_model("llama"))
     rounded = target.in_int8()
     before = logits(rounded)
@@ -113,12 +113,12 @@ def test_weights_that_changed_are_rounded_again() -> None:
 
 
 def in_8_bits(target: Target) -> list[str]:
-    """Layers whose weights have a copy in 8 bits by themselves."""
+    """Names of weights with an int8 copy of their own."""
     copies = ((name, prepacked._COPIES.get(weight)) for name, weight in target.model.named_parameters())
     return [name for name, kinds in copies if kinds and True in kinds]
 
 
-def test_texts_of_any_length_go_one_way_so_that_weights_have_one_copy_which_goes_with_it() -> None:
+def test_all_lengths_share_one_copy_that_is_freed_with_it() -> None:
     target = Target(tiny_model("llama"))
     rounded, rows = target.in_int8(), [[1 + (n * k) % 30 for n in range(150)] for k in (1, 2, 3)]
     read, exact = (of.prefill(of.new_cache(3, 200), rows).logits_BTV for of in (rounded, target))
@@ -130,7 +130,7 @@ def test_texts_of_any_length_go_one_way_so_that_weights_have_one_copy_which_goes
     assert not in_8_bits(target)
 
 
-def test_it_is_judged_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_replay_has_its_own_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama"))
     target.record()
     monkeypatch.setattr("headstart.model.checking._CLOSE", 0.0)
@@ -140,7 +140,7 @@ def test_it_is_judged_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> No
     assert target.in_int8() is target, "its replay is refused"
 
 
-def test_a_target_is_itself_where_8_bits_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_target_returns_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.replay.patch.fits", lambda _: False)
     target = Target(tiny_model("llama"))
     assert target.in_int8() is target, "weights are not prepacked"

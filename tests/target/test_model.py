@@ -1,4 +1,4 @@
-"""The target: aux layers, prefill, cache, identity, refusals."""
+"""The target: aux layers, prefill, KV cache, identity, loading and refusals."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from headstart.replay.attention import TreeMask, _reference
 from headstart.replay.cache import LayerKeys, TreeCache
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import spy
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_aux_hidden_states_are_transformers_hidden_states(kind: str) -> None:
+def test_aux_hidden_states_match_transformers(kind: str) -> None:
     target = Target(tiny_model(kind))
     aux_layers = (0, 1, 2, FINAL)
     aux = target.hidden_states(TEXTS, aux_layers)
@@ -37,7 +38,7 @@ def test_aux_hidden_states_are_transformers_hidden_states(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lm_head_gives_the_models_logits(kind: str) -> None:
+def test_lm_head_matches_the_models_logits(kind: str) -> None:
     target = Target(tiny_model(kind))
     cache = target.new_cache(1, 8)
     out = target.prefill(cache, TEXTS[:1], (FINAL,))
@@ -46,7 +47,7 @@ def test_lm_head_gives_the_models_logits(kind: str) -> None:
     )
 
 
-def test_prefill_of_a_ragged_batch_equals_rows_alone() -> None:
+def test_ragged_prefill_matches_single_rows() -> None:
     target = Target(tiny_model("llama"))
     together = target.prefill(target.new_cache(2, 8), TEXTS).logits_BTV
     for row, text in enumerate(TEXTS):
@@ -54,7 +55,7 @@ def test_prefill_of_a_ragged_batch_equals_rows_alone() -> None:
         torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-5)
 
 
-def test_prefill_in_pieces_equals_prefill_at_once() -> None:
+def test_prefill_in_two_calls_matches_one() -> None:
     target = Target(tiny_model("gemma3", max_length=64))
     text = list(range(1, 21))
     whole = target.prefill(target.new_cache(1, 20), [text]).logits_BTV
@@ -65,10 +66,8 @@ def test_prefill_in_pieces_equals_prefill_at_once() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "phi3_long"])
 @pytest.mark.parametrize("before", [0, 3])
-def test_later_pieces_of_a_prefill_are_read_of_the_rows_that_have_them(
-    kind: str, before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits, states, keys and values are those of rows that are read at once, padded to the longest."""
+def test_prefill_pieces_skip_finished_rows(kind: str, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, states, keys and values match one padded forward over all rows."""
     target = Target(tiny_model(kind, max_length=64))
     aux_layers, lengths = (0, 1, FINAL), [5, 18, 12, 3, 8, 20, 4]
     texts = [[(7 * row + 3 * index) % 50 + 1 for index in range(length)] for row, length in enumerate(lengths)]
@@ -90,19 +89,13 @@ def test_later_pieces_of_a_prefill_are_read_of_the_rows_that_have_them(
         read[:] = [tokens]
         return [out.logits_BTV, after, *states]
 
-    def counted(self: Target, forward: Any, cache: Any, tokens_BT: torch.Tensor, positions_BT: torch.Tensor) -> Any:
-        read.append(tokens_BT.numel())
-        return run(self, forward, cache, tokens_BT, positions_BT)
-
-    read: list[int] = []
-    run = Target._run
-    monkeypatch.setattr(Target, "_run", counted)
+    read = spy(monkeypatch, Target, "_run", lambda _target, _forward, _cache, tokens_BT, *_: tokens_BT.numel())
     monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
     whole = prefill()
     assert read == [7 * 20]
     monkeypatch.setattr("headstart.model.model._MAX_PADDING", 12)
     grouped = prefill()
-    assert read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of alike length together"
+    assert read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of similar length share a forward"
     monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
     monkeypatch.setattr("headstart.model.model.PIECE", 8)
     parted = prefill()
@@ -112,7 +105,7 @@ def test_later_pieces_of_a_prefill_are_read_of_the_rows_that_have_them(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_commit_keeps_the_path_and_nothing_else() -> None:
+def test_commit_keeps_the_path_alone() -> None:
     target = Target(tiny_model("llama"))
     tree = Tree([10, 11, 12, 13, 14, 15], [-1, 0, 0, 1, 2, 2])
     cache = target.new_cache(2, 20)
@@ -126,7 +119,7 @@ def test_commit_keeps_the_path_and_nothing_else() -> None:
         torch.testing.assert_close(after[row], alone[0], rtol=1e-4, atol=1e-5)
 
 
-def test_select_keeps_rows_in_order() -> None:
+def test_reorder_keeps_the_selected_rows() -> None:
     target = Target(tiny_model("llama"))
     cache = target.new_cache(2, 12)
     target.prefill(cache, TEXTS)
@@ -136,8 +129,8 @@ def test_select_keeps_rows_in_order() -> None:
     torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_that_end_take_no_memory() -> None:
-    """The memory of a batch is planned for one cache: no second one may stand beside it, nor one of half the rows."""
+def test_finished_rows_allocate_nothing() -> None:
+    """The memory plan has room for one cache, not for a copy of it or of half its rows."""
 
     class Sizes(TorchDispatchMode):
         largest = 0
@@ -174,7 +167,7 @@ def test_cache_never_overruns() -> None:
         target.prefill(cache, TEXTS[:1])
 
 
-def test_float16_holds_the_weights_or_is_refused(tmp_path: Path) -> None:
+def test_float16_that_overflows_is_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "small")
     tiny_tokenizer().save_pretrained(tmp_path / "small")
@@ -188,8 +181,8 @@ def test_float16_holds_the_weights_or_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_tree_may_reach_past_the_end_of_the_context(kind: str) -> None:
-    """The drafts after the last token are never emitted, and GPT-2 has no positions for them."""
+def test_tree_may_reach_past_the_context(kind: str) -> None:
+    """Drafts after the last token are never emitted, and GPT-2 has no positions for them."""
     target = Target(tiny_model(kind, max_length=16))
     text = list(range(1, 16))
     cache = target.new_cache(1, 20)
@@ -199,13 +192,13 @@ def test_a_tree_may_reach_past_the_end_of_the_context(kind: str) -> None:
     torch.testing.assert_close(target.forward_tree(cache, chain).logits_BTV[:, :1], whole, rtol=1e-4, atol=1e-5)
 
 
-def test_fingerprint_tells_models_apart_but_not_dtypes() -> None:
+def test_fingerprint_separates_models_but_not_dtypes() -> None:
     first = Target(tiny_model("llama", seed=0)).identity().fingerprint
     assert first == Target(tiny_model("llama", seed=0).bfloat16()).identity().fingerprint
     assert first != Target(tiny_model("llama", seed=1)).identity().fingerprint
 
 
-def test_capped_attention_reference_equals_sdpa_without_a_cap() -> None:
+def test_capped_attention_reference_matches_sdpa_without_a_cap() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     mask = TreeMask(torch.zeros(1, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3).bool(), float("-inf")), None)
@@ -223,20 +216,20 @@ def test_models_with_running_state_are_refused() -> None:
         Target(Lfm2ForCausalLM(config))
 
 
-def test_a_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.model.model.tree_mask", lambda *_: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("llama"))
 
 
-def test_a_model_whose_window_is_overlooked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree and its path agree with each other all the same: only the model's own attention tells."""
+def test_model_with_an_overlooked_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree and its path still agree with each other: only the model's own attention shows it."""
     monkeypatch.setattr("headstart.model.frozen._sliding_window", lambda _config: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("mistral"))
 
 
-def test_a_refused_model_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
 
     def state() -> list[Any]:
@@ -259,7 +252,7 @@ def test_a_refused_model_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_the_stock_model_in_another_thread_is_not_disturbed(kind: str) -> None:
+def test_stock_model_in_another_thread_is_undisturbed(kind: str) -> None:
     target = Target(tiny_model(kind))
     target.model.config._attn_implementation = "eager"
     text = torch.tensor([[*range(1, 20)]])
@@ -287,7 +280,7 @@ def test_the_stock_model_in_another_thread_is_not_disturbed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_quantised_lm_head_says_nothing_of_dtype_and_sizes(dtype: torch.dtype) -> None:
+def test_quantised_lm_head_does_not_set_dtype_and_sizes(dtype: torch.dtype) -> None:
     model = tiny_model("llama").to(dtype)
     model.lm_head = packed = PackedLinear(model.lm_head)
     target = Target(model)
@@ -300,7 +293,7 @@ def test_a_quantised_lm_head_says_nothing_of_dtype_and_sizes(dtype: torch.dtype)
 
 
 def test_each_layer_keeps_its_own_dtype() -> None:
-    """As with layers on several devices, which a machine without a GPU has none of."""
+    """Stands for layers on several devices, which need GPUs."""
     kinds = [LayerKeys((2, 4), (2, 4), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16)]
     cache = TreeCache(kinds, 2, 6)
     written = []
@@ -359,9 +352,7 @@ def test_unknown_devices(tiny_target_folder: Path, device: str, message: str) ->
 
 
 @pytest.mark.parametrize(("device", "chosen"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")])
-def test_a_device_with_a_number_holds_under_a_launcher(
-    monkeypatch: pytest.MonkeyPatch, device: str, chosen: str
-) -> None:
+def test_numbered_device_under_a_launcher(monkeypatch: pytest.MonkeyPatch, device: str, chosen: str) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert str(pick_device(device)) == chosen
@@ -377,7 +368,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, varia
     assert pick_device("cpu").type == "cpu"
 
 
-def test_folder_without_a_model(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config\.json"):
         load_target(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Prepacked weights: the same numbers, for forwards of ours alone, and never those of other weights."""
+"""Prepacked weights: equal results, used only by our own forwards, and never stale."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from headstart.replay import rewrites
 from headstart.replay.products import Matrix, can_prepack
 from headstart.replay.recorded import Recorded
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import spy
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
     not can_prepack(nn.Linear(32, 32)), reason="this build of torch has no oneDNN, so nothing is prepacked"
 )
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Sums of 64 numbers of size 1 in another order; in bfloat16 a unit in the last place."""
+"""For sums of 64 numbers of size 1 in another order; in bfloat16 one unit in the last place."""
+IN_PANELS = [dtype for dtype in ROUNDING if in_panels(torch.zeros(32, 32, dtype=dtype))]
+"""Dtypes with C kernels, which need AVX2 or AVX-512."""
 
 
 def logits(target: Target) -> Tensor:
@@ -39,8 +42,8 @@ def logits(target: Target) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
-def test_the_same_numbers(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With biases and without them."""
+def test_logits_match(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases and without."""
     if not can_prepack(nn.Linear(32, 32, dtype=dtype)):
         pytest.skip(f"oneDNN prepacks no {dtype} on this CPU")
     packed = Target(tiny_model(kind).to(dtype))
@@ -52,9 +55,8 @@ def test_the_same_numbers(kind: str, dtype: torch.dtype, monkeypatch: pytest.Mon
     torch.testing.assert_close(logits(packed), logits(plain), atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
-def test_only_forwards_of_ours_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(module, "product", _counted(module.product, seen))
+def test_stock_forwards_do_not_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = spy(monkeypatch, module, "product", lambda rows, *_: rows.shape)
     target = Target(tiny_model("llama"))
     seen.clear()
     target.model(torch.tensor([[1, 2, 3]]))
@@ -63,13 +65,11 @@ def test_only_forwards_of_ours_use_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dtype", IN_PANELS)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 5, 13, 40, 70])
-def test_what_is_computed_around_a_product(rows: int, threads: int, dtype: torch.dtype) -> None:
-    """A norm, a gate and a sum, to the bit what they are one after the other; outputs that fill no panel."""
-    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
-        pytest.skip("C for AVX2 and AVX-512")
+def test_fused_norm_gate_and_sum(rows: int, threads: int, dtype: torch.dtype) -> None:
+    """Bit-exact against separate operators, also with outputs that do not fill a panel."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     x, norm_I = torch.randn(1, rows, 48).to(dtype), torch.randn(48).to(dtype)
@@ -84,11 +84,9 @@ def test_what_is_computed_around_a_product(rows: int, threads: int, dtype: torch
             assert torch.equal(module.product(x, packed, bias, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-def test_rows_together_have_the_bits_of_rows_alone(dtype: torch.dtype) -> None:
-    """However many are multiplied at once, and over more inputs than one sum takes (see `weights_dense.h`)."""
-    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
-        pytest.skip("C for AVX2 and AVX-512")
+@pytest.mark.parametrize("dtype", IN_PANELS)
+def test_few_rows_have_the_bits_of_single_rows(dtype: torch.dtype) -> None:
+    """For every number of rows, and over more inputs than one partial sum (see `weights_dense.h`)."""
     torch.manual_seed(0)
     packed = module.prepack(torch.randn(70, 1100).to(dtype))
     x = torch.randn(70, 1100).to(dtype)
@@ -97,12 +95,10 @@ def test_rows_together_have_the_bits_of_rows_alone(dtype: torch.dtype) -> None:
         assert torch.equal(module.product(x[:count], packed, None), alone[:count]), f"{count} rows"
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("dtype", IN_PANELS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows_have_the_bits_of_rows_alone(threads: int, dtype: torch.dtype) -> None:
-    """In groups of unequal size, beside rows that are no numbers, and with inputs that fill no tile."""
-    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
-        pytest.skip("C for AVX2 and AVX-512")
+def test_many_rows_have_the_bits_of_single_rows(threads: int, dtype: torch.dtype) -> None:
+    """In groups of unequal size, beside NaN and infinite rows, with inputs that do not fill a tile."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     for inputs in (2, 34, 64):
@@ -117,12 +113,11 @@ def test_many_rows_have_the_bits_of_rows_alone(threads: int, dtype: torch.dtype)
             assert found[20].isnan().all() and not found[40].isfinite().any()
 
 
+@pytest.mark.skipif(torch.float32 not in IN_PANELS, reason="C for AVX2 and AVX-512")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("outputs", [192, 70])
-def test_floats_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(outputs: int, threads: int) -> None:
-    """Beside the same weights, but for one of the first output, which it does not hold."""
-    if not in_panels(torch.zeros(32, 32)):
-        pytest.skip("C for AVX2 and AVX-512")
+def test_bfloat16_values_take_half_the_memory_with_the_same_bits(outputs: int, threads: int) -> None:
+    """Against weights that differ in one number of the first output, which bfloat16 cannot hold."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     weight, bias, norm_I = torch.randn(outputs, 1100).bfloat16().float(), torch.randn(outputs), torch.randn(1100)
@@ -133,7 +128,7 @@ def test_floats_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(
     assert module.in_halves(weight) and not module.in_halves(weight / 3)
     halves, whole = module.prepack(weight), module.prepack(other)
     assert isinstance(halves, module.Panels) and isinstance(whole, module.Panels)
-    assert whole.kept.nbytes - 64 == 2 * (halves.kept.nbytes - 64), "but for what is before the first panel"
+    assert whole.kept.nbytes - 64 == 2 * (halves.kept.nbytes - 64), "apart from the header"
     ways: list[dict[str, Any]] = [{"norm": (norm_I, 1e-5), "added": added}]
     ways += [{"gates": True}] if module.can_gate([weight]) else []
     for around in ways:
@@ -143,16 +138,16 @@ def test_floats_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(
             assert torch.equal(got.view(torch.int32), expected.view(torch.int32)), f"{rows} rows"
 
 
-def test_many_rows_are_multiplied_as_they_are() -> None:
+def test_more_rows_are_not_prepacked() -> None:
     weight = torch.randn(32, 32)
     torch.testing.assert_close(multiplied(x := torch.randn(1, MAX_ROWS, 32), weight, None), x @ weight.T)
     assert multiplied(torch.randn(1, MAX_ROWS + 1, 32), weight, None) is None
 
 
-def test_what_needs_gradients_or_another_dtype_runs_as_it_is() -> None:
+def test_gradients_and_other_dtypes_are_not_prepacked() -> None:
     weight, bias, x = torch.randn(32, 32), torch.randn(32), torch.randn(3, 32)
     assert multiplied(x, weight, bias) is not None
-    assert multiplied(x.bfloat16(), weight, bias) is None, "as autocast asks for it"
+    assert multiplied(x.bfloat16(), weight, bias) is None, "as under autocast"
     for part in (x, weight, bias):
         part.requires_grad_()
         assert multiplied(x, weight, bias) is None
@@ -162,7 +157,7 @@ def test_what_needs_gradients_or_another_dtype_runs_as_it_is() -> None:
 
 
 def _doubled_in_place(weight: Tensor) -> None:
-    """As `load_state_dict` and merged adapters do it."""
+    """Change in place, as `load_state_dict` and merged adapters do."""
     weight.mul_(2)
 
 
@@ -175,7 +170,7 @@ def _in_another_dtype(weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [_doubled_in_place, _with_other_numbers, _in_another_dtype])
-def test_other_weights_are_packed_again(change: Callable[[Tensor], None]) -> None:
+def test_changed_weights_are_packed_again(change: Callable[[Tensor], None]) -> None:
     weight = torch.randn(32, 32)
     multiplied(torch.randn(3, 32), weight, None)
     change(weight)
@@ -187,7 +182,7 @@ def test_other_weights_are_packed_again(change: Callable[[Tensor], None]) -> Non
         torch.testing.assert_close(out, x @ weight.T, atol=rounding, rtol=rounding)
 
 
-def test_of_a_weight_there_is_one_copy_which_goes_with_it() -> None:
+def test_weight_has_one_copy_that_is_freed_with_it() -> None:
     gc.collect()
     weight, packed = torch.randn(32, 32), len(module._COPIES)
     first = copy_of(weight).of([weight])
@@ -198,7 +193,7 @@ def test_of_a_weight_there_is_one_copy_which_goes_with_it() -> None:
     assert alive() is None and len(module._COPIES) == packed
 
 
-def test_weights_in_training_are_packed_where_they_last() -> None:
+def test_weights_in_training_are_packed_once_they_last() -> None:
     weight, keeper = torch.randn(32, 32), PackedCopy()
     for _ in range(3):
         weight.mul_(2)
@@ -207,10 +202,10 @@ def test_weights_in_training_are_packed_where_they_last() -> None:
     assert keeper.of([weight], waits=True) is packed is not None
     weight.mul_(2)
     del packed
-    assert keeper.of([weight], waits=True) is None and alive() is None, "a stale copy is freed where it is seen"
+    assert keeper.of([weight], waits=True) is None and alive() is None, "a stale copy is freed at once"
 
 
-def test_a_decoder_that_is_replayed_has_one_copy_of_its_weights() -> None:
+def test_replayed_decoder_keeps_one_copy() -> None:
     target = Target(tiny_model("llama"))
     target.record()
     logits(target)
@@ -218,7 +213,7 @@ def test_a_decoder_that_is_replayed_has_one_copy_of_its_weights() -> None:
     assert target.prepacked and packed == ["lm_head.weight"]
 
 
-def test_a_target_that_is_gone_leaves_no_copies() -> None:
+def test_deleted_target_leaves_no_copies() -> None:
     target = Target(tiny_model("llama"))
     logits(target)
     model = target.model
@@ -237,8 +232,8 @@ def test_a_target_that_is_gone_leaves_no_copies() -> None:
         ("gpt_neox", "gpt_neox.layers.1.mlp.dense_4h_to_h.bias", 3),
     ],
 )
-def test_weights_that_were_changed_unseen_are_packed_again(kind: str, name: str, part: Any) -> None:
-    """Through `data`, which PyTorch does not count: all of them, a row, a column, a number of a bias."""
+def test_untracked_changes_are_packed_again(kind: str, name: str, part: Any) -> None:
+    """Changes through `data`, which PyTorch does not count: all numbers, a row, a column, one bias."""
     target = Target(tiny_model(kind))
     before = logits(target)
     target.model.get_parameter(name).data[part] += 0.5
@@ -251,8 +246,8 @@ def test_weights_that_were_changed_unseen_are_packed_again(kind: str, name: str,
 
 
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "self_attn.q_proj"])
-def test_weights_that_change_within_a_text_are_packed_again(name: str) -> None:
-    """One by itself and one of several that are one product, counted by PyTorch."""
+def test_changes_within_a_text_are_packed_again(name: str) -> None:
+    """A weight of its own product and one of a merged product, as counted by PyTorch."""
     target = Target(tiny_model("llama"))
     batch = TreeBatch.of([Tree([1, 2], [-1, 0])])
 
@@ -272,7 +267,7 @@ def test_weights_that_change_within_a_text_are_packed_again(name: str) -> None:
     torch.testing.assert_close(after, twice(2.0)[1], atol=1e-5, rtol=1e-5)
 
 
-def test_models_with_prepacked_weights_can_be_copied() -> None:
+def test_prepacked_models_can_be_copied() -> None:
     target = Target(tiny_model("llama"))
     before = logits(target)
     copied = copy.deepcopy(target.model)
@@ -282,7 +277,7 @@ def test_models_with_prepacked_weights_can_be_copied() -> None:
     assert not torch.equal(logits(Target(copied)), before)
 
 
-def test_layers_that_are_not_plain_are_left_alone() -> None:
+def test_special_layers_are_left_alone() -> None:
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1
@@ -291,7 +286,7 @@ def test_layers_that_are_not_plain_are_left_alone() -> None:
     assert not can_prepack(nn.Linear(32, 32, device="meta"))
 
 
-def test_a_forward_that_somebody_put_there_still_runs() -> None:
+def test_foreign_forward_still_runs() -> None:
     model, calls = tiny_model("llama"), []
     layer = model.model.layers[0].mlp.down_proj
     own = layer.forward
@@ -304,7 +299,7 @@ def test_a_forward_that_somebody_put_there_still_runs() -> None:
     assert not isinstance(vars(layer)["forward"], Matrix)
 
 
-def test_no_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copies_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     weights = sum(weight.nbytes for weight in model.parameters())
     monkeypatch.setattr(module, "free_bytes", lambda _: weights // 2)
@@ -312,15 +307,7 @@ def test_no_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not target.prepacked and Conditions.of(target).prepacked is False
 
 
-def test_costs_say_whether_weights_were_prepacked() -> None:
+def test_costs_record_prepacking() -> None:
     here = Conditions.of(Target(tiny_model("llama")))
     assert here.prepacked and Conditions.from_json(here.to_json()) == here
     assert here.beside(replace(here, prepacked=False)) == "prepacked=True"
-
-
-def _counted(own: Callable[..., Tensor], seen: list[int]) -> Callable[..., Tensor]:
-    def product(rows: Tensor, *more: Any) -> Tensor:
-        seen.append(rows.shape[:-1].numel())
-        return own(rows, *more)
-
-    return product

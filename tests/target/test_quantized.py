@@ -1,4 +1,4 @@
-"""Quantised targets: heads of the unquantised one fit them, and their states are their own."""
+"""Quantised targets: heads of the unquantised target fit them, and their states have an identity of their own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from headstart.model.model import Target
 from headstart.model.quantized import check_quantization, quantize
 from headstart.replay.patch import FINAL
 from tests.hub.helpers import export
+from tests.spies import raising
 from tests.standin import CUDA
 from tests.tiny import PackedLinear, packed_model, save_tiny_adapter, tiny_model, tiny_tokenizer
 
@@ -28,7 +29,7 @@ TEXT = [5, 9, 2, 7, 7, 30, 12]
 
 @pytest.fixture
 def torchao(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A torchao that packs layers as the tests' own quantiser does; what it was asked for."""
+    """Replace torchao by the tests' own quantiser, and log the requested kinds."""
     asked: list[str] = []
 
     def quantize_(model: nn.Module, config: Any, filter_fn: Any) -> None:
@@ -58,9 +59,7 @@ def load(folder: Path, bits: str = "none", **how: Any) -> Target:
 
 
 @pytest.mark.parametrize(("bits", "asked"), [("int8", "int8"), ("int4", "int4/32")])
-def test_linear_layers_are_packed_and_the_ends_are_not(
-    torchao: list[str], bits: str, asked: str, tiny_target_folder: Path
-) -> None:
+def test_linear_layers_are_packed(torchao: list[str], bits: str, asked: str, tiny_target_folder: Path) -> None:
     plain, packed = load(tiny_target_folder), load(tiny_target_folder, bits)
     assert torchao == [asked]
     assert isinstance(packed.layers[0].mlp.down_proj, PackedLinear)
@@ -71,26 +70,22 @@ def test_linear_layers_are_packed_and_the_ends_are_not(
     assert torch.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.95
 
 
-def test_its_states_are_not_those_of_the_unquantised_one(torchao: list[str], tiny_target_folder: Path) -> None:
+def test_identity_differs_from_the_unquantised_target(torchao: list[str], tiny_target_folder: Path) -> None:
     every = [load(tiny_target_folder, bits) for bits in ("none", "int8", "int4")]
     assert len({target.identity().fingerprint for target in every}) == 3
     assert every[1].identity() == load(tiny_target_folder, "int8").identity()
 
 
-def test_heads_of_the_unquantised_target_run_on_it_and_decode_its_words(
-    torchao: list[str], tiny_target_folder: Path, tmp_path: Path
-) -> None:
+def test_heads_of_the_plain_target_fit(torchao: list[str], tiny_target_folder: Path, tmp_path: Path) -> None:
     export(tmp_path / "heads", load(tiny_target_folder))
     decoder = headstart.load(tmp_path / "heads", dtype="float32", device="cpu", quantization="int8")
     assert decoder.target.quantization == "int8"
     answers = [decoder.generate(TEXT, max_new_tokens=12, draft=draft).tokens for draft in ("on", "off")]
     assert answers[0] == answers[1]
-    assert Conditions.of(decoder.target) != Conditions.of(load(tiny_target_folder)), "costs are other ones"
+    assert Conditions.of(decoder.target) != Conditions.of(load(tiny_target_folder)), "its costs differ"
 
 
-def test_heads_written_for_it_remember_it_and_fit_the_unquantised_one_too(
-    torchao: list[str], tiny_target_folder: Path, tmp_path: Path
-) -> None:
+def test_heads_remember_their_bits(torchao: list[str], tiny_target_folder: Path, tmp_path: Path) -> None:
     export(tmp_path / "heads", load(tiny_target_folder, "int4"))
     assert heads_target(tmp_path / "heads").quantization == "int4"
     again = headstart.load(tmp_path / "heads", dtype="float32", device="cpu")
@@ -100,7 +95,7 @@ def test_heads_written_for_it_remember_it_and_fit_the_unquantised_one_too(
 
 
 def test_another_model_in_few_bits_is_refused(torchao: list[str], tiny_target_folder: Path, tmp_path: Path) -> None:
-    """A model that hardly differs: in few bits nobody could tell, but it is asked before it is packed."""
+    """The models hardly differ: their quantised weights could not tell, but the check precedes packing."""
     export(tmp_path / "heads", load(tiny_target_folder))
     other = tiny_model("llama", vocab_size=len(tiny_tokenizer()), max_length=1024)
     with torch.no_grad():
@@ -112,7 +107,7 @@ def test_another_model_in_few_bits_is_refused(torchao: list[str], tiny_target_fo
         headstart.load(tmp_path / "heads", target=load(tmp_path / "other", "int8"))
 
 
-def test_an_adapter_is_merged_before(
+def test_adapter_is_merged_first(
     torchao: list[str], tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)  # it asks which version
@@ -125,8 +120,8 @@ def test_an_adapter_is_merged_before(
         headstart.load(tmp_path / "heads", target=load(tiny_target_folder, "int8"))
 
 
-def test_numbers_of_a_gguf_file_are_compared_as_a_whole(tmp_path: Path, tiny_target: Target) -> None:
-    """What was unpacked from 4 bits has no number as it was, and other weights are still told."""
+def test_rounded_gguf_weights_are_compared_as_a_whole(tmp_path: Path, tiny_target: Target) -> None:
+    """Unpacked 4-bit weights match no single number, yet other weights are still recognised."""
 
     def unpacked(seed: int) -> Target:
         vocabulary = len(tiny_target.tokenizer)
@@ -149,12 +144,10 @@ def test_numbers_of_a_gguf_file_are_compared_as_a_whole(tmp_path: Path, tiny_tar
     with pytest.raises(UserError, match="other weights"):
         headstart.load(tmp_path / "heads", target=other)
     export(tmp_path / "of-file", same)
-    assert headstart.load(tmp_path / "of-file", target=tiny_target).target is tiny_target, "and the other way round"
+    assert headstart.load(tmp_path / "of-file", target=tiny_target).target is tiny_target, "and vice versa"
 
 
-def test_what_is_missing_or_unknown_is_said_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tiny_target_folder: Path
-) -> None:
+def test_missing_package_and_unknown_bits(monkeypatch: pytest.MonkeyPatch, tiny_target_folder: Path) -> None:
     monkeypatch.setattr("headstart.model.quantized.find_spec", lambda name: None)
     with pytest.raises(UserError, match="torchao") as caught:
         load(tiny_target_folder, "int8")
@@ -163,16 +156,13 @@ def test_what_is_missing_or_unknown_is_said_before_anything_is_loaded(
         check_quantization("int7", torch.device("cpu"))
 
 
-def test_what_cannot_be_packed_is_refused(torchao: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpackable_models_are_refused(torchao: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     model.is_quantized = True
     with pytest.raises(UserError, match="quantised already"):
         quantize(model, "int8")
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("shape is not divisible by 32")
-
-    monkeypatch.setattr("torchao.quantization.quantize_", fails)
+    monkeypatch.setattr("torchao.quantization.quantize_", raising(RuntimeError("shape is not divisible by 32")))
     with pytest.raises(UserError, match="not divisible"):
         quantize(tiny_model("llama"), "int4")
 

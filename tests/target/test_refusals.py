@@ -1,4 +1,4 @@
-"""What a target, and loading one, refuses, and with which words; what they take instead where something is missing."""
+"""Refusals of targets and of loading them, with their messages, and fallbacks for missing parts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
-def test_what_is_to_be_exact_is_bits_or_tokens() -> None:
+def test_exact_is_bits_or_tokens() -> None:
     with pytest.raises(UserError, match=r"exact is 'bit'\. Did you mean 'bits'"):
-        Target(tiny_model("llama"), exact="bit")  # type: ignore[arg-type]  # wrong on purpose
+        Target(tiny_model("llama"), exact="bit")  # type: ignore[arg-type]  # a typo
     target = Target(tiny_model("llama"))
-    assert target.exact == "tokens", "of auto, which keeps what costs nothing"
+    assert target.exact == "tokens", "the default, auto, in float32"
     with pytest.raises(UserError, match="exact is 'token'"):
-        target.exact = "token"  # type: ignore[assignment]  # wrong on purpose
+        target.exact = "token"  # type: ignore[assignment]  # a typo
     assert target.exact == "tokens"
 
 
@@ -37,7 +37,7 @@ def _without_layers(model: Any) -> None:
 
 
 def _without_cache_in_the_last_layer(model: Any) -> None:
-    """As in Gemma 3n, whose last layers read the keys of others."""
+    """As in Gemma 3n: the last layers reuse keys of earlier layers."""
     attention = model.model.layers[-1].self_attn
     own = attention.forward
     attention.forward = lambda **given: own(**{**given, "past_key_values": None})
@@ -59,14 +59,14 @@ def _with_a_mask_of_its_own(model: Any) -> None:
         (_with_a_mask_of_its_own, "RuntimeError: this model rewrites the attention mask on its way to the layers"),
     ],
 )
-def test_models_that_cannot_take_a_tree(change: Callable[[Any], None], message: str) -> None:
+def test_models_that_cannot_verify_a_tree(change: Callable[[Any], None], message: str) -> None:
     model = tiny_model("llama")
     change(model)
     with pytest.raises(UserError, match=message):
         Target(model)
 
 
-def test_a_turn_ends_where_model_or_tokenizer_say() -> None:
+def test_end_tokens_of_model_and_tokenizer() -> None:
     model = tiny_model("llama")
     model.config.eos_token_id, model.generation_config.eos_token_id = 4, [7, 9]
     assert Target(model, tiny_tokenizer()).end_tokens == {7, 9, 2}
@@ -76,7 +76,7 @@ def test_a_turn_ends_where_model_or_tokenizer_say() -> None:
     assert Target(model).end_tokens == set()
 
 
-def test_a_target_is_called_by_what_is_known_of_it() -> None:
+def test_name_of_a_target() -> None:
     model = tiny_model("llama")
     assert Target(model).name == "LlamaForCausalLM"
     model.config._name_or_path = "user/name"
@@ -89,15 +89,13 @@ def test_stop_strings_need_a_tokenizer() -> None:
         DecodeLoop(Target(tiny_model("llama"))).generate([[1, 2]], DecodeOptions(stop=("the",)))
 
 
-def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (tmp_path / "cache").write_text("in its way")
+    (tmp_path / "cache").write_text("a file instead of a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="cannot be kept in") as caught:
         load_target(str(tmp_path / "model.gguf"), device="cpu")
@@ -106,7 +104,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(
 
 def test_gguf_files_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.setitem(sys.modules, "gguf", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "gguf", None)  # its import fails
     monkeypatch.delitem(sys.modules, "gguf.quants", raising=False)
     with pytest.raises(UserError, match="need the package gguf") as caught:
         load_target(str(tmp_path / "model.gguf"), device="cpu")
@@ -121,13 +119,13 @@ def test_a_package_without_its_file_is_refused(tmp_path: Path, monkeypatch: pyte
     assert PACKAGED["smollm2-135m"].package in caught.value.remedy
 
 
-def test_on_a_device_auto_is_what_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for fast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda fast=fast: fast)
         assert pick_dtype("auto", CUDA) == dtype
 
 
-def test_free_memory_of_a_device_counts_what_torch_keeps_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_device_memory_includes_torchs_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 50)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 20)
     with StandIn():
@@ -144,7 +142,7 @@ def test_free_memory_of_a_device_counts_what_torch_keeps_for_itself(monkeypatch:
         (ValueError("out of memory"), False),
     ],
 )
-def test_errors_that_mean_too_little_memory(error: Exception, memory: bool) -> None:
+def test_out_of_memory_errors(error: Exception, memory: bool) -> None:
     assert out_of_memory(error) is memory
 
 
@@ -167,10 +165,10 @@ def test_bits_on_a_gpu_are_refused() -> None:
         ),
     ],
 )
-def test_free_memory_ends_where_a_cgroup_does(
+def test_free_memory_respects_cgroups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, names: tuple[str, str, str], prefix: str
 ) -> None:
-    """The step has no limit, its job has; a container sees the limit at the mount point, under the host's path."""
+    """The step has no limit but its job has; a container sees the limit at the mount point, under the host's path."""
 
     def write(folder: str, limit: object, used: int) -> None:
         place = tmp_path / names[0] / folder
@@ -186,7 +184,7 @@ def test_free_memory_ends_where_a_cgroup_does(
     write("job/step", "max" if not prefix else sys.maxsize, 400)
     assert cgroup_free_bytes(tmp_path) > unlimited
     write("job", 1000, 600)
-    assert cgroup_free_bytes(tmp_path) == 430, "the page cache can be had"
+    assert cgroup_free_bytes(tmp_path) == 430, "the page cache counts as free"
     write("", 300, 290)
     assert cgroup_free_bytes(tmp_path) == 40
     write("", 300, 400)

@@ -1,4 +1,4 @@
-"""Recorded operators that others took the place of: which those are, and that they give the same."""
+"""Rewrites of recorded operators: the operators replaced, and equal results."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from headstart.replay import products, rewrites, tape
 from headstart.replay.tape import record
 from headstart.support.compiled import compiler
 from headstart.tree.tree import TreeBatch
+from tests.spies import spy
 from tests.standin import CUDA, StandIn
 from tests.target.test_captured import TEXTS, captured_by, check_replay, rounds, through_modules
 from tests.tiny import tiny_model
@@ -25,11 +26,11 @@ needs_compiler = pytest.mark.skipif(not compiler(), reason="this machine has no 
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
-def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_operators_keep_their_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.replay.rewrites.merge_products", lambda graph, int8: [])
     monkeypatch.setattr("headstart.replay.rewrites.shorten_norms", lambda graph, device: None)
     monkeypatch.setattr("headstart.replay.patch.fits", lambda modules: False)
-    monkeypatch.setattr(Target, "_replays_texts", lambda *_: False)  # with torch's attention in either case
+    monkeypatch.setattr(Target, "_replays_texts", lambda *_: False)  # torch's attention on both sides
     target = Target(tiny_model(kind))
     replayed = rounds(target, 4, 8)
     with through_modules(target):
@@ -38,18 +39,11 @@ def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch
 
 
 @pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4), ("gemma3", 6)])
-def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_rotations_become_short_calls(kind: str, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(rewrites, "call_c", lambda graph: None)
     for name in ("inverse_rms", "rotated"):
-        function = getattr(rewrites, name)
-
-        def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Tensor:
-            called.append(name)
-            result: Tensor = function(*args, **kwargs)
-            return result
-
-        monkeypatch.setattr(rewrites, name, counted)
+        spy(monkeypatch, rewrites, name, lambda *_, name=name: called.append(name))
     target = Target(tiny_model(kind))
     check_replay(target, 1, 4)
     cache = target.new_cache(1, 20)
@@ -72,9 +66,9 @@ def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, m
         ("phi3", (1, 0, 0, 6, 6, 0)),
     ],
 )
-def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Norms, gates, and attention with all that comes before it; norms, sums and gates that a product takes along:
-    numbers of each, and a batch and a tree that say what the same operators say on torch."""
+def test_operators_between_products_run_in_c(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Counts calls of norms, gates and attention, and of norms, sums and gates fused into products; a batch and a tree
+    match the same operators on torch."""
     if rewrites._compiled(dtype) is None:
         pytest.skip("C for AVX2 and AVX-512")
     model = tiny_model(kind).to(dtype)
@@ -88,7 +82,7 @@ def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], d
     on_torch = Target(tiny_model(kind).to(dtype))
     with mock.patch.object(rewrites, "call_c"):
         on_torch.record()
-    # In bfloat16 a sum in another order rounds to a neighbour here and there, in 3 layers.
+    # In bfloat16 a sum in another order may round to a neighbouring number, in each of 3 layers.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     for rows, width in ((1, 1), (1, 7), (3, 5)):
         for one, other in zip(rounds(in_c, rows, width), rounds(on_torch, rows, width), strict=True):
@@ -96,55 +90,49 @@ def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], d
 
 
 def called_by(target: Target) -> list[tuple[Any, Any]]:
-    """What the replay of a target calls, before its steps are joined, and with which arguments."""
-    called: list[list[tuple[Any, Any]]] = []
-    made = tape.Tape.compile
+    """Record a target and return the functions and arguments of its tape, before its steps are joined."""
 
-    def kept(self: tape.Tape) -> Any:
-        called.append([(node.target, node.args) for node in self.graph.nodes if node.op == "call_function"])
-        return made(self)
+    def calls(made: tape.Tape) -> list[tuple[Any, Any]]:
+        return [(node.target, node.args) for node in made.graph.nodes if node.op == "call_function"]
 
-    with mock.patch.object(tape.Tape, "compile", kept):
+    with pytest.MonkeyPatch.context() as patch:
+        called = spy(patch, tape.Tape, "compile", calls)
         target.record()
-    return called[0]
+    return list(called[0])
 
 
 @needs_compiler
 @pytest.mark.parametrize(("normed", "masked"), [(False, False), (True, False), (False, True), (True, True)])
-def test_attention_of_joined_queries_keys_and_values(normed: bool, masked: bool) -> None:
-    """What it finds, and what it writes into the last slots of each row and nowhere else, are those of the same steps
-    one after the other; to the bit, where there are no norms, whose sums torch adds in another order."""
+def test_joined_attention(normed: bool, masked: bool) -> None:
+    """Results and cache writes match the separate steps: bit-exact without norms, which torch sums in another order."""
     if rewrites._compiled(torch.bfloat16) is None:
         pytest.skip("C for AVX2 and AVX-512")
     torch.manual_seed(0)
     rows, tokens, heads, key_heads, size, first = 2, 3, 4, 2, 32, 2
     joined = torch.randn(rows, tokens, heads + 2 * key_heads, size, dtype=torch.bfloat16)
     cos, sin = torch.randn(2, 1, 1, rows * tokens, size, dtype=torch.bfloat16)
-    angles = cos, sin
     norms = (*torch.randn(2, size, dtype=torch.bfloat16), 1e-5)
     kept = torch.randn(2, rows, key_heads, 20, size, dtype=torch.bfloat16)
     slots = torch.tensor([9, 17])
-    sight = (
-        {"mask_B1TC": torch.randn(rows, 1, tokens, 17 - first, dtype=torch.bfloat16), "first": first} if masked else {}
-    )
+    mask = {"mask_B1TC": torch.randn(rows, 1, tokens, 17 - first, dtype=torch.bfloat16), "first": first}
+    sight: dict[str, Any] = mask if masked else {}
     wanted, parts = kept.clone(), list(joined.split((heads, key_heads, key_heads), dim=2))
     for number in range(2):
         if normed:
             parts[number] = rewrites.normed(parts[number], norms[number], norms[2])
-        turned = rewrites.rotated(
-            parts[number].reshape(1, rows * tokens, -1, size).transpose(1, 2), cos, sin, size // 2
-        )
+        flat = parts[number].reshape(1, rows * tokens, -1, size).transpose(1, 2)
+        turned = rewrites.rotated(flat, cos, sin, size // 2)
         parts[number] = turned.transpose(1, 2).reshape(rows, tokens, -1, size)
     for row, last in enumerate(slots.tolist()):
         for store, part in zip(wanted, parts[1:], strict=True):
             store[row, :, last - tokens : last] = part[row].transpose(0, 1)
     found = few_tokens_attention(parts[0].transpose(1, 2), *wanted, slots, 0.1, **sight)
-    got = joined_attention(joined, angles, heads, *kept, slots, 0.1, norms if normed else None, **sight)
+    got = joined_attention(joined, (cos, sin), heads, *kept, slots, 0.1, norms if normed else None, **sight)
     assert torch.equal(kept, wanted) and found is not None and got is not None and torch.equal(got, found)
 
 
 @pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4)])
-def test_on_a_gpu_a_norm_is_one_operator(kind: str, norms: int) -> None:
+def test_norm_is_one_operator_on_a_gpu(kind: str, norms: int) -> None:
     with StandIn():
         target = Target(tiny_model(kind).to(CUDA))
         called = [function for function, _ in called_by(target)]
@@ -156,7 +144,7 @@ def test_on_a_gpu_a_norm_is_one_operator(kind: str, norms: int) -> None:
 
 
 @needs_compiler
-def test_what_somebody_else_reads_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_with_other_readers_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     if rewrites._compiled(torch.float32) is None:
         pytest.skip("C for AVX2 and AVX-512")
     call_c = rewrites.call_c
@@ -174,7 +162,7 @@ def test_what_somebody_else_reads_is_not_written_over(monkeypatch: pytest.Monkey
 
 
 @needs_compiler
-def test_norms_of_products_are_in_c_and_splits_of_the_model_are_its_own() -> None:
+def test_norms_of_products_run_in_c_and_the_models_splits_stay() -> None:
     if rewrites._compiled(torch.bfloat16) is None:
         pytest.skip("C for AVX2 and AVX-512")
     matrix_OI, weight_O = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
@@ -192,12 +180,12 @@ def test_norms_of_products_are_in_c_and_splits_of_the_model_are_its_own() -> Non
     functions = [node.target for node in recorded.graph.nodes if node.op == "call_function"]
     assert functions.count(rewrites.normed) == 1 and rewrites.gated not in functions
     x_TI = torch.randn(5, 32).bfloat16()
-    # Sums of 32 products of size 1, in another order and rounded to 8 bits.
+    # Sums of 32 products of size 1 in another order, rounded to bfloat16.
     torch.testing.assert_close(recorded.compile()(x_TI, 5), code(None, x_TI), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
-def test_only_norms_that_compute_in_float32_are_rewritten(wide: bool) -> None:
+def test_only_float32_norms_are_rewritten(wide: bool) -> None:
     def code(recorder: Any, x_TE: Tensor) -> list[Tensor]:
         y_TE = (x_TE + 1).float() if wide else x_TE + 1
         return [y_TE * torch.rsqrt(y_TE.pow(2).mean(-1, keepdim=True) + 1e-6)]
@@ -209,8 +197,8 @@ def test_only_norms_that_compute_in_float32_are_rewritten(wide: bool) -> None:
     torch.testing.assert_close(recorded.compile()(x_TE, 5), code(None, x_TE))
 
 
-def test_rotations_are_told_apart_by_how_their_tables_are_made() -> None:
-    """Views of one table of sines, by index or by keyword: each rotation gets its own."""
+def test_rotations_differ_by_their_tables() -> None:
+    """Views of one table of sines, by index or by keyword: each rotation keeps its own."""
     angles_KD = torch.randn(2, 3, 8)
 
     def code(recorder: Any, x_TD: Tensor) -> list[Tensor]:
@@ -225,7 +213,7 @@ def test_rotations_are_told_apart_by_how_their_tables_are_made() -> None:
     assert all(map(torch.equal, recorded.compile()(x_TD, 5), code(None, x_TD)))
 
 
-def test_layers_that_read_the_same_are_one_product() -> None:
+def test_layers_with_one_input_are_merged() -> None:
     target = Target(tiny_model("llama"))
     captured = captured_by(target)
     if not can_pack(torch.zeros(32, 32)):

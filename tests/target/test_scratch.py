@@ -1,4 +1,4 @@
-"""Scratch buffers of the C kernels: they go with their thread, and a kernel without memory for them raises."""
+"""Scratch buffers of the C kernels: freed with their thread, and an allocation failure raises."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import torch
 from headstart.kernels import cpu_attention, draft_kernels, prepacked
 from tests.forks import Forks
 
-pytestmark = pytest.mark.skipif(
-    draft_kernels.compiled(torch.float32) is None,
-    reason="needs a C compiler and AVX2",
-)
+pytestmark = pytest.mark.skipif(draft_kernels.compiled(torch.float32) is None, reason="needs a C compiler and AVX2")
 THREADS = 60
 
 
@@ -33,7 +30,7 @@ def attend() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "threads"), [(choose, 1), (multiply, 1), (attend, 1), (multiply, 2)])
-def test_scratch_buffers_go_with_their_thread(kernel: Callable[[], None], threads: int) -> None:
+def test_scratch_buffers_are_freed_with_their_thread(kernel: Callable[[], None], threads: int) -> None:
     def work() -> None:
         torch.set_num_threads(threads)
         kernel()
@@ -46,7 +43,7 @@ def test_scratch_buffers_go_with_their_thread(kernel: Callable[[], None], thread
         return int(psutil.Process().memory_info().rss)
 
     before = resident()
-    # Each thread takes 0.5 MB at least. The threads of an OpenMP team end some time after the thread that had them.
+    # Each thread takes at least 0.5 MB. The threads of an OpenMP team end some time after their parent thread.
     assert resident() - before < threads * THREADS << 18
 
 
@@ -80,7 +77,7 @@ for name, kernel in kernels.items():
 """
 
 
-def test_a_kernel_without_memory_raises_and_works_again_later(forks: Forks) -> None:
+def test_kernel_out_of_memory_raises_and_recovers(forks: Forks) -> None:
     done = forks.run("-c", WITHOUT_MEMORY)
     assert done.returncode == 0, done.stderr
     told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())

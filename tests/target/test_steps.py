@@ -1,4 +1,4 @@
-"""Steps of a forward as one call of C: the same bits as one after the other, with the weights there are."""
+"""Steps of a forward joined into one C call: bit-exact, and with current weights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from headstart.model.model import Target
 from headstart.replay.steps import Steps
 from headstart.support.compiled import compiler
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import spy
 from tests.target.test_captured import TEXTS, captured_by, rounds, through_modules
 from tests.tiny import tiny_model
 
@@ -27,16 +28,9 @@ pytestmark = pytest.mark.skipif(
 
 @contextmanager
 def taken_steps() -> Iterator[list[int]]:
-    """How many steps each call has that is made meanwhile."""
-    taken: list[int] = []
-    called = Steps.__call__
-
-    def counted(self: Steps, *given: Tensor) -> list[Tensor]:
-        taken.append(len(self))
-        return called(self, *given)
-
-    with mock.patch.object(Steps, "__call__", counted):
-        yield taken
+    """Log the number of steps of each joined call."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield spy(patch, Steps, "__call__", lambda steps, *_: len(steps))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -47,13 +41,13 @@ def taken_steps() -> Iterator[list[int]]:
         ("qwen3", [15]),
         ("mistral", [15]),  # with a sliding window
         ("mixtral", [3, 3, 3]),  # attention, and the products around it
-        ("phi3", [2, 2, 2, 2, 2]),  # one part of a head's numbers is turned: attention is on torch
+        ("phi3", [2, 2, 2, 2, 2]),  # partial rotary positions: attention on torch
         ("gemma3", []),
         ("gpt_neox", [2, 2, 2]),
     ],
 )
-def test_steps_have_the_bits_of_one_after_the_other(kind: str, calls: list[int], dtype: torch.dtype) -> None:
-    """Logits and states of all layers, of a token, a tree, and rows of several lengths."""
+def test_joined_steps_are_bit_exact(kind: str, calls: list[int], dtype: torch.dtype) -> None:
+    """Logits and states of all layers, for a token, a tree, and rows of several lengths."""
     in_steps, alone = (Target(tiny_model(kind).to(dtype)) for _ in range(2))
     (replay,) = captured_by(in_steps)._replays.values()
     assert list(map(len, replay.steps)) == calls
@@ -62,17 +56,17 @@ def test_steps_have_the_bits_of_one_after_the_other(kind: str, calls: list[int],
             found = rounds(in_steps, rows, width)
         with mock.patch("headstart.replay.recorded.join_steps", return_value=[]):
             expected = rounds(alone, rows, width)
-        assert len(taken) == 4 * len(calls), "the reading of the text, too"
+        assert len(taken) == 4 * len(calls), "prefill included"
         assert all(map(torch.equal, found, expected))
 
 
-def test_wide_forwards_go_one_after_the_other() -> None:
+def test_wide_forwards_run_step_by_step() -> None:
     target = Target(tiny_model("llama"))
     cache = target.new_cache(1, 300)
     target.prefill(cache, [[1, 2, 3]])
     with taken_steps() as taken:
         assert target.forward_tree(cache, TreeBatch.of([Tree.chain_of([5] * 257)])).logits_BTV.isfinite().all()
-    assert not taken, "attention over so many is torch's"
+    assert not taken, "torch attends over so wide a tree"
 
 
 def _in_place(weight: Tensor) -> None:
@@ -86,8 +80,8 @@ def _elsewhere(weight: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["mlp.down_proj.weight", "input_layernorm.weight", "self_attn.q_norm.weight"])
 @pytest.mark.parametrize("change", [_in_place, _elsewhere])
-def test_weights_that_change(change: Callable[[Tensor], None], name: str) -> None:
-    """In place they are others for the next forward; in other memory for the next text."""
+def test_changed_weights_are_used(change: Callable[[Tensor], None], name: str) -> None:
+    """After a change in place at the next forward; in new memory at the next text."""
     target = Target(tiny_model("qwen3"))
     rounds(target, 1, 4)
     cache = target.new_cache(1, 20)
@@ -108,14 +102,14 @@ def test_weights_that_change(change: Callable[[Tensor], None], name: str) -> Non
 
 
 class Other(nn.Module):
-    """An MLP of another kind around that of a model."""
+    """A wrapper that changes the shapes or the dtype of an MLP."""
 
     def __init__(self, mlp: nn.Module, how: str) -> None:
         super().__init__()
         self.mlp, self.how, self.extra = mlp, how, nn.Parameter(torch.randn(64))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "flat":  # a product of which no row is the only one of a first dimension
+        if self.how == "flat":  # products over rows without a batch dimension
             y = self.mlp(x.reshape(-1, x.shape[-1]))
             return (y / (1 + y.norm(dim=1, keepdim=True))).view(x.shape)  # type: ignore[no-any-return]
         if self.how == "broadcast":
@@ -125,7 +119,7 @@ class Other(nn.Module):
 
 @pytest.mark.parametrize("how", ["flat", "broadcast", "float32"])
 def test_layers_of_other_shapes_and_dtypes(how: str) -> None:
-    """They are recorded and replayed, in steps as far as these go, and give what the modules give."""
+    """Recorded and replayed, joined as far as possible, and equal to the modules."""
     model = tiny_model("llama").to(torch.bfloat16 if how == "float32" else torch.float32)
     torch.manual_seed(0)
     for layer in model.model.layers:
@@ -141,8 +135,8 @@ def test_layers_of_other_shapes_and_dtypes(how: str) -> None:
         torch.testing.assert_close(one, other, **close)
 
 
-def test_a_layer_that_takes_the_place_of_another() -> None:
-    """What was emptied in its favour, as offloading does, is asked for no more."""
+def test_replaced_layer_is_released() -> None:
+    """Its weights may be empty, as after offloading, and are not read."""
     target = Target(tiny_model("llama"))
     rounds(target, 1, 4)
     mlp: Any = target.model.model.layers[1].mlp
@@ -156,8 +150,8 @@ def test_a_layer_that_takes_the_place_of_another() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_one_copy_of_the_weights_for_all_replays() -> None:
-    """However many replays there are, and however often weights change; a norm may lie with gaps."""
+def test_replays_share_one_copy_of_the_weights() -> None:
+    """For any number of replays and changes; a norm's weight may be non-contiguous."""
     target = Target(tiny_model("llama"))
 
     def bytes_of_panels() -> int:
@@ -182,7 +176,7 @@ def test_one_copy_of_the_weights_for_all_replays() -> None:
     assert torch.equal(read(), after) and not layer.input_layernorm.weight.is_contiguous()
 
 
-def test_what_comes_out_holds_no_memory_of_other_steps() -> None:
+def test_results_hold_no_memory_of_other_steps() -> None:
     target = Target(tiny_model("llama"))
     cache = target.new_cache(1, 16)
     target.prefill(cache, [[3, 4]])
@@ -190,8 +184,8 @@ def test_what_comes_out_holds_no_memory_of_other_steps() -> None:
     assert all(state.untyped_storage().nbytes() == state.nbytes for state in states.values())
 
 
-def test_caches_whose_rows_end_or_grow() -> None:
-    """After rows went, in a part of a cache, and in one that made room: the same as one after the other."""
+def test_caches_that_shrink_or_grow() -> None:
+    """After rows left, in a part of a cache, and after growing: equal to separate steps."""
 
     def read(target: Target) -> list[Tensor]:
         cache = target.new_cache(3, 16)

@@ -1,4 +1,4 @@
-"""A teacher stands for its target where heads are made and trained, and says so where it cannot."""
+"""A teacher replaces its target for making and training heads, or names the reason it cannot."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
-from headstart.model.teacher import (
-    TeacherModel,
-    load_teacher,
-    save_teacher,
-    teacher_folder,
-    teacher_problem,
-)
+from headstart.model.teacher import TeacherModel, load_teacher, save_teacher, teacher_folder, teacher_problem
 from tests.tiny import KINDS, packed_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -32,10 +26,14 @@ STARTS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def kept(target: Target, states: Path, layers: int = 1) -> TeacherModel:
+def saved(target: Target, states: Path, layers: int = 1) -> Path:
     folder = save_teacher(states, target, layers)
     assert folder is not None
-    return load_teacher(folder, CPU)
+    return folder
+
+
+def kept(target: Target, states: Path, layers: int = 1) -> TeacherModel:
+    return load_teacher(saved(target, states, layers), CPU)
 
 
 def started(target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -47,7 +45,7 @@ def started(target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, torch
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_every_architecture_start_from_a_teacher_as_from_its_target(kind: str, tmp_path: Path) -> None:
+def test_heads_of_every_architecture_start_alike_from_teacher_and_target(kind: str, tmp_path: Path) -> None:
     target = Target(tiny_model(kind), spec=kind)
     teacher = kept(target, tmp_path, layers=2)
     for settings in STARTS:
@@ -58,59 +56,46 @@ def test_heads_of_every_architecture_start_from_a_teacher_as_from_its_target(kin
             assert torch.equal(tensor, other[name]), f"{name} of {settings['family']}"
     state_ME = torch.randn(5, target.hidden_size)
     assert torch.equal(teacher.lm_head(state_ME), target.lm_head(state_ME))
-    assert (teacher.finish, teacher.end_tokens, teacher.max_length) == (
-        target.finish,
-        target.end_tokens,
-        target.max_length,
-    )
-    assert (teacher.identity(), teacher.settings, teacher.dtype) == (
-        target.identity(),
-        target.settings,
-        target.dtype,
-    )
+    assert teacher.identity() == target.identity()
+    for name in ("finish", "end_tokens", "max_length", "settings", "dtype"):
+        assert getattr(teacher, name) == getattr(target, name), name
 
 
-def test_short_dtypes_keep_their_bits(tmp_path: Path) -> None:
+def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
     target = Target(tiny_model("llama").bfloat16())
     teacher = kept(target, tmp_path)
     assert teacher.dtype == torch.bfloat16
     assert torch.equal(teacher.lm_head_weight, target.lm_head_weight)
 
 
-def test_what_heads_do_not_read_is_left_out(tmp_path: Path) -> None:
-    folder = save_teacher(tmp_path, Target(tiny_model("mixtral")))
-    assert folder is not None
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "base.safetensors",
-        "layer-003.safetensors",
-        "teacher.json",
-    ]
+def test_unread_weights_are_left_out(tmp_path: Path) -> None:
+    folder = saved(Target(tiny_model("mixtral")), tmp_path)
+    files = sorted(file.name for file in folder.iterdir())
+    assert files == ["base.safetensors", "layer-003.safetensors", "teacher.json"]
     names = [name for file in folder.glob("*.safetensors") for name in load_file(file)]
     assert not [name for name in names if "experts" in name] and any("q_proj" in name for name in names)
     tied = tiny_model("gemma3")
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    folder = save_teacher(tmp_path, Target(tied))
-    assert folder is not None
+    folder = saved(Target(tied), tmp_path)
     assert "lm_head.weight" not in load_file(folder / "base.safetensors"), "tied weights are kept once"
     teacher = load_teacher(folder, CPU)
     assert teacher.lm_head_weight is teacher.embedding_weight
 
 
-def test_layers_are_added_and_what_is_there_stays(tmp_path: Path) -> None:
+def test_layers_are_added_and_none_removed(tmp_path: Path) -> None:
     target = Target(tiny_model("llama"))
     teacher = kept(target, tmp_path)
     assert teacher.starts(1) and not teacher.starts(2)
-    folder = save_teacher(tmp_path, target)
-    assert folder is not None
+    folder = saved(target, tmp_path)
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert kept(target, tmp_path, layers=2).starts(2)
     after = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert after.keys() - before.keys() == {"layer-002.safetensors"}
     assert all(after[name] == before[name] for name in before if name != "teacher.json")
-    assert kept(target, tmp_path).starts(2), "heads of fewer layers take nothing away"
+    assert kept(target, tmp_path).starts(2), "saving fewer layers removes none"
 
 
-def test_stores_of_one_folder_share_it_and_targets_do_not(tmp_path: Path) -> None:
+def test_stores_share_a_teacher_and_targets_do_not(tmp_path: Path) -> None:
     first, second = Target(tiny_model("llama")), Target(tiny_model("llama", seed=1))
     short = Target(tiny_model("llama").bfloat16())
     folders = {save_teacher(tmp_path, target) for target in (first, second, short, first)}
@@ -119,10 +104,9 @@ def test_stores_of_one_folder_share_it_and_targets_do_not(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", ["cut short", "a flipped byte", "gone", "no note", "half a note"])
-def test_a_damaged_teacher_is_refused_and_mended(damage: str, tmp_path: Path) -> None:
+def test_damaged_teacher_is_refused_and_repaired(damage: str, tmp_path: Path) -> None:
     target = Target(tiny_model("llama"))
-    folder = save_teacher(tmp_path, target)
-    assert folder is not None
+    folder = saved(target, tmp_path)
     file, note = folder / "layer-003.safetensors", folder / "teacher.json"
     content = file.read_bytes()
     match damage:
@@ -139,32 +123,29 @@ def test_a_damaged_teacher_is_refused_and_mended(damage: str, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"(damaged|no whole teacher)") as refused:
         load_teacher(folder, CPU)
     assert "headstart data build" in refused.value.remedy
-    assert (teacher_problem(folder) is None) == (damage == "a flipped byte"), "sizes are what is looked at first"
+    assert (teacher_problem(folder) is None) == (damage == "a flipped byte"), "it checks sizes only"
     save_teacher(tmp_path, target)
     assert load_teacher(folder, CPU).starts(1) and file.read_bytes() == content
 
 
-def test_a_class_that_this_transformers_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_teacher(tmp_path, Target(tiny_model("llama")))
-    assert folder is not None
+def test_missing_class_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(Target(tiny_model("llama")), tmp_path)
     monkeypatch.setattr("headstart.model.teacher.transformers", SimpleNamespace(__version__="4.0"))
     with pytest.raises(UserError, match=r"transformers \(4\.0\) has no LlamaForCausalLM") as refused:
         load_teacher(folder, CPU)
     assert "pip install transformers==" in refused.value.remedy
 
 
-def test_a_teacher_knows_the_token_that_no_text_has(tmp_path: Path) -> None:
+def test_spare_token_is_known(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     target = Target(tiny_model("llama", vocab_size=len(tokenizer) + 8), tokenizer)
-    folder = save_teacher(tmp_path, target)
-    assert folder is not None
-    block = {"family": "dflash", "aux_layers": (1, 2)}
-    assert load_teacher(folder, CPU).spare_token == len(tokenizer)
-    assert make_config(block, load_teacher(folder, CPU)) == make_config(block, target)
+    teacher, block = kept(target, tmp_path), {"family": "dflash", "aux_layers": (1, 2)}
+    assert teacher.spare_token == len(tokenizer)
+    assert make_config(block, teacher) == make_config(block, target)
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer with something added to it, as adapters leave it."""
+    """A linear layer wrapped by an adapter."""
 
     def __init__(self, base: torch.nn.Linear) -> None:
         super().__init__()
@@ -174,7 +155,7 @@ class Adapted(torch.nn.Module):
         return self.base_layer(x) + self.added(x)
 
 
-def test_a_target_with_packed_weights_or_an_adapter_has_none(tmp_path: Path) -> None:
+def test_packed_or_adapted_targets_have_no_teacher(tmp_path: Path) -> None:
     assert save_teacher(tmp_path, Target(packed_model(tiny_model("llama"), 8))) is None
     adapted = tiny_model("llama")
     adapted.model.layers[-1].self_attn.q_proj = Adapted(adapted.model.layers[-1].self_attn.q_proj)

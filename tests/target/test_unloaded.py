@@ -1,4 +1,4 @@
-"""A target without its weights is the one that is loaded, as far as its files say which it is."""
+"""A target without its weights has the identity of the loaded one, if its files determine it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def saved(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "phi3"])
-def test_files_say_which_target_it_is(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_identity_comes_from_the_files(tmp_path: Path, kind: str, dtype: str) -> None:
     """With tied weights (gemma3, gpt2) and without, in several files."""
     folder = saved(tmp_path, kind)
     loaded, known = load_target(folder, dtype, "cpu"), unloaded(folder, dtype, "cpu")
@@ -44,8 +44,8 @@ def test_other_weights_are_another_target(tmp_path: Path) -> None:
     assert before is not None and after is not None and before.identity() != after.identity()
 
 
-def test_where_files_do_not_say_it_nothing_is_guessed(tmp_path: Path) -> None:
-    """Files that are not there, whose tensors have other names, or that are cut short."""
+def test_unclear_files_give_none(tmp_path: Path) -> None:
+    """Missing files, renamed tensors, and truncated files."""
     folder = saved(tmp_path, "llama")
     for file in tmp_path.glob("*.safetensors"):
         whole = file.read_bytes()

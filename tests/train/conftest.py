@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,32 @@ from headstart.pipeline.run import execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.replay.patch import FINAL
+from headstart.train import trainer
 from headstart.train.trainer import TrainResult, train
 from tests.test_pipeline import quiet, tiny_recipe
+from tests.train.results import Killed
+
+MakeRecipe = Callable[..., Recipe]
+Train = Callable[..., TrainResult]
+Workplace = Callable[..., tuple[Path, Path]]
+KillAfter = Callable[[int], None]
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Sums in one order, whatever the machine: these tests compare runs bit by bit."""
+    """Fix the order of sums on every machine: these tests compare runs bit by bit."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings in this process are those of one process, whoever started the tests."""
+    """Hide an outer launcher: trainings in this process are single-process."""
     for name in os.environ.keys() - clean_environment().keys():
         monkeypatch.delenv(name)
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what launchers of several processes leave in it."""
+    """Return the environment without the variables of multi-process launchers."""
     theirs = ("MASTER_", "ACCELERATE_", "TORCHELASTIC_", "FSDP_", "GROUP_", "ROLE_")
     ours = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
     kept = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith(theirs)}
@@ -60,7 +67,7 @@ def conversations(count: int, seed: int, vocab_size: int) -> list[Conversation]:
 
 @pytest.fixture(scope="session")
 def states(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder `states` with the stores `train` (24 conversations) and `validation` (7)."""
+    """Folder of two stores: `train` (24 conversations) and `validation` (7)."""
     folder = tmp_path_factory.mktemp("run") / "data" / "states"
     for name, count, seed in (("train", 24, 0), ("validation", 7, 1)):
         made = conversations(count, seed, tiny_target.vocab_size)
@@ -79,7 +86,7 @@ def valid_store(states: Path) -> StateStore:
 
 
 @pytest.fixture
-def recipe() -> Callable[..., Recipe]:
+def recipe() -> MakeRecipe:
     """A recipe of two small heads, changed by `heads`; keyword arguments go to its train section."""
 
     def make(heads: dict[str, Any] | None = None, **train: Any) -> Recipe:
@@ -91,28 +98,43 @@ def recipe() -> Callable[..., Recipe]:
     return make
 
 
-Train = Callable[..., TrainResult]
-
-
 @pytest.fixture
-def run(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore
-) -> Callable[..., TrainResult]:
-    """Train in a folder with these train settings."""
+def run(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, valid_store: StateStore) -> Train:
+    """Train in a folder with these settings; `train_on` and `validate_on` replace the stores."""
 
     def go(folder: Path, console: Console | None = None, target: Target = tiny_target, **settings: Any) -> TrainResult:
-        return train(recipe(**settings), target, train_store, valid_store, folder, console)
+        stores = settings.pop("train_on", train_store), settings.pop("validate_on", valid_store)
+        return train(recipe(**settings), target, *stores, folder, console)
 
     return go
 
 
+@pytest.fixture
+def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[KillAfter]:
+    """Raise `Killed` after a number of optimiser steps; like a kill, no handler or clean-up runs."""
+    original = trainer._Trainer._step
+
+    def arm(steps: int) -> None:
+        left = [steps]
+
+        def step(self: Any, *args: Any) -> float:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return original(self, *args)
+
+        monkeypatch.setattr(trainer._Trainer, "_step", step)
+
+    yield arm
+    monkeypatch.undo()
+
+
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A folder with `run` as `headstart data build` leaves it, and the sections of its recipe."""
+    """Return a folder of runs with `run` after `headstart data build`, and two sections of its recipe."""
     folder = tmp_path_factory.mktemp("written")
-    values = tiny_recipe(folder, tiny_target_folder, data={"conversations": 24, "validation": 7}).model_dump(
-        mode="json"
-    )
+    data = {"conversations": 24, "validation": 7}
+    values = tiny_recipe(folder, tiny_target_folder, data=data).model_dump(mode="json")
     sections = {key: values[key] for key in ("target", "data")}
     recipe = parse_recipe({"name": "tiny", "heads": {"family": "medusa"}, **sections})
     execute(quiet(folder / "runs" / "run", recipe), stages_until("states"))
@@ -120,10 +142,8 @@ def written(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) 
 
 
 @pytest.fixture
-def workplace(
-    tmp_path: Path, written: tuple[Path, dict[str, Any]], recipe: Callable[..., Recipe]
-) -> Callable[..., tuple[Path, Path]]:
-    """(recipe file, run folder as `headstart data build` leaves it) for these train settings."""
+def workplace(tmp_path: Path, written: tuple[Path, dict[str, Any]], recipe: MakeRecipe) -> Workplace:
+    """Make (recipe file, run folder after `headstart data build`) for these train settings."""
 
     def make(folder: Path = tmp_path, **settings: object) -> tuple[Path, Path]:
         values = recipe(**settings).model_dump(mode="json", exclude_defaults=True)

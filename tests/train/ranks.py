@@ -1,4 +1,4 @@
-"""What one of several processes of a training does, in tests: each in a fork of its own (`tests.forks`)."""
+"""Entry points for the ranks of a training in tests; each runs in its own fork (`tests.forks`)."""
 
 from __future__ import annotations
 
@@ -33,41 +33,33 @@ from tests.train.test_golden import HEADS
 
 POISONED = 7
 KINDS = ("medusa", "eagle3", "dflash")
-"""Heads on the last state alone, on states of several layers one step after the other, and in blocks."""
+"""Heads that read the last state alone, that draft step by step from several layers, and that draft blocks."""
 
 
 def families_of(how: str) -> list[str]:
-    """What is trained on two processes: every family from the store, and one of each kind in other ways, in which every
-    family is trained on one process elsewhere. How processes share their work does not depend on the family."""
+    """Choose the families for two processes: all from the store, one of each kind otherwise.
+
+    Other tests train every family online and with an adapter on one process; sharing work does not depend on it.
+    """
     return [*families()] if how == "stored" else [*KINDS]
 
 
 def recipe_of(name: str, **train: Any) -> Recipe:
-    """Small heads of a family; batches are so small that some hold nothing to learn from."""
-    settings = {
-        "steps": 3,
-        "epochs": 3,
-        "batch_tokens": 64,
-        "lr": 0.3,
-        "min_lr_ratio": 1,
-        "max_grad_norm": 1e9,
-        "eval_every": 100,
-        "save_every": 2,
-        **train,
-    }
+    """Small heads of a family, with batches so small that some have no predictions."""
+    settings = {"steps": 3, "epochs": 3, "batch_tokens": 64, "eval_every": 100, "save_every": 2}
+    settings |= {"lr": 0.3, "min_lr_ratio": 1, "max_grad_norm": 1e9, **train}
     heads = {"draft_vocab_size": 40, "family": name, **HEADS[name]}
     return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 
 
 def joint_of(how: str) -> dict[str, Any]:
-    """Train settings with which an adapter of the target learns too, from the second step on; else none."""
-    # Dropout would draw other numbers on each process.
+    """Settings that also train an adapter of the target from the second step on, for "joint"."""
+    # Dropout would differ between processes.
     return {"joint": {"rank": 2, "warmup": 0.3, "dropout": 0.0, "lr_ratio": 1.0}} if how == "joint" else {}
 
 
 def both_states(folder: Path, target: Target, how: str) -> list[States]:
-    """Those of training and of validation: as the fixture `states` stored them, or computed online from the same
-    conversations."""
+    """Return the states for training and validation: stored by the fixture `states`, or online from the same texts."""
     if how != "online":
         return [StateStore(folder / split) for split in ("train", "validation")]
     made = (conversations(24, 0, target.vocab_size), conversations(7, 1, target.vocab_size))
@@ -75,45 +67,39 @@ def both_states(folder: Path, target: Target, how: str) -> list[States]:
 
 
 def silent(store: States) -> Any:
-    """The store in which every other conversation has no answer."""
+    """Remove the answer of every other conversation."""
     return Silent(store, set(range(0, len(store), 2)))
 
 
 def plain_steps(heads: nn.Module, section: Any) -> list[torch.optim.Optimizer]:
-    """Gradient descent: a step is as long as its gradient, where Adam makes a whole step of a rounding error."""
+    """Plain gradient descent. Adam would turn a rounding error into a full step."""
     return [torch.optim.SGD([weight for weight in heads.parameters() if weight.requires_grad], section.lr)]
 
 
 def take_plain_steps() -> None:
-    """Heads and adapters learn by gradient descent from here on."""
+    """Replace all optimisers by gradient descent."""
     trainer.make_optimizers = plain_steps
     Joint.optimizer = lambda joint: torch.optim.SGD(joint._trained(), 0.0)  # each step sets the rate
 
 
 def train_families_packed(
-    target_folder: str,
-    states: str,
-    folder: str,
-    gradient_accumulation_steps: int | str = 1,
-    how: str = "stored",
-    packing: bool = True,
+    target_folder: str, states: str, folder: str, accumulation: int | str = 1, how: str = "stored", packing: bool = True
 ) -> None:
-    """As `train_families`, one of each kind in the batches of packing, whether they are packed or not."""
+    """Run `train_families` for one family of each kind on the batches of packing, packed or padded."""
     trainer.epoch_batches = batches.epoch_batches = batches.packed_batches
-    train_families(target_folder, states, folder, gradient_accumulation_steps, how, KINDS, packing=packing)
+    train_families(target_folder, states, folder, accumulation, how, KINDS, packing=packing)
 
 
 def train_families(
     target_folder: str,
     states: str,
     folder: str,
-    gradient_accumulation_steps: int | str = 1,
+    accumulation: int | str = 1,
     how: str = "stored",
     names: Sequence[str] = (),
     **settings: Any,
 ) -> None:
-    """Train these families, or `families_of`; each process leaves its weights in <folder>/<family>: start-<rank>, then
-    of-<rank>."""
+    """Train these families, or `families_of`. Each rank saves <folder>/<family>/start-<rank> and of-<rank>."""
     join_processes("cpu")
     target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, how)
@@ -134,33 +120,22 @@ def train_families(
 
     trainer._Trainer.train = keep
     for name in names or families_of(how):
-        trainer.train(
-            recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **joint_of(how), **settings),
-            target,
-            silent(store),
-            valid,
-            Path(folder) / name,
-        )
+        recipe = recipe_of(name, gradient_accumulation_steps=int(accumulation), **joint_of(how), **settings)
+        trainer.train(recipe, target, silent(store), valid, Path(folder) / name)
     leave_processes()
 
 
 def train_some_steps(
-    target_folder: str,
-    states: str,
-    folder: str,
-    gradient_accumulation_steps: int | str = 1,
-    start_from: str = "",
-    stop: int | str | None = None,
+    target_folder: str, states: str, folder: str, accumulation: int | str, start_from: str, stop: int | str = ""
 ) -> None:
-    """Train Medusa heads for 8 steps, or low-rank updates of earlier ones, or go on; a Ctrl-C ends it after `stop`
-    steps."""
+    """Train or resume Medusa heads, or low-rank updates of earlier ones, to step 8; Ctrl-C comes after `stop` steps."""
     join_processes("cpu")
     target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, "stored")
     take_plain_steps()
-    if stop is not None:
+    if stop:
         at(int(stop) - 1, lambda rank: signal.raise_signal(signal.SIGINT))
-    settings: dict[str, Any] = {"gradient_accumulation_steps": int(gradient_accumulation_steps)}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": int(accumulation)}
     if start_from:
         settings.update(start_from=start_from, lora_rank=2)
     recipe = recipe_of("medusa", steps=8, lr=0.1, **settings)
@@ -170,7 +145,7 @@ def train_some_steps(
 
 
 def poison(step: int) -> None:
-    """From this step on, the stored states of a conversation are not numbers."""
+    """From this step on, the stored states of one conversation contain NaN."""
     read_batch, take = trainer.read_batch, trainer._Trainer._step
 
     def poisoned(store: StateStore, batch: Any, *args: Any) -> Any:
@@ -188,7 +163,7 @@ def poison(step: int) -> None:
 
 
 def at(step: int, act: Callable[[int], None]) -> None:
-    """Call `act` with the rank before this many steps are done."""
+    """Call `act(rank)` when this step begins."""
     take = trainer._Trainer._step
 
     def acting(run: Any, *args: Any) -> float:
@@ -200,12 +175,12 @@ def at(step: int, act: Callable[[int], None]) -> None:
 
 
 def train(*arguments: str) -> None:
-    """`python -m headstart.train`."""
+    """Run `headstart train`."""
     app(["train", *arguments])
 
 
 def train_plainly(*arguments: str) -> None:
-    """With gradient descent; leaves the weights that it starts from beside the others."""
+    """Train by gradient descent and also save the initial weights."""
     go = trainer._Trainer.train
 
     def keep(run: Any) -> Any:
@@ -223,13 +198,13 @@ def train_poisoned(*arguments: str) -> None:
 
 
 def train_until_one_is_killed(*arguments: str) -> None:
-    processes._PATIENCE = 0.5  # nobody is left to be told
+    processes._PATIENCE = 0.5  # the other rank is dead
     at(5, lambda rank: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None)
     train(*arguments)
 
 
 def train_until_ctrl_c(*arguments: str) -> None:
-    """As in a terminal, once from there and once more from the launcher; a scheduler signals the other process."""
+    """Interrupt twice, as a terminal and then the launcher do; a scheduler signals the other rank."""
 
     def ask(rank: int) -> None:
         for _ in range(2):
@@ -240,8 +215,7 @@ def train_until_ctrl_c(*arguments: str) -> None:
 
 
 def train_with_an_old_view(*arguments: str) -> None:
-    """One process sees the folder of runs as it was before anything was trained, and its checkpoint some moments later:
-    first nothing, then another of the same step, which it has replaced."""
+    """Let rank 1 see a stale shared folder: first no checkpoint, then a replaced one of the same step, then the new."""
     manifest, looked = checkpoint._manifest, list[Path]()
     if os.environ["RANK"] == "1":
 
@@ -259,12 +233,11 @@ def train_with_an_old_view(*arguments: str) -> None:
     try:
         train(*arguments)
     finally:
-        assert len(looked) in (0, 3), "it waits for the checkpoint that the main process chose"
+        assert len(looked) in (0, 3), "waits for the checkpoint chosen by the main process"
 
 
 def train_by_two_clocks(*arguments: str) -> None:
-    """The clock of the main process jumps past the end of the training while a step is taken, that of the other one
-    goes on."""
+    """Let the main process's clock jump past the time budget during a step, while the other clock runs on."""
     late, ticks = [0.0], count()
 
     def jump(rank: int) -> None:
@@ -276,12 +249,12 @@ def train_by_two_clocks(*arguments: str) -> None:
 
 
 def train_with_one_refusing(*arguments: str) -> None:
-    """One process finds what the others do not: a fault of its own disk, say."""
+    """Raise on rank 1 alone, as a fault of its own disk would."""
 
     def refuse(rank: int) -> None:
         if rank == 1:
             raise UserError("The disk of this machine is full.", "Make room.")
 
-    processes._PATIENCE = 0.5  # the main process has nothing to say
+    processes._PATIENCE = 0.5  # the main process raises nothing
     at(2, refuse)
     train(*arguments)

@@ -1,4 +1,4 @@
-"""What trainings leave, and how tests stop them."""
+"""Reading the results of trainings, and an exception that stops one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Bitwise the same heads."""
+    """Assert bitwise equal heads."""
     left, right = weights(one), weights(other)
     assert left.keys() == right.keys()
     for name in left:
@@ -28,4 +28,4 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class Killed(BaseException):
-    """Raised in the middle of a run that is to stop dead."""
+    """Raised inside a run to end it like a kill."""

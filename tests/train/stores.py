@@ -1,4 +1,4 @@
-"""Stores that differ from another one in what is supervised."""
+"""Stores that wrap another one and change its supervision mask."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class _Wrapped:
 
 
 class Unsupervised(_Wrapped):
-    """A store in which no assistant ever spoke."""
+    """A store without any supervised token."""
 
     def supervised_counts(self, vocab_size: int) -> torch.Tensor:
         return torch.zeros(vocab_size, dtype=torch.long)
 
 
 class Masked(_Wrapped):
-    """A store in which each answer is its conversation's last `count` tokens."""
+    """A store that supervises only the last `count` tokens of each conversation."""
 
     def __init__(self, store: States, count: int) -> None:
         super().__init__(store)
@@ -54,7 +54,7 @@ class Masked(_Wrapped):
 
 
 class Silent(Masked):
-    """A store in which some conversations have no answer."""
+    """A store without the answers of some conversations."""
 
     def __init__(self, store: States, silent: set[int]) -> None:
         super().__init__(store, 0)

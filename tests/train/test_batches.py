@@ -1,4 +1,4 @@
-"""Which conversations go together, in what order, on which process."""
+"""Batching: grouping, order, ranks, padding, subsampling and anchors."""
 
 from __future__ import annotations
 
@@ -11,49 +11,41 @@ import torch
 from headstart.data.states.store import Sample
 from headstart.heads.base import HeadBatch, origins
 from headstart.replay.patch import FINAL
-from headstart.train.batches import (
-    anchored,
-    epoch_batches,
-    epoch_steps,
-    predictions,
-    read_batch,
-    share,
-    subsampled,
-)
+from headstart.train.batches import anchored, epoch_batches, epoch_steps, predictions, read_batch, share, subsampled
 
 LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]
 
 
-def test_every_conversation_comes_once_and_batches_keep_to_the_budget() -> None:
+def test_batches_cover_every_conversation_within_the_budget() -> None:
     for epoch in range(3):
         batches = epoch_batches(LENGTHS, 2048, seed=0, epoch=epoch)
         assert sorted(index for batch in batches for index in batch) == list(range(300))
         padded = [len(batch) * max(LENGTHS[i] for i in batch) for batch in batches]
         assert max(padded) <= 2048
-        assert sum(LENGTHS) / sum(padded) > 0.9, "alike lengths go together: little padding"
+        assert sum(LENGTHS) / sum(padded) > 0.9, "similar lengths go together: little padding"
 
 
-def test_the_order_is_a_function_of_seed_and_epoch_and_the_count_is_not() -> None:
+def test_order_depends_on_seed_and_epoch_and_count_does_not() -> None:
     first = epoch_batches(LENGTHS, 2048, seed=0, epoch=0)
     assert first == epoch_batches(LENGTHS, 2048, seed=0, epoch=0)
     others = [epoch_batches(LENGTHS, 2048, seed, epoch) for seed, epoch in ((0, 1), (0, 2), (1, 0))]
     for other in others:
         assert other != first
-        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "mixed anew"
+        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "regrouped"
         assert len(other) == len(first)
 
 
-def test_a_conversation_beyond_the_budget_has_a_batch_of_its_own() -> None:
+def test_conversation_beyond_the_budget_gets_its_own_batch() -> None:
     assert sorted(epoch_batches([10, 5000, 12], 64, seed=0, epoch=0), key=len)[0] == [1]
 
 
-def test_processes_share_each_step_equally() -> None:
+def test_ranks_get_equal_slices_of_each_step() -> None:
     steps = epoch_steps([[i] for i in range(11)], ranks=2, gradient_accumulation_steps=2)
     assert len(steps) == 2 and all(len(group) == 4 for group in steps)
     assert [share(steps[0], rank, 2) for rank in range(2)] == [[[0], [2]], [[1], [3]]]
 
 
-def test_a_batch_is_padded_on_the_right_and_has_only_the_aux_layers_asked_for() -> None:
+def test_batch_is_right_padded_and_reads_only_the_aux_layers() -> None:
     def get(index: int) -> Sample:
         length = index + 2
         states = {FINAL: torch.full((length, 3), float(index)), 4: torch.zeros(length, 3)}
@@ -68,13 +60,13 @@ def test_a_batch_is_padded_on_the_right_and_has_only_the_aux_layers_asked_for() 
     assert batch.states[FINAL][0, :, 0].tolist() == [2.0] * 4 and batch.states[FINAL][1, 2:].abs().sum() == 0
 
 
-def test_predictions_counts_what_the_first_draft_step_predicts() -> None:
+def test_predictions_count_the_first_draft_step() -> None:
     supervised_BT = torch.tensor([[False, True, True, True, False], [True, True, False, True, False]])
-    # Row 0 predicts tokens 2 and 3; in row 1 nothing lies before token 0, and token 3 follows no supervised token.
+    # Row 0 predicts tokens 2 and 3. In row 1 token 0 has no predecessor, and token 3 follows no supervised token.
     assert predictions(HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {})) == 2
 
 
-def test_a_thinned_batch_lets_the_share_of_drafts_go_on() -> None:
+def test_subsampling_keeps_the_given_fraction_of_drafts() -> None:
     batch = HeadBatch(torch.zeros(40, 500, dtype=torch.long), torch.ones(40, 500, dtype=torch.bool), {})
     subset = subsampled(batch, 0.8, [0, 1, 2])
     assert subset.subsampled_steps_BT is not None and int(subset.subsampled_steps_BT.min()) == 1, (
@@ -93,7 +85,7 @@ def test_a_thinned_batch_lets_the_share_of_drafts_go_on() -> None:
     assert subsampled(batch, 1.0, [0]).subsampled_steps_BT is None
 
 
-def test_drafts_start_from_as_many_positions_of_each_conversation_as_asked() -> None:
+def test_anchors_per_conversation() -> None:
     supervised_BT = torch.ones(3, 60, dtype=torch.bool)
     supervised_BT[1, 6:] = False  # five positions to start from
     starts_BT = torch.zeros(3, 60, dtype=torch.long)
@@ -114,7 +106,7 @@ def test_drafts_start_from_as_many_positions_of_each_conversation_as_asked() -> 
     assert torch.equal(origins(anchored(batch, 99, [0]), 0), origins(batch, 0))
 
 
-def test_every_position_is_as_likely_an_anchor_as_any_other() -> None:
+def test_anchors_are_uniform() -> None:
     batch = HeadBatch(torch.zeros(400, 42).long(), torch.ones(400, 42, dtype=torch.bool), {})
     counts_T = torch.zeros(42)
     for step in range(10):
@@ -123,8 +115,8 @@ def test_every_position_is_as_likely_an_anchor_as_any_other() -> None:
     assert counts_T[:40].sub(1000).abs().max() < 140 and not counts_T[40:].any()
 
 
-def test_anchors_are_drawn_from_positions_that_learn() -> None:
-    """Every second position has no step left by an earlier draw; as many anchors learn as were asked for."""
+def test_anchors_come_from_positions_that_learn() -> None:
+    """An earlier draw left no step to every second position; the requested number of anchors still learns."""
     steps_BT = (torch.arange(50) % 2).expand(4, 50) * 3
     batch = HeadBatch(
         torch.zeros(4, 50).long(), torch.ones(4, 50, dtype=torch.bool), {}, subsampled_steps_BT=steps_BT.contiguous()
@@ -134,7 +126,7 @@ def test_anchors_are_drawn_from_positions_that_learn() -> None:
     assert predictions(batch) == 4 * 24 and predictions(batch, 10) == 40
 
 
-def test_anchors_keep_what_was_drawn_before() -> None:
+def test_anchors_keep_earlier_draws() -> None:
     batch = HeadBatch(torch.zeros(4, 50).long(), torch.ones(4, 50, dtype=torch.bool), {})
     subset = subsampled(batch, 0.5, [1])
     drawn = anchored(subset, 10, [1])

@@ -1,4 +1,4 @@
-"""Whole checkpoints are found, cut-short ones are passed over."""
+"""Complete checkpoints are found and truncated ones skipped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from headstart.errors import UserError
 from headstart.support.files import write_text
 from headstart.train import checkpoint
 from headstart.train.checkpoint import TrainerState
+from tests.spies import raising
 
 SETTINGS = {"train.lr": 1e-3}
 
 
 @pytest.fixture
 def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that stands for the best heads."""
+    """A placeholder for the folder of the best heads."""
     folder = tmp_path_factory.mktemp("train") / "best"
     folder.mkdir()
     (folder / "heads.safetensors").write_text("the best")
@@ -29,7 +30,7 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(tmp_path: Path, best: Path) -> Path:
-    """A folder with checkpoints of steps 10, 20 and 30, of which two are kept."""
+    """A folder after checkpoints at steps 10, 20 and 30 with keep=2."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(3, 3)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -38,14 +39,14 @@ def saved(tmp_path: Path, best: Path) -> Path:
     return tmp_path
 
 
-def test_the_two_newest_are_kept_and_the_newest_is_found(saved: Path) -> None:
+def test_two_newest_are_kept_and_the_newest_is_found(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000020", "step-00000030"]
     found = checkpoint.find(saved, SETTINGS, pytest.fail)
     assert found == (saved / "step-00000030", TrainerState(step=30, epoch=1, elapsed=2.5))
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_as_many_are_kept_as_the_recipe_says(saved: Path, best: Path, keep: int) -> None:
+def test_recipe_sets_how_many_are_kept(saved: Path, best: Path, keep: int) -> None:
     for step in (40, 50):
         checkpoint.save(Accelerator(cpu=True), saved, TrainerState(step=step), SETTINGS, best, keep=keep)
     expected = ["step-00000030", "step-00000040", "step-00000050"][-keep:]
@@ -53,7 +54,7 @@ def test_as_many_are_kept_as_the_recipe_says(saved: Path, best: Path, keep: int)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "no manifest"])
-def test_one_that_is_cut_short_is_passed_over_with_a_warning(saved: Path, damage: str) -> None:
+def test_cut_short_checkpoint_is_skipped_with_a_warning(saved: Path, damage: str) -> None:
     path = saved / "step-00000030"
     largest = max((file for file in path.iterdir() if file.name != "checkpoint.json"), key=lambda f: f.stat().st_size)
     match damage:
@@ -71,13 +72,13 @@ def test_one_that_is_cut_short_is_passed_over_with_a_warning(saved: Path, damage
     assert len(warnings) == 1 and "step-00000030 is cut short" in warnings[0]
 
 
-def test_one_that_was_still_being_written_is_not_seen(saved: Path) -> None:
+def test_unfinished_checkpoint_is_not_seen(saved: Path) -> None:
     (saved / "step-00000030").rename(saved / "step-00000040.partial")
     found = checkpoint.find(saved, SETTINGS, pytest.fail)
     assert found is not None and found[1].step == 20
 
 
-def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path, best: Path) -> None:
+def test_next_checkpoint_removes_an_unfinished_one(saved: Path, best: Path) -> None:
     (saved / "step-00000035.partial").mkdir()
     accelerator = Accelerator(cpu=True)
     checkpoint.save(accelerator, saved, TrainerState(step=40), SETTINGS, best, keep=2)
@@ -85,17 +86,12 @@ def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_the_best_heads_are_those_of_the_checkpoint(
-    tmp_path: Path, best: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
+def test_best_heads_are_restored(tmp_path: Path, best: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     if not links:
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", raising(PermissionError))
     checkpoint.save(Accelerator(cpu=True), tmp_path, TrainerState(step=10), SETTINGS, best, keep=2)
     folder, file = tmp_path / "step-00000010", best / "heads.safetensors"
-    assert (file.stat().st_nlink == 2) is links, "no second copy where the disk can do without"
+    assert (file.stat().st_nlink == 2) is links, "hard link, or else a copy"
     write_text(file, "of a lost future")
     (best / "more").touch()
     checkpoint.restore_best(folder, best)
@@ -106,7 +102,7 @@ def test_the_best_heads_are_those_of_the_checkpoint(
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
-def test_nothing_is_found_in_a_new_folder(tmp_path: Path) -> None:
+def test_new_folder_has_none(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "none", SETTINGS, pytest.fail) is None
 
 

@@ -1,4 +1,4 @@
-"""The first losses of a run of every family, as they were once found: a change that moves them should mean to."""
+"""The recorded first losses of every family: a change that moves them must be intended."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def test_every_family_has_a_golden_run() -> None:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_losses_of_the_first_steps_are_the_golden_ones(name: str, run: Train, tmp_path: Path) -> None:
-    """float32 sums taken in another order differ by about 1e-6; Adam's first steps move each weight by the learning
-    rate whatever its gradient, so a gradient near zero may flip a weight's step: 1e-3 of the loss covers that, and a
-    shift by one position or a wrong normaliser moves the loss by far more."""
+def test_first_losses_match_the_golden_ones(name: str, run: Train, tmp_path: Path) -> None:
+    """float32 sums in another order differ by about 1e-6, and Adam may flip the step of a weight with a near-zero
+    gradient: 1e-3 of the loss covers both. A shift by one position or a wrong normaliser moves the loss by far more."""
     run(tmp_path, heads={"family": name, **HEADS[name]}, steps=6, eval_every=1, lr=1e-3)
     losses = [row["loss"] for _, row in read_jsonl(tmp_path / "metrics.jsonl")][1:]
     assert losses == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)

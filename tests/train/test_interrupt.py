@@ -1,4 +1,4 @@
-"""The first signal waits for the end of a step, what follows at once is the same request, a later one does not wait."""
+"""Ctrl-C in training: the first signal waits for the step, an immediate second one is ignored, a later one raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headstart.train import machine
 from headstart.train.machine import Interrupt
 
 
-def test_a_second_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr(machine, "monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGINT)
@@ -18,7 +18,7 @@ def test_a_second_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert not asked.asked
         signal.raise_signal(signal.SIGINT)
         now[0] += 0.5
-        signal.raise_signal(signal.SIGTERM)  # from the launcher, say
+        signal.raise_signal(signal.SIGTERM)  # forwarded by a launcher
         assert asked.asked
         now[0] += 1
         with pytest.raises(KeyboardInterrupt):

@@ -1,9 +1,8 @@
-"""Medusa-2: an adapter of the target learns with the heads, and the heads are then for the adapted model."""
+"""Joint training (Medusa-2): an adapter of the target trains with the heads, which then fit the adapted model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from headstart.model.loading import load_target
 from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.replay.patch import FINAL
-from headstart.train import trainer
 from headstart.train.batches import read_batch
 from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
 from headstart.train.training_artifact import training
 from tests.tiny import tiny_model
-from tests.train.conftest import Train
+from tests.train.conftest import KillAfter, MakeRecipe, Train
 from tests.train.results import Killed, assert_same, metrics
 from tests.train.test_golden import HEADS
 
@@ -47,8 +45,8 @@ def batch(train_store: StateStore) -> HeadBatch:
 
 
 @pytest.fixture
-def joint(recipe: Callable[..., Recipe], tiny_target: Target) -> Any:
-    """In the target, with weights that change it."""
+def joint(recipe: MakeRecipe, tiny_target: Target) -> Any:
+    """An adapter in the target with random weights that change its outputs."""
     joint = Joint(tiny_target, recipe(joint={**JOINT, "dropout": 0.0}).train)
     joint.begin()
     with torch.no_grad():
@@ -58,17 +56,15 @@ def joint(recipe: Callable[..., Recipe], tiny_target: Target) -> Any:
     joint.release()
 
 
-def test_a_run_leaves_heads_and_an_adapter_and_the_target_as_it_was(
-    run: Train, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
-) -> None:
+def test_leaves_heads_and_an_adapter(run: Train, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path) -> None:
     before, identity = in_numbers(tiny_target), tiny_target.identity()
     result = run(tmp_path, steps=12, eval_every=3, joint=JOINT)
     assert torch.equal(in_numbers(tiny_target), before) and tiny_target.identity() == identity
     assert not any("lora" in name for name, _ in tiny_target.model.named_modules())
     drifts = [row["drift"] for row in metrics(tmp_path)]
-    assert [drift["tokens"] > 0 for drift in drifts] == [False, False, False, True, True], "after the warm-up alone"
+    assert [drift["tokens"] > 0 for drift in drifts] == [False, False, False, True, True], "after the warm-up"
     assert drifts[-1]["kl"] > drifts[0]["kl"] == 0
-    assert result.metrics["step"] > 6, "heads of the adapted target, whatever those before it reached"
+    assert result.metrics["step"] > 6, "the best heads come from after the warm-up"
     last = result.last_folder
     assert any(weight.any() for name, weight in adapter(last).items() if "lora_B" in name)
     assert json.loads((last / "adapter" / "headstart.json").read_text())["kl"] == drifts[-1]["kl"]
@@ -77,7 +73,7 @@ def test_a_run_leaves_heads_and_an_adapter_and_the_target_as_it_was(
     assert adapted.adapter is not None and adapted.adapter.note["tokens"] == drifts[-1]["tokens"]
 
 
-def test_the_heads_learn_alone_first_and_as_they_do_without_an_adapter(run: Train, tmp_path: Path) -> None:
+def test_heads_learn_alone_during_warmup(run: Train, tmp_path: Path) -> None:
     run(tmp_path / "alone")
     run(tmp_path / "joint", joint=JOINT)
     alone, joint = metrics(tmp_path / "alone"), metrics(tmp_path / "joint")
@@ -85,7 +81,7 @@ def test_the_heads_learn_alone_first_and_as_they_do_without_an_adapter(run: Trai
     assert joint[2]["loss"] != alone[2]["loss"]
 
 
-def test_the_batch_is_read_as_the_merged_model_reads_it(
+def test_adapted_states_match_the_merged_model(
     joint: Joint, batch: HeadBatch, tmp_path: Path, tiny_target_folder: Path, train_store: StateStore
 ) -> None:
     adapted = joint.read(batch)
@@ -98,9 +94,7 @@ def test_the_batch_is_read_as_the_merged_model_reads_it(
     assert not torch.allclose(adapted.states[FINAL], batch.states[FINAL], atol=1e-2), "the adapter matters"
 
 
-def test_self_distillation_is_the_divergence_from_the_target_without_the_adapter(
-    joint: Joint, batch: HeadBatch, tiny_target: Target
-) -> None:
+def test_distillation_is_the_kl_to_the_plain_target(joint: Joint, batch: HeadBatch, tiny_target: Target) -> None:
     """Against the definition, with the adapter switched off instead of stored states."""
     adapted = joint.read(batch)
     loss = joint.distillation(batch, adapted)
@@ -122,9 +116,7 @@ def test_self_distillation_is_the_divergence_from_the_target_without_the_adapter
     assert drift.to_json()["perplexity_after"] == pytest.approx(torch.tensor(nll / count).exp().item(), rel=1e-3)
 
 
-def test_an_adapter_that_changes_nothing_yet_costs_nothing(
-    recipe: Callable[..., Recipe], tiny_target: Target, batch: HeadBatch
-) -> None:
+def test_unchanged_adapter_costs_nothing(recipe: MakeRecipe, tiny_target: Target, batch: HeadBatch) -> None:
     joint = Joint(tiny_target, recipe(joint=JOINT).train)
     joint.begin()
     try:
@@ -135,8 +127,8 @@ def test_an_adapter_that_changes_nothing_yet_costs_nothing(
         joint.release()
 
 
-def test_the_heads_loss_teaches_the_adapter_too(run: Train, tmp_path: Path) -> None:
-    """With nearly no weight of its own loss, both parts of the adapter still learn, and otherwise differ."""
+def test_heads_loss_trains_the_adapter(run: Train, tmp_path: Path) -> None:
+    """A larger weight of the heads' loss moves the adapted target further."""
     weak = run(tmp_path / "weak", joint={**JOINT, "heads_weight": 1e-6}, max_grad_norm=1e6)
     strong = run(tmp_path / "strong", joint={**JOINT, "heads_weight": 10}, max_grad_norm=1e6)
     kl = [metrics(folder.parent)[-1]["drift"]["kl"] for folder in (weak.last_folder, strong.last_folder)]
@@ -144,27 +136,17 @@ def test_the_heads_loss_teaches_the_adapter_too(run: Train, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_family_learns_with_an_adapter(name: str, run: Train, tmp_path: Path) -> None:
+def test_every_family_trains_with_an_adapter(name: str, run: Train, tmp_path: Path) -> None:
     run(tmp_path, heads={"family": name, **HEADS[name]}, steps=2, eval_every=2, joint={**JOINT, "warmup": 0})
     assert metrics(tmp_path)[-1]["drift"]["kl"] > 0
 
 
-def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_run_resumes_to_the_same_adapter(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     whole = run(tmp_path / "whole", joint=JOINT)
-    original, left = trainer._Trainer._step, [10]
-
-    def step(self: Any, *args: Any) -> float:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        return original(self, *args)
-
-    monkeypatch.setattr(trainer._Trainer, "_step", step)
+    kill_after(10)
     with pytest.raises(Killed):
         run(tmp_path / "killed", joint=JOINT)
-    monkeypatch.undo()
+    kill_after(10**9)
     again = run(tmp_path / "killed", joint=JOINT)
     for one, other in ((whole.last_folder, again.last_folder), (whole.heads_folder, again.heads_folder)):
         assert_same(one, other)
@@ -172,9 +154,7 @@ def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
         assert all(torch.equal(weight, adapter(other)[name]) for name, weight in adapter(one).items())
 
 
-def test_records_of_heads_alone_are_as_they_were(
-    recipe: Callable[..., Recipe], train_store: StateStore, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_no_joint_in_identity(recipe: MakeRecipe, train_store: StateStore, tiny_target: Target, tmp_path: Path) -> None:
     from headstart.heads.base import make_config
 
     def of(chosen: Recipe) -> Any:
@@ -186,7 +166,7 @@ def test_records_of_heads_alone_are_as_they_were(
     assert of(recipe(joint=JOINT)).name != of(recipe()).name
 
 
-def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe]) -> None:
+def test_conflicting_settings_are_refused(recipe: MakeRecipe) -> None:
     both = parse_recipe(
         {**recipe(joint=JOINT).model_dump(mode="json"), "target": {"spec": "tiny", "adapter": "some/adapter"}}
     )
@@ -200,7 +180,7 @@ def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe]) -> None:
         assert key in refused.value.remedy
 
 
-def test_layers_of_other_kinds_are_adapted_too(recipe: Callable[..., Recipe]) -> None:
+def test_other_layer_types_are_adapted(recipe: MakeRecipe) -> None:
     target = Target(tiny_model("gpt2"))
     joint = Joint(target, recipe(joint=JOINT).train)
     joint.begin()

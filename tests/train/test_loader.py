@@ -1,10 +1,9 @@
-"""Batches read ahead: the same ones in the same order, errors where they belong, and nothing left behind."""
+"""Prefetching batches: same batches, same order, errors at their step, no threads left behind."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -17,13 +16,12 @@ from headstart.data.states.shards import Work, build_store
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
 from headstart.model.model import Target
-from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import Order, ReadBatch, read_ahead, read_batch
 from headstart.train.checkpoint import TrainerState
 from tests.standin import CUDA, StandIn
-from tests.train.conftest import Train, conversations
+from tests.train.conftest import MakeRecipe, Train, conversations
 from tests.train.results import assert_same
 
 
@@ -36,12 +34,12 @@ def numbers(found: Any) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 100])
-def test_steps_come_in_order_each_with_its_batches(ahead: int) -> None:
+def test_steps_come_in_order_with_their_batches(ahead: int) -> None:
     assert numbers(read_ahead(range(7), batch_of, ahead)) == [(step, step) for step in range(7)]
     assert numbers(read_ahead([], batch_of, ahead)) == []
 
 
-def test_the_next_steps_are_read_while_one_computes() -> None:
+def test_next_steps_are_read_while_one_computes() -> None:
     read = [threading.Event() for _ in range(9)]
     where = set()
 
@@ -58,7 +56,7 @@ def test_the_next_steps_are_read_while_one_computes() -> None:
     assert where.isdisjoint({threading.current_thread().name, *(thread.name for thread in threading.enumerate())})
 
 
-def test_as_many_steps_are_read_at_the_same_time() -> None:
+def test_steps_are_read_concurrently() -> None:
     at_once = threading.Barrier(3)
 
     def meet(step: int) -> int:
@@ -68,7 +66,7 @@ def test_as_many_steps_are_read_at_the_same_time() -> None:
     assert [(step, made) for step, made, _ in read_ahead(range(6), meet, 3)] == [(step, step) for step in range(6)]
 
 
-def test_an_error_of_reading_comes_at_its_step() -> None:
+def test_read_error_is_raised_at_its_step() -> None:
     def refuse(step: int) -> list[HeadBatch]:
         if step == 3:
             raise UserError("The shard is gone.", "Build it again.")
@@ -83,14 +81,10 @@ def test_an_error_of_reading_comes_at_its_step() -> None:
 
 
 @pytest.mark.parametrize("states_dtype", ["auto", "int8", "fp8"])
-def test_on_a_device_the_next_batch_is_copied_before_a_step_begins(
-    states_dtype: str,
-    tiny_target: Target,
-    recipe: Callable[..., Recipe],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_next_batch_is_on_the_device_before_its_step(
+    states_dtype: str, tiny_target: Target, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One-byte states go there as bytes, and are decoded there to the same numbers."""
+    """One-byte states are copied as bytes and decoded on the device to the same numbers."""
     kept, layers = conversations(24, 0, tiny_target.vocab_size), (1, FINAL)
     work = Work(states_dtype=states_dtype)
     store = build_store(tmp_path, kept, tiny_target, layers, budget_bytes=10**8, work=work)
@@ -124,7 +118,7 @@ def test_on_a_device_the_next_batch_is_copied_before_a_step_begins(
                 assert torch.equal(batch.states[layer][row, : len(sample.tokens_T)], sample.states[layer])
 
 
-def test_heads_are_the_same_however_far_is_read_ahead(run: Train, tmp_path: Path) -> None:
+def test_prefetch_does_not_change_the_heads(run: Train, tmp_path: Path) -> None:
     for ahead in (0, 3):
         run(tmp_path / str(ahead), steps=7, prefetch=ahead)
     assert_same(tmp_path / "0" / "last", tmp_path / "3" / "last")
@@ -134,9 +128,7 @@ def test_heads_are_the_same_however_far_is_read_ahead(run: Train, tmp_path: Path
     assert_same(tmp_path / "cut" / "last", tmp_path / "whole" / "last")
 
 
-def test_what_the_store_refuses_ends_the_training_as_it_is_said(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_error_ends_the_training(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
 
     def broken(store: Any, *args: Any) -> ReadBatch:

@@ -1,11 +1,10 @@
-"""What a training says: in a file with the time, once a minute without a terminal, and once when the loss diverges."""
+"""The training log: a time-stamped file, and one progress line a minute without a terminal."""
 
 from __future__ import annotations
 
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,13 +13,14 @@ from headstart.errors import UserError
 from headstart.support.terminal import progress_bar
 from headstart.train import trainer
 from headstart.train.training_log import Display, Log
+from tests.spies import raising
 from tests.train.conftest import Train
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d (.+)")
 
 
 def lines(folder: Path) -> list[str]:
-    """What the log file says, without the times."""
+    """Read the log file without its time stamps."""
     found = [LINE.fullmatch(line) for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines()]
     assert all(found)
     return [line[1] for line in found if line]
@@ -35,7 +35,7 @@ def shown(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_the_file_says_what_the_console_said_and_later_sessions_add_to_it(run: Train, tmp_path: Path) -> None:
+def test_file_matches_the_console_across_sessions(run: Train, tmp_path: Path) -> None:
     first, second = console(), console()
     run(tmp_path, first, steps=2)
     assert lines(tmp_path) == shown(first).splitlines()
@@ -44,7 +44,7 @@ def test_the_file_says_what_the_console_said_and_later_sessions_add_to_it(run: T
     assert "Continuing from step 2" in shown(second)
 
 
-def test_a_silent_training_has_a_log_and_a_refused_one_leaves_none(run: Train, tmp_path: Path) -> None:
+def test_silent_run_has_a_log_and_a_refused_one_none(run: Train, tmp_path: Path) -> None:
     run(tmp_path / "silent", steps=1)
     assert lines(tmp_path / "silent")[0].startswith("Training on 1 process")
     with pytest.raises(UserError):
@@ -55,24 +55,21 @@ def test_a_silent_training_has_a_log_and_a_refused_one_leaves_none(run: Train, t
     assert not any("was trained with" in line for line in lines(tmp_path / "silent"))
 
 
-def test_what_ends_a_training_is_in_its_log(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> float:
-        raise OSError(28, "full")
-
-    monkeypatch.setattr(trainer._Trainer, "_step", full)
+def test_fatal_error_is_logged(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer._Trainer, "_step", raising(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         run(tmp_path)
     assert lines(tmp_path)[-1] == "Error: [Errno 28] full"
 
 
-def test_a_step_that_ends_after_the_last_minute_leaves_nothing(tmp_path: Path) -> None:
+def test_step_after_the_time_budget_shows_no_time_left(tmp_path: Path) -> None:
     with Log(console(), tmp_path) as log, progress_bar(log.console, "training", 100, lines=False) as bar:
         Display(log, bar, 0.0).step(1.04, 187.5, "step 9")
     assert lines(tmp_path) == ["100% · step 9 · 0.0 s left"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_is_a_line_a_minute(tmp_path: Path, terminal: bool) -> None:
+def test_progress_is_one_line_per_minute(tmp_path: Path, terminal: bool) -> None:
     to = console(terminal)
     with Log(to, tmp_path) as log, progress_bar(to, "training", 100, lines=False) as bar:
         display = Display(log, bar, 0.0)

@@ -1,4 +1,4 @@
-"""Training on long texts: the same loss and gradients as on short ones, in memory that grows with the length alone."""
+"""Training on long texts: chunked computation gives the same loss and gradients in memory linear in the length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def long_batch(heads: DraftHead, length: int, rows: int = 1) -> HeadBatch:
 
 
 def learn(target: Target, heads: DraftHead, batch: HeadBatch, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch, and its gradients."""
+    """Return the loss of a batch and its gradients."""
     teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
     consume = partial(weighted, loss=soft_ce, teacher_logits=teacher_logits, step_weight=0.8, **settings)
     heads.zero_grad()
@@ -46,7 +46,7 @@ def learn(target: Target, heads: DraftHead, batch: HeadBatch, **settings: Any) -
 
 
 def cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits so low that a short text counts as a long one."""
+    """Lower all limits so that a short text is computed in chunks."""
     monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
     monkeypatch.setattr(text_attention, "_QUERIES", 16)
     monkeypatch.setattr(summing, "_TABLE", {"cpu": 0})
@@ -55,8 +55,8 @@ def cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_same_step(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
-    """Float32 sums in another order: each is right to about 1e-7 of the numbers that are added up, and gradients are
-    differences of them. What sees one position too many is off by a hundredth at least."""
+    """Compare float32 sums in another order: exact to 1e-7 of their terms, and gradients are differences of such sums.
+    Attending to one position too many changes them by 1 % or more."""
     torch.testing.assert_close(one[0], other[0], rtol=1e-5, atol=0)
     assert one[1].keys() == other[1].keys()
     for name, wanted in other[1].items():
@@ -65,9 +65,7 @@ def assert_same_step(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_parts_the_loss_and_its_gradients_are_the_same(
-    name: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_loss_and_gradients_are_the_same(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build(name, target))
     batch = long_batch(heads, 90, rows=2)
     complete = learn(target, heads, batch)
@@ -75,7 +73,7 @@ def test_in_parts_the_loss_and_its_gradients_are_the_same(
     assert_same_step(learn(target, heads, batch), complete)
 
 
-def test_in_parts_what_drafts_weigh_is_the_same(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_position_weights_are_the_same(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build("eagle3", target))
     batch = long_batch(heads, 90)
     complete = learn(target, heads, batch, position_weight="dpace")
@@ -84,7 +82,7 @@ def test_in_parts_what_drafts_weigh_is_the_same(target: Target, monkeypatch: pyt
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that is made inside."""
+    """Records the size of the largest tensor created inside."""
 
     numbers = 0
 
@@ -97,7 +95,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark"])
-def test_no_table_of_all_positions_against_all_is_made(name: str, target: Target) -> None:
+def test_no_table_is_quadratic_in_the_length(name: str, target: Target) -> None:
     heads = build(name, target)
     length = 1600
     batch = long_batch(heads, length)
@@ -106,7 +104,7 @@ def test_no_table_of_all_positions_against_all_is_made(name: str, target: Target
     assert largest.numbers < length**2 // 2
 
 
-def test_no_table_of_all_logits_is_made(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_table_holds_all_logits(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_up(monkeypatch)
     wide = Target(tiny_model("llama", vocab_size=2000))
     for name in ("medusa", "eagle3"):
@@ -119,10 +117,10 @@ def test_no_table_of_all_logits_is_made(target: Target, monkeypatch: pytest.Monk
 
 
 def kept_bytes(target: Target, heads: DraftHead, batch: HeadBatch) -> int:
-    """Bytes that wait for the backward pass, each storage once, without the weights."""
+    """Count bytes saved for the backward pass, each storage once, without the weights."""
     own = {p.untyped_storage().data_ptr() for p in heads.parameters()}
     kept: dict[int, int] = {}
-    tensors = []  # which keeps addresses from being used again
+    tensors = []  # keeps addresses from being reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -138,7 +136,7 @@ def kept_bytes(target: Target, heads: DraftHead, batch: HeadBatch) -> int:
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark"])
-def test_gradient_checkpointing_keeps_less_and_changes_no_bit(name: str, target: Target) -> None:
+def test_gradient_checkpointing_saves_memory_bit_exactly(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     batch = long_batch(heads, 200)
     plain, kept = learn(target, heads, batch), kept_bytes(target, heads, batch)

@@ -1,4 +1,4 @@
-"""The training loop on a tiny target: it learns from what it should, and refuses what cannot work."""
+"""The training loop on a tiny target: losses, gradients, empty steps and refusals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import json
 import math
 import shutil
 import weakref
-from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -27,24 +26,22 @@ from headstart.heads.io import load_heads
 from headstart.heads.parts.residual import head_hidden
 from headstart.model.loading import load_target
 from headstart.model.model import Target
-from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import predictions, read_batch
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
 from headstart.train.summing import Teacher, summed_plain, weighted
-from headstart.train.trainer import train
 from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
-from tests.train.conftest import Train
+from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import Killed, assert_same, metrics, weights
 from tests.train.stores import Masked, Silent, Unsupervised
 from tests.train.test_golden import HEADS
 
 
-def test_a_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tiny_target: Target) -> None:
-    # Hard labels: a random target's soft ones are nearly flat, and the linear start is at their entropy already.
+def test_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tiny_target: Target) -> None:
+    # Hard labels: soft labels of a random target are nearly flat, and the linear start already reaches their entropy.
     result = run(tmp_path, steps=60, eval_every=20, save_every=20, loss="hard_ce")
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 20, 40, 60]
@@ -59,10 +56,8 @@ def test_a_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tin
     assert {p.dtype for p in heads.parameters()} == {torch.float32}
 
 
-def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
-    run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
-) -> None:
-    """The loop's number against the definition, computed conversation by conversation without batches or chunks."""
+def test_first_loss_by_definition(run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore) -> None:
+    """The loop's first loss against the definition, per conversation, without batches or chunks."""
     run(tmp_path, steps=1, eval_every=1, batch_tokens=100_000, lr=1e-9)
     heads = load_heads(tmp_path / "best", tiny_target)
     total, count = 0.0, 0
@@ -82,8 +77,8 @@ def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
 
 
 def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_store: StateStore) -> None:
-    """All conversations in one step, as one batch or as several: the same gradient up to the order of sums. Where it is
-    near zero Adam makes a share of the learning rate (3e-3) of that difference, hence the absolute tolerance."""
+    """All conversations in one step, as one batch or as several: the same gradient up to the order of sums. Adam turns
+    the difference of a near-zero gradient into a fraction of the learning rate (3e-3), hence the absolute tolerance."""
     complete = run(tmp_path / "whole", steps=3, epochs=3, batch_tokens=100_000)
     batches = len(trainer.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
     assert batches > 3
@@ -93,10 +88,8 @@ def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_st
         torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-4)
 
 
-def test_each_batch_draws_other_tokens_for_its_loss(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every step, and every batch of a step; the same ones when trained again."""
+def test_each_batch_draws_other_loss_tokens(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also every batch within a step; a second training draws the same ones."""
     drawn: list[list[int]] = []
     read = Teacher.read
 
@@ -114,31 +107,25 @@ def test_each_batch_draws_other_tokens_for_its_loss(
     assert len({tuple(tokens) for tokens in drawn}) == 6
 
 
-def test_without_a_limit_gradients_are_taken_as_they_are(run: Train, tmp_path: Path) -> None:
+def test_infinite_max_grad_norm_does_not_clip(run: Train, tmp_path: Path) -> None:
     for limit in (math.inf, 1e9, 1e-3):
         run(tmp_path / str(limit), steps=3, max_grad_norm=limit)
     assert_same(tmp_path / "inf" / "last", tmp_path / "1000000000.0" / "last")
     assert metrics(tmp_path / "inf")[-1]["loss"] != metrics(tmp_path / "0.001")[-1]["loss"]
 
 
-def test_states_of_another_model_are_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
-) -> None:
+def test_states_of_another_model_are_refused(run: Train, tiny_target: Target, tmp_path: Path) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer, "other")
     with pytest.raises(UserError, match="are those of another model than other"):
-        train(recipe(), other, train_store, valid_store, tmp_path)
+        run(tmp_path, target=other)
 
 
-def test_epochs_bound_a_run_and_its_schedule(run: Train, tmp_path: Path, train_store: StateStore) -> None:
+def test_epochs_bound_a_run(run: Train, tmp_path: Path, train_store: StateStore) -> None:
     per_epoch = len(trainer.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
     assert run(tmp_path, steps=None, epochs=2).steps == 2 * per_epoch
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
+def test_not_finite_loss_names_the_conversation(
     run: Train, tmp_path: Path, train_store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, steps=4)
@@ -157,19 +144,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
     assert all(tensor.isfinite().all() for tensor in load_file(newest / "model.safetensors").values())
 
 
-def test_a_gradient_that_is_not_finite_names_the_batch(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_not_finite_gradient_names_the_batch(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trainer.LOSSES, "soft_ce", lambda logits, probs: logits.sum(-1) * math.inf)
     with pytest.raises(UserError, match=r"at step 1 .*of training conversations \d+"):
         run(tmp_path)
 
 
 @pytest.mark.parametrize("name", families())
-def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_zero(
-    name: str, recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore
-) -> None:
-    """On several processes, those with something to learn wait for the gradients of the one that has nothing."""
+def test_empty_batch_has_gradients(name: str, recipe: MakeRecipe, tiny_target: Target, train_store: StateStore) -> None:
+    """Ranks with predictions wait for the gradients of a rank without any."""
     made = recipe(heads={"family": name, **HEADS[name]})
     heads = build_heads(made, tiny_target, train_store)
     batch = read_batch(train_store, [0, 1], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
@@ -185,28 +168,17 @@ def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_
 
 
 @pytest.mark.parametrize("name", families())
-def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
-    name: str,
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: Any,
-    tmp_path: Path,
-) -> None:
-    silent: Any = Silent(train_store, set(range(0, 24, 2)))
-    made = recipe(heads={"family": name, **HEADS[name]}, batch_tokens=64, steps=8, eval_every=8)
-    result = train(made, tiny_target, silent, valid_store, tmp_path)
+def test_unanswered_conversations_are_trained(name: str, run: Train, train_store: StateStore, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "batch_tokens": 64, "steps": 8}
+    result = run(tmp_path, train_on=Silent(train_store, set(range(0, 24, 2))), eval_every=8, **settings)
     assert result.steps == 8
     assert all(tensor.isfinite().all() for tensor in weights(result.last_folder).values())
 
 
-def test_steps_without_predictions_are_skipped_and_counted(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: Any, tmp_path: Path
-) -> None:
-    """Answers of one token predict nothing; with momentum and weight decay a step of theirs would move the weights."""
-    silent: Any = Silent(train_store, set(range(24)) - {3})
-    made = recipe(batch_tokens=64, steps=30, eval_every=10, log_every=1, save_every=10)
-    result = train(made, tiny_target, silent, valid_store, tmp_path)
+def test_empty_steps_are_skipped_and_counted(run: Train, train_store: StateStore, tmp_path: Path) -> None:
+    """An answer of one token predicts nothing; with momentum and weight decay its step would still move the weights."""
+    silent = Silent(train_store, set(range(24)) - {3})
+    result = run(tmp_path, train_on=silent, batch_tokens=64, steps=30, eval_every=10, log_every=1, save_every=10)
     summary = json.loads((tmp_path / "result.json").read_text())
     per_epoch = summary["steps"] / summary["epochs"]
     learnt = summary["steps"] - summary["skipped_steps"]
@@ -215,11 +187,9 @@ def test_steps_without_predictions_are_skipped_and_counted(
     assert all(row["loss"] is None or row["loss"] > 0 for row in metrics(tmp_path))
 
 
-def test_steps_without_predictions_change_nothing(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: Any, tmp_path: Path
-) -> None:
-    made = recipe(batch_tokens=64, steps=40, eval_every=100, save_every=1, keep_checkpoints=100)
-    train(made, tiny_target, cast(Any, Silent(train_store, set(range(24)) - {3})), valid_store, tmp_path)
+def test_empty_steps_do_not_move_the_weights(run: Train, train_store: StateStore, tmp_path: Path) -> None:
+    silent = Silent(train_store, set(range(24)) - {3})
+    run(tmp_path, train_on=silent, batch_tokens=64, steps=40, eval_every=100, save_every=1, keep_checkpoints=100)
     saved = [load_file(path / "model.safetensors") for path in sorted((tmp_path / "checkpoints").iterdir())]
     moved = sum(any(not torch.equal(before[name], after[name]) for name in before) for before, after in pairwise(saved))
     skipped = json.loads((tmp_path / "result.json").read_text())["skipped_steps"]
@@ -227,22 +197,17 @@ def test_steps_without_predictions_change_nothing(
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_validation_with_nothing_to_predict_is_refused(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path, count: int
-) -> None:
+def test_empty_validation_is_refused(run: Train, valid_store: StateStore, tmp_path: Path, count: int) -> None:
     with pytest.raises(UserError, match=r"validation data have nothing to predict.*"):
-        train(recipe(), tiny_target, train_store, cast(Any, Masked(valid_store, count)), tmp_path)
+        run(tmp_path, validate_on=Masked(valid_store, count))
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_nothing_supervised_is_an_error(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
-) -> None:
-    silent: list[Any] = [Unsupervised(train_store), Unsupervised(valid_store)]
+def test_nothing_supervised_is_refused(run: Train, train_store: Any, valid_store: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Nothing is supervised in the training data"):
-        train(recipe(), tiny_target, silent[0], valid_store, tmp_path)
+        run(tmp_path, train_on=Unsupervised(train_store))
     with pytest.raises(UserError, match="Nothing is supervised in the validation data"):
-        train(recipe(), tiny_target, train_store, silent[1], tmp_path)
+        run(tmp_path, validate_on=Unsupervised(valid_store))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +218,7 @@ def test_nothing_supervised_is_an_error(
         ({"tracker": "trackio"}, "tracker trackio is not installed"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
+def test_impossible_settings_are_refused(
     run: Train, tmp_path: Path, settings: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -262,28 +227,19 @@ def test_settings_that_cannot_work_are_refused(
 
 
 @pytest.mark.parametrize(("size", "problem"), [(1, "cannot hold the 2 end-of-turn tokens"), (10**6, "larger than the")])
-def test_a_draft_vocabulary_of_an_impossible_size_is_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    problem: str,
+def test_bad_draft_vocabulary_is_refused(
+    run: Train, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, problem: str
 ) -> None:
     monkeypatch.setitem(tiny_target.__dict__, "end_tokens", frozenset({0, 2}))
-    base = recipe()
-    heads = base.heads.model_copy(update={"draft_vocab_size": size})
     with pytest.raises(UserError, match=problem):
-        train(base.model_copy(update={"heads": heads}), tiny_target, train_store, valid_store, tmp_path)
+        run(tmp_path, heads={"draft_vocab_size": size})
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loop_learns_from_the_loss_that_is_asked_for(
-    name: str, recipe: Callable[..., Recipe], run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
+def test_loop_trains_on_the_chosen_loss(
+    name: str, recipe: MakeRecipe, run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
 ) -> None:
-    """The loop's number is the loss itself on all logits at once, and a step on its gradient makes it smaller."""
+    """The reported loss equals the loss on all logits at once, and a step on its gradient lowers it."""
     settings: dict[str, Any] = {"steps": 2, "eval_every": 1, "batch_tokens": 100_000, "loss": name, "epochs": 2}
     run(tmp_path, **settings, lr=1e-5, warmup=0.0)
     heads = build_heads(recipe(**settings), tiny_target, train_store)
@@ -306,7 +262,7 @@ def test_every_position_weight_trains(run: Train, tmp_path: Path) -> None:
     assert 0 < ends["exponential"] < ends["dpace"] < math.inf, "weights of up to 2"
 
 
-def test_heads_that_draft_features_learn_them(run: Train, tmp_path: Path) -> None:
+def test_feature_loss_is_added(run: Train, tmp_path: Path) -> None:
     eagle = {"family": "eagle", "draft_steps": 2}
     for weight in (0.0, 1.0):
         run(tmp_path / str(weight), steps=2, eval_every=1, heads=eagle, feature_weight=weight, lr=1e-9)
@@ -314,31 +270,20 @@ def test_heads_that_draft_features_learn_them(run: Train, tmp_path: Path) -> Non
     assert added > without > 0
 
 
-def test_a_feature_loss_for_heads_without_features_is_refused(run: Train, tmp_path: Path) -> None:
+def test_feature_loss_without_features_is_refused(run: Train, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="draft no features"):
         run(tmp_path, feature_weight=1.0)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_drafts_longer_than_every_answer_are_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
-    steps: int,
-) -> None:
-    made = recipe(heads={"num_heads": steps}, steps=1)
-    store: Any = Masked(train_store, steps + 1)
-    train(made, tiny_target, store, valid_store, tmp_path / "just", None)
-    store = Masked(train_store, steps)
+def test_drafts_beyond_every_answer(run: Train, train_store: StateStore, tmp_path: Path, steps: int) -> None:
+    settings: dict[str, Any] = {"heads": {"num_heads": steps}, "steps": 1}
+    run(tmp_path / "just", train_on=Masked(train_store, steps + 1), **settings)
     with pytest.raises(UserError, match=f"draft {steps} tokens ahead and no answer .* has the {steps + 1} tokens"):
-        train(made, tiny_target, store, valid_store, tmp_path / "short", None)
+        run(tmp_path / "short", train_on=Masked(train_store, steps), **settings)
 
 
-def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
-    run: Train, tmp_path: Path, tiny_target_folder: Path
-) -> None:
+def test_bfloat16_target_trains_float32_weights(run: Train, tmp_path: Path, tiny_target_folder: Path) -> None:
     target = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu")
     written = StringIO()
     console = Console(file=written, width=500)
@@ -348,7 +293,7 @@ def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
 
 
 def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they would take the room of the training batches."""
+    """On a GPU they would take memory from the training batches."""
     read: list[weakref.ref[Any]] = []
     original = trainer.read_batch
 

@@ -1,4 +1,4 @@
-"""Losses by hand, their gradients, and the pass over blocks of rows against the plain sum."""
+"""Losses by hand, their gradients, and the blockwise sum against the plain one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from headstart.train.summing import (
     summed_plain,
     weighted,
 )
+from tests.spies import spy
 
 P_TARGET = [0.7, 0.2, 0.1]
 Q_DRAFT = [0.5, 0.4, 0.1]
@@ -49,7 +50,7 @@ def _by_hand(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_has_the_value_computed_by_hand(name: str) -> None:
+def test_losses_match_values_by_hand(name: str) -> None:
     logits_MD = torch.tensor([Q_DRAFT, P_TARGET]).log() + 3.0  # a constant changes nothing
     loss_M = LOSSES[name](logits_MD, torch.tensor([P_TARGET, P_TARGET]))
     assert loss_M.shape == (2,)
@@ -62,7 +63,7 @@ def test_smooth_l1_is_quadratic_below_one_and_linear_above() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_are_right_and_finite_in_the_extreme(name: str) -> None:
+def test_gradients_are_right_and_finite_at_extremes(name: str) -> None:
     torch.manual_seed(0)
     logits_MD = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     probs_MD = torch.randn(3, 5, dtype=torch.float64).softmax(-1)
@@ -76,8 +77,9 @@ def test_gradients_are_right_and_finite_in_the_extreme(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "distance"), [("soft_ce", 0.0), ("tv_ce", 0.9), ("half_l1", 0.5)])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_losses_with_gradients_of_their_own_have_those_of_autograd(name: str, distance: float, mixed: bool) -> None:
-    """In float32, also within autocast; the target never says some tokens, and a draft may be the target's own."""
+def test_custom_gradients_match_autograd(name: str, distance: float, mixed: bool) -> None:
+    """In float32, also within autocast. Some tokens have a target probability of zero, and one draft equals the
+    target."""
     torch.manual_seed(0)
     logits_MD = torch.randn(6, 40).mul(4).requires_grad_()
     probs_MD = torch.where(torch.rand(6, 40) < 0.5, -torch.inf, torch.randn(6, 40).mul(4)).softmax(-1)
@@ -90,24 +92,24 @@ def test_losses_with_gradients_of_their_own_have_those_of_autograd(name: str, di
     torch.testing.assert_close(loss_M, plain_M, atol=1e-5, rtol=1e-5)  # of logits up to 15 in float32
     ours, autograds = (torch.autograd.grad(each_M.sum(), logits_MD)[0] for each_M in (loss_M, plain_M))
     torch.testing.assert_close(ours[:5], autograds[:5], atol=1e-6, rtol=1e-5)
-    assert ours[5].abs().max() < 1e-6, "there is nothing to learn"
+    assert ours[5].abs().max() < 1e-6, "the draft equals the target"
 
 
-# -- the pass over blocks --------------------------------------------------------------------------------------------
+# -- the blockwise sum -----------------------------------------------------------------------------------------------
 
 ROWS, DRAFTS, WIDTH = 23, 12, 6
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of at most 5 rows, read 2 rows at a time: neither divides the rows."""
+    """Blocks of up to 5 rows, computed 2 rows per chunk: neither divides the number of rows."""
     monkeypatch.setattr(summing, "_BLOCK", {"cpu": 5 * DRAFTS})
     monkeypatch.setattr(summing, "_BLOCK_ROWS", 1)
     monkeypatch.setattr(summing, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
 
 
 def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLogits:
-    """A teacher's view of flat positions 2 .. rows + 1."""
+    """Random teacher logits of flat positions 2 .. rows + 1."""
     return TeacherLogits(torch.randn(rows, drafts), torch.randn(rows, size), torch.arange(-2, rows).clamp_min(-1))
 
 
@@ -127,7 +129,7 @@ def _problem(trained: bool) -> tuple[StepPrediction, TeacherLogits, Tensor]:
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.usefixtures("small_blocks")
-def test_the_pass_over_blocks_equals_the_plain_sum(name: str, trained: bool, mixed: bool) -> None:
+def test_blockwise_sum_equals_the_plain_sum(name: str, trained: bool, mixed: bool) -> None:
     results = []
     for way in (summed, summed_plain):
         prediction, teacher_logits, weight_M = _problem(trained)
@@ -139,14 +141,14 @@ def test_the_pass_over_blocks_equals_the_plain_sum(name: str, trained: bool, mix
         results.append([total.detach(), hidden_MH.grad, *([lm_head_DH.grad] if trained else [])])
     for fast, plain in zip(*results, strict=True):
         assert fast.dtype == plain.dtype == torch.float32
-        # float32: sums in another order. bfloat16: the gradient of the logits and the products are rounded to 2**-9 of
-        # their size, here before the factor 3 and there after it, so a few of those roundings lie between the two.
+        # float32: sums in another order. bfloat16: gradients of logits and products are rounded to 2**-9 of their size,
+        # once before the factor 3 and once after it, so the two differ by a few roundings.
         share = 1e-2 if mixed else 1e-6
         torch.testing.assert_close(fast, plain, rtol=share, atol=share * plain.abs().max().item())
 
 
 class _Largest(TorchDispatchMode):
-    """The most numbers in any tensor that an operation gives."""
+    """Records the size of the largest tensor that an operation returns."""
 
     numbers = 0
 
@@ -158,7 +160,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("scheme", ["exponential", "dpace"])
 @pytest.mark.usefixtures("small_blocks")
-def test_logits_of_all_predictions_never_exist(scheme: Any) -> None:
+def test_full_logits_are_never_materialised(scheme: Any) -> None:
     torch.manual_seed(0)
     lm_head_DH = torch.randn(DRAFTS, 2, requires_grad=True)
     origin_M = torch.arange(40)
@@ -167,14 +169,14 @@ def test_logits_of_all_predictions_never_exist(scheme: Any) -> None:
     teacher_logits = TeacherLogits(torch.randn(43, DRAFTS), torch.zeros(43, 1), torch.arange(43))
     with _Largest() as largest:
         weighted(steps, losses.soft_ce, teacher_logits, 0.8, scheme).backward()
-    assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "what the LM head reads is the largest: no step's whole table"
+    assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "hidden states of all steps are larger than any logits"
     with _Largest() as largest:
         summed_plain(losses.soft_ce, steps[0], teacher_logits, torch.ones(40))
-    assert largest.numbers == 40 * DRAFTS, "the plain way has one"
+    assert largest.numbers == 40 * DRAFTS, "the plain sum has a step's logits"
 
 
-def test_float16_gradients_do_not_overflow_before_they_are_scaled() -> None:
-    """Rows of size 1000 with the same error: their products with the gradient sum up beyond float16's 65504."""
+def test_float16_gradients_do_not_overflow_before_scaling() -> None:
+    """400 rows of size 1000 with equal errors: their products with the gradient sum beyond float16's 65504."""
     hidden_MH = torch.full((400, 2), 1000.0, requires_grad=True)
     lm_head_DH = torch.tensor([[1.0, 0.0], [0.0, 0.0]], requires_grad=True)
     teacher_logits = TeacherLogits(torch.tensor([[-60.0, 0.0]]), torch.zeros(1, 1), torch.tensor([0]))
@@ -186,7 +188,7 @@ def test_float16_gradients_do_not_overflow_before_they_are_scaled() -> None:
     torch.testing.assert_close(lm_head_DH.grad, torch.tensor([[400.0, 400.0], [-400.0, -400.0]]))
 
 
-def test_a_step_without_predictions_costs_nothing_and_has_a_gradient() -> None:
+def test_empty_step_has_zero_loss_and_gradients() -> None:
     teacher_logits = TeacherLogits(torch.randn(2, 5), torch.zeros(2, 1), torch.tensor([0, 1]))
     hidden_MH, lm_head_DH = torch.zeros(0, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     nowhere = torch.zeros(0, dtype=torch.long)
@@ -197,7 +199,7 @@ def test_a_step_without_predictions_costs_nothing_and_has_a_gradient() -> None:
     assert lm_head_DH.grad is not None and not lm_head_DH.grad.any()
 
 
-def test_a_source_that_no_supervised_token_follows_is_refused() -> None:
+def test_source_without_a_supervised_successor_is_refused() -> None:
     teacher_logits = TeacherLogits(torch.randn(1, 5), torch.zeros(1, 1), torch.tensor([-1, 0]))
     prediction = _predicted(torch.zeros(1, 3), torch.zeros(5, 3), torch.tensor([0]))
     with pytest.raises(AssertionError, match="supervised"):
@@ -206,7 +208,7 @@ def test_a_source_that_no_supervised_token_follows_is_refused() -> None:
 
 @pytest.mark.parametrize("finish", [None, Finish(divisor=2.0, cap=3.0)], ids=str)
 @pytest.mark.usefixtures("small_blocks")
-def test_columns_that_do_not_learn_get_no_gradient_and_alpha_is_noted(finish: Finish | None) -> None:
+def test_frozen_columns_get_no_gradient_and_alpha_is_noted(finish: Finish | None) -> None:
     torch.manual_seed(0)
     hidden_MH, lm_head_DH = torch.randn(40, 5, requires_grad=True), torch.randn(DRAFTS, 5, requires_grad=True)
     teacher_logits = TeacherLogits(torch.randn(40, DRAFTS), torch.zeros(40, 1), torch.arange(40))
@@ -223,8 +225,8 @@ def test_columns_that_do_not_learn_get_no_gradient_and_alpha_is_noted(finish: Fi
 
 
 @pytest.mark.parametrize("scheme", ["exponential", "dpace"])
-def test_confidence_learns_the_mass_that_is_shared(scheme: Any) -> None:
-    """Its gradient is sigmoid - alpha with the weight of the draft."""
+def test_confidence_learns_the_shared_mass(scheme: Any) -> None:
+    """Its gradient is sigmoid - alpha, times the draft's weight."""
     torch.manual_seed(0)
     lm_head_DH, origin_M = torch.randn(7, 3), torch.arange(20)
     teacher_logits = TeacherLogits(torch.randn(22, 7), torch.zeros(22, 1), torch.arange(22))
@@ -251,16 +253,12 @@ def test_confidence_learns_the_mass_that_is_shared(scheme: Any) -> None:
 
 
 def _steps(lengths: Sequence[int], lm_heads: Sequence[Tensor]) -> list[StepPrediction]:
-    """Step k drafts from origins 2 .. lengths[k] + 1, as the end of a text allows."""
-    return [
-        StepPrediction(
-            torch.randn(length, WIDTH, requires_grad=True),
-            lm_head_DH,
-            torch.arange(length) + 2 + step,
-            torch.arange(length) + 2,
-        )
-        for step, (length, lm_head_DH) in enumerate(zip(lengths, lm_heads, strict=True))
-    ]
+    """Step k drafts from origins 2 .. lengths[k] + 1, as at the end of a text."""
+    made = []
+    for step, (length, lm_head_DH) in enumerate(zip(lengths, lm_heads, strict=True)):
+        hidden_MH, origin_M = torch.randn(length, WIDTH, requires_grad=True), torch.arange(length) + 2
+        made.append(StepPrediction(hidden_MH, lm_head_DH, origin_M + step, origin_M))
+    return made
 
 
 def _logits(prediction: StepPrediction) -> Tensor:
@@ -270,7 +268,7 @@ def _logits(prediction: StepPrediction) -> Tensor:
 def _brute_force(
     steps: Sequence[StepPrediction], teacher_logits: TeacherLogits, scheme: str, step_weight: float
 ) -> float:
-    """One draft and one prediction at a time."""
+    """Sum draft by draft and prediction by prediction."""
     total = 0.0
     for origin in steps[0].origin_M.tolist():
         terms = []
@@ -296,7 +294,7 @@ def _brute_force(
 @pytest.mark.parametrize("scheme", ["exponential", "dpace"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.usefixtures("small_blocks")
-def test_the_sum_over_a_batch_is_that_of_its_drafts_one_by_one(scheme: Any, shared: bool) -> None:
+def test_batch_sum_equals_the_sum_over_drafts(scheme: Any, shared: bool) -> None:
     torch.manual_seed(1)
     heads = [torch.randn(DRAFTS, WIDTH)] * 3 if shared else [torch.randn(DRAFTS, WIDTH) for _ in range(3)]
     steps, teacher_logits = _steps([9, 8, 6], heads), _teacher_logits(12)
@@ -309,7 +307,7 @@ def test_the_sum_over_a_batch_is_that_of_its_drafts_one_by_one(scheme: Any, shar
     assert all(prediction.hidden_MH.grad is not None for prediction in steps)
 
 
-def test_steps_that_share_an_lm_head_add_up_in_it() -> None:
+def test_shared_lm_head_accumulates_over_steps() -> None:
     torch.manual_seed(0)
     shared = torch.randn(DRAFTS, WIDTH, requires_grad=True)
     apart = [shared.detach().clone().requires_grad_() for _ in range(2)]
@@ -326,7 +324,7 @@ def test_steps_that_share_an_lm_head_add_up_in_it() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_alpha_is_the_mass_that_both_distributions_share() -> None:
+def test_alpha_is_the_shared_mass() -> None:
     logits_MD = torch.tensor([Q_DRAFT, P_TARGET[::-1], P_TARGET]).log()
     teacher_logits = TeacherLogits(
         torch.tensor([P_TARGET, P_TARGET]).log(), torch.zeros(2, 1), torch.tensor([-1, 0, 1])
@@ -356,7 +354,7 @@ def test_drafted_features_learn_the_final_state_of_their_source() -> None:
 # -- the teacher -----------------------------------------------------------------------------------------------------
 
 
-def test_the_teacher_says_what_the_target_says_cut_to_the_draft_vocabulary(tiny_target: Target) -> None:
+def test_teacher_reads_the_targets_logits_of_the_draft_vocabulary(tiny_target: Target) -> None:
     tokens = [[5, 9, 30, 7, 8], [11, 4, 2]]
     rows = tiny_target.hidden_states(tokens, [FINAL])
     final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
@@ -372,7 +370,7 @@ def test_the_teacher_says_what_the_target_says_cut_to_the_draft_vocabulary(tiny_
     assert torch.equal(teacher_logits.final_SE, torch.cat([final_BTE[0, 2:4], final_BTE[1, :2]]))
 
 
-def test_the_teacher_adds_the_bias_of_an_lm_head(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_teacher_adds_the_lm_head_bias(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     head = torch.nn.Linear(tiny_target.hidden_size, tiny_target.vocab_size)
     monkeypatch.setattr(tiny_target.model, "get_output_embeddings", lambda: head)
     final_1TE = torch.randn(1, 3, tiny_target.hidden_size)
@@ -384,11 +382,11 @@ def test_the_teacher_adds_the_bias_of_an_lm_head(tiny_target: Target, monkeypatc
         )
 
 
-# -- over some tokens ------------------------------------------------------------------------------------------------
+# -- sampled loss tokens ---------------------------------------------------------------------------------------------
 
 
 def _taught(raised: bool, seed: int | None = None) -> Tensor:
-    """The gradient of what an LM head reads, over all of sixty tokens or thirty of them; few of these are said."""
+    """Return the gradient at the LM head's input for a loss over 60 tokens, or 30 drawn by a seed."""
     generator = torch.Generator().manual_seed(0)
     hidden_ME, lm_head_DE = torch.randn(24, 8, generator=generator), torch.randn(60, 8, generator=generator)
     other_ME = (0.5 * hidden_ME + 0.5 * torch.randn(24, 8, generator=generator)).requires_grad_()
@@ -407,8 +405,8 @@ def _over(table: TeacherLogits, over: LossTokens) -> TeacherLogits:
     return replace(table, logits_SD=over.raised(table.logits_SD[:, over.tokens_L]), over=over)
 
 
-def test_a_loss_over_some_tokens_teaches_what_one_over_all_does_on_average() -> None:
-    """Tokens drawn to stand for others count as much as these: without that, the mean of all draws is further off."""
+def test_loss_over_some_tokens_is_unbiased() -> None:
+    """Drawn tokens are weighted for those not drawn. Without the weights, the mean of all draws is further off."""
     whole = _taught(True)
     apart = [
         float((torch.stack([_taught(raised, seed) for seed in range(300)]).mean(0) - whole).norm() / whole.norm())
@@ -424,8 +422,8 @@ def _batch(target: Target, answers: int) -> HeadBatch:
     return HeadBatch(tokens_BT, supervised_BT, {FINAL: torch.randn(1, answers + 1, target.hidden_size)})
 
 
-def test_tokens_that_a_loss_is_over_are_drawn_by_the_seed_alone(tiny_target: Target) -> None:
-    """The answers' own are always among them."""
+def test_loss_tokens_depend_on_the_seed_alone(tiny_target: Target) -> None:
+    """They always include the answers' own tokens."""
     ids_D, batch = torch.arange(4, tiny_target.vocab_size, 2), _batch(tiny_target, 12)
 
     def read(count: int, seed: int) -> TeacherLogits:
@@ -443,20 +441,11 @@ def test_tokens_that_a_loss_is_over_are_drawn_by_the_seed_alone(tiny_target: Tar
     assert said and said <= set(ids_D[first.over.tokens_L[:16]].tolist())
 
 
-def test_some_positions_of_a_long_batch_say_which_tokens_a_loss_is_over(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as a table of theirs has room for; the loss is over the same tokens whether there is room for its own."""
+def test_long_batches_pick_loss_tokens_by_stride(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table's size limits the positions that vote. Whether the loss itself gets a table changes no loss token."""
     ids_D, batch = torch.arange(4, tiny_target.vocab_size), _batch(tiny_target, 40)
     monkeypatch.setattr(summing, "_ENOUGH", 10)
-    rows: list[int] = []
-    likely = likely_tokens
-
-    def noted(logits_SD: Tensor, *more: Any) -> LossTokens:
-        rows.append(len(logits_SD))
-        return likely(logits_SD, *more)
-
-    monkeypatch.setattr(summing, "likely_tokens", noted)
+    rows = spy(monkeypatch, summing, "likely_tokens", lambda logits_SD, *_: len(logits_SD))
     whole = Teacher(tiny_target, ids_D, 20).read(batch)
     monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20})
     shorter = Teacher(tiny_target, ids_D, 20).read(batch)
@@ -469,13 +458,13 @@ def test_some_positions_of_a_long_batch_say_which_tokens_a_loss_is_over(
     assert torch.equal(table_SL[at_B], shorter.logits_SD)
 
 
-def test_what_logits_are_raised_by_is_not_rounded() -> None:
+def test_logit_shifts_are_not_rounded() -> None:
     over = LossTokens(torch.arange(2), torch.tensor([0.0, math.log(16)]))
     logits_L = torch.tensor([20.0, 30.0], dtype=torch.bfloat16)
     assert torch.equal(over.raised(logits_L), logits_L.float() + over.shift_L)
 
 
-def test_steps_that_share_an_lm_head_share_the_part_of_it_that_is_read() -> None:
+def test_shared_lm_head_is_cut_once() -> None:
     torch.manual_seed(0)
     shared, table = torch.randn(DRAFTS, WIDTH, requires_grad=True), _teacher_logits(6)
     tokens_L, shift_L = over = likely_tokens(table.logits_SD, torch.zeros(DRAFTS), 10, [0])

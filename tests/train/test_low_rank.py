@@ -1,4 +1,4 @@
-"""Low-rank updates of earlier heads: what learns, what is kept, and that it goes on exactly."""
+"""Low-rank updates of earlier heads: trained weights, gradients, merged heads and exact resumption."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead, families
 from headstart.heads.io import load_heads, save_heads
 from headstart.model.model import Target
-from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import read_batch
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads
 from headstart.train.wrapped import LowRank, Unrolled, learning_numbers, matrices
-from tests.train.conftest import Train
+from tests.spies import spy
+from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
 
 RANK = 2
+Earlier = Callable[[str], Path]
 
 
 @pytest.fixture
-def earlier(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, tmp_path: Path
-) -> Callable[[str], Path]:
-    """A folder with heads of a family, some way from where training starts them."""
+def earlier(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tmp_path: Path) -> Earlier:
+    """Make a folder with heads of a family, perturbed from their usual start."""
 
     def make(name: str) -> Path:
         heads = build_heads(recipe(heads={"family": name, **HEADS[name]}), tiny_target, train_store)
@@ -47,13 +46,13 @@ def earlier(
 
 
 def adapted(name: str, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Train settings that adapt the heads in a folder."""
+    """Settings for a low-rank update of the heads in a folder."""
     return {"heads": {"family": name, **HEADS[name]}, "start_from": str(folder), "lora_rank": RANK, **settings}
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_family_learns_updates_of_this_rank_and_nothing_else(
-    name: str, earlier: Callable[[str], Path], run: Train, tmp_path: Path, tiny_target: Target
+def test_every_family_learns_updates_of_this_rank_alone(
+    name: str, earlier: Earlier, run: Train, tmp_path: Path, tiny_target: Target
 ) -> None:
     folder = earlier(name)
     made = run(tmp_path / "run", **adapted(name, folder, steps=3, eval_every=3, lr=0.01))
@@ -71,10 +70,8 @@ def test_every_family_learns_updates_of_this_rank_and_nothing_else(
         assert (sizes[:, RANK:] < 1e-4 * sizes[:, :1]).all(), f"{key} moved by more than this rank"
 
 
-def test_gradients_are_those_of_the_sums(
-    recipe: Callable[..., Recipe], earlier: Callable[[str], Path], tiny_target: Target, train_store: StateStore
-) -> None:
-    """Against plain heads that hold the sums for weights, by the chain rule."""
+def test_gradients(recipe: MakeRecipe, earlier: Earlier, tiny_target: Target, train_store: StateStore) -> None:
+    """Against plain heads with the merged weights."""
     batch = read_batch(train_store, [0, 3, 5], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
 
     def loss(predictions: Any) -> torch.Tensor:
@@ -99,14 +96,14 @@ def test_gradients_are_those_of_the_sums(
         expected.backward()
         assert any(weight.grad is not None for weight in matrices(plain).values())
         for key, weight in matrices(plain).items():
-            if weight.grad is not None:  # else this loss does not ask for it, as for what says how sure a draft is
+            if weight.grad is not None:  # this loss does not use confidence heads
                 up, down = (part[key.replace(".", "-")] for part in (low.up, low.down))
                 for got, wanted in ((up.grad, weight.grad @ down.mT), (down.grad, up.mT @ weight.grad)):
                     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())
 
 
-def test_it_goes_on_exactly(earlier: Callable[[str], Path], run: Train, tmp_path: Path) -> None:
-    """With matrices that learn apart, and whenever heads with their updates were judged in between."""
+def test_resumed_run_is_bit_exact(earlier: Earlier, run: Train, tmp_path: Path) -> None:
+    """With Muon matrices that take turns, and with validations of the merged heads in between."""
     how = {"optimizer": "muon", "warmup": 0, "min_lr_ratio": 1, "lr": 0.01}
     given = adapted("eagle3", earlier("eagle3"), **how)
     for name, steps in (("cut", 4), ("cut", 8), ("whole", 8)):
@@ -114,19 +111,13 @@ def test_it_goes_on_exactly(earlier: Callable[[str], Path], run: Train, tmp_path
     assert_same(tmp_path / "cut" / "last", tmp_path / "whole" / "last")
 
 
-def test_what_is_judged_are_the_heads_that_are_kept(
-    earlier: Callable[[str], Path], run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_judges_the_merged_heads(earlier: Earlier, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = adapted("medusa", earlier("medusa"), lr=0.05)
     run(tmp_path / "low", **given, steps=6, eval_every=6)
-    taken: list[dict[str, torch.Tensor]] = []
-    judge = trainer._Trainer._judge
-
-    def noted(self: Any, *args: Any) -> None:
-        taken.append({key: tensor.clone() for key, tensor in self.heads.state_dict().items()})
-        judge(self, *args)
-
-    monkeypatch.setattr(trainer._Trainer, "_judge", noted)
+    taken = spy(
+        monkeypatch, trainer._Trainer, "_judge",
+        lambda one, *_: {key: tensor.clone() for key, tensor in one.heads.state_dict().items()},
+    )  # fmt: skip
     last = str(tmp_path / "low" / "last")
     run(tmp_path / "full", heads=given["heads"], start_from=last, steps=1, eval_every=1, lr=1e-9)
     kept = weights(tmp_path / "low" / "last")
@@ -135,7 +126,7 @@ def test_what_is_judged_are_the_heads_that_are_kept(
     assert ours["tau"] == theirs["tau"] and metrics(tmp_path / "low")[0]["tau"] != ours["tau"]
 
 
-def test_weights_come_back_when_keeping_fails(earlier: Callable[[str], Path], tiny_target: Target) -> None:
+def test_weights_are_restored_after_an_error(earlier: Earlier, tiny_target: Target) -> None:
     heads: DraftHead = load_heads(earlier("hydra"), tiny_target)
     before = {key: tensor.clone() for key, tensor in heads.state_dict().items()}
     low = LowRank(Unrolled(heads), RANK)
@@ -148,12 +139,7 @@ def test_weights_come_back_when_keeping_fails(earlier: Callable[[str], Path], ti
     assert all(torch.equal(tensor, before[key]) for key, tensor in heads.state_dict().items())
 
 
-def test_what_cannot_work_is_refused(
-    recipe: Callable[..., Recipe],
-    earlier: Callable[[str], Path],
-    tiny_target: Target,
-    train_store: StateStore,
-) -> None:
+def test_bad_settings(recipe: MakeRecipe, earlier: Earlier, tiny_target: Target, train_store: StateStore) -> None:
     folder = earlier("medusa")
     with pytest.raises(UserError, match=r"train\.start_from names none"):
         check_training(recipe(lora_rank=2))

@@ -1,11 +1,10 @@
-"""`python -m headstart.train` is `headstart train`: in a process of its own, killed and run again, on two processes."""
+"""`python -m headstart.train` equals `headstart train`: as a process, after a kill, and on two processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,11 +18,11 @@ from headstart.support.artifacts import referred
 from headstart.support.lock import locked
 from headstart.train.trainer import train
 from tests.forks import Forks
-from tests.train.conftest import clean_environment
+from tests.train.conftest import Workplace, clean_environment
 
 
 def here(file: Path, folder: Path, *overrides: str) -> Path:
-    """The same training in this process; returns its last heads."""
+    """Run the same training in this process and return its last heads."""
     recipe = load_recipe(str(file), overrides)
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
     states = file.parent / "runs" / "run" / "data" / "states"
@@ -31,25 +30,23 @@ def here(file: Path, folder: Path, *overrides: str) -> Path:
     return train(recipe, target, *stores, folder).last_folder
 
 
-def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
-) -> None:
+KILLED = """
+import os, signal, sys
+from headstart.cli.app import main
+from headstart.train import trainer
+take = trainer._Trainer._step
+def step(run, *rest):
+    return take(run, *rest) if run.trainer_state.step < 7 else os.kill(os.getpid(), signal.SIGKILL)
+trainer._Trainer._step = step
+sys.argv.insert(1, 'train')
+main()
+"""
+"""A training that kills itself in step 8."""
+
+
+def test_killed_process_resumes_bitwise(workplace: Workplace, forks: Forks, tmp_path: Path) -> None:
     file, run = workplace(steps=12, save_every=5, eval_every=100)
-    # It ends itself in the middle of step 8, as a kill from outside would end it.
-    kill = "\n".join(
-        [
-            "import os, signal, sys",
-            "from headstart.cli.app import main",
-            "from headstart.train import trainer",
-            "take = trainer._Trainer._step",
-            "def step(run, *rest):",
-            "    return take(run, *rest) if run.trainer_state.step < 7 else os.kill(os.getpid(), signal.SIGKILL)",
-            "trainer._Trainer._step = step",
-            "sys.argv.insert(1, 'train')",
-            "main()",
-        ]
-    )
-    done = forks.run("-c", kill, file, "--run-dir", run, env=clean_environment())
+    done = forks.run("-c", KILLED, file, "--run-dir", run, env=clean_environment())
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (run / "train" / "result.json").exists()
     resumed = load_heads(here(file, run / "train")).state_dict()
@@ -58,9 +55,7 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
         assert torch.equal(tensor, resumed[name]), name
 
 
-def test_two_processes_do_what_one_does_with_twice_the_accumulation(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
-) -> None:
+def test_two_processes_match_one(workplace: Workplace, forks: Forks, tmp_path: Path) -> None:
     file, run = workplace(steps=6, save_every=3, eval_every=3, lr=1e-3, position_weight="dpace")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "headstart.train", file]
     done = forks.run(*words, "--run-dir", run, env={**clean_environment(), "ACCELERATE_USE_CPU": "true"})
@@ -72,15 +67,15 @@ def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     alone_folder = tmp_path / "alone"
     alone = load_heads(here(file, alone_folder, "train.gradient_accumulation_steps=2")).state_dict()
     for name, tensor in alone.items():
-        # The same sums in another order; Adam turns a tiny gradient's sign into a whole step of the learning rate.
+        # Sums in another order; Adam turns the sign of a tiny gradient into a full step of the learning rate.
         torch.testing.assert_close(both[name], tensor, rtol=1e-3, atol=3e-4)
-    # Validation is counted over both processes' shares.
+    # Validation counts over both ranks.
     rows = [(folder / "metrics.jsonl").read_text().splitlines()[0] for folder in (run / "train", alone_folder)]
     first, second = (yaml.safe_load(row) for row in rows)
     assert first["predictions"] == second["predictions"] and first["tau"] == second["tau"]
 
 
-def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]], forks: Forks) -> None:
+def test_folder_takes_one_training_at_a_time(workplace: Workplace, forks: Forks) -> None:
     file, run = workplace(steps=1)
     with locked(run):
         done = forks.run("-m", "headstart.train", file, "--run-dir", run, env=clean_environment())
@@ -90,9 +85,7 @@ def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Pa
     assert not (run / "train").exists()
 
 
-def test_both_ways_to_type_it_leave_the_same_records(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
-) -> None:
+def test_both_commands_record_alike(workplace: Workplace, forks: Forks, tmp_path: Path) -> None:
     records = []
     for name, words in (("module", ["-m", "headstart.train"]), ("command", ["-m", "headstart", "train"])):
         file, run = workplace(tmp_path / name, steps=1)
@@ -103,15 +96,13 @@ def test_both_ways_to_type_it_leave_the_same_records(
     assert one == other and one["whole"]
 
 
-def test_a_launcher_of_one_process_trains_as_the_command_does(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks
-) -> None:
+def test_launcher_of_one_process_trains_like_the_command(workplace: Workplace, forks: Forks) -> None:
     file, run = workplace(steps=1)
     words, environment = ["-m", "headstart.train", file, "--run-dir", run], clean_environment()
     done = forks.run(*words, env={**environment, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"})
     assert done.returncode == 0, done.stderr
     assert "Training on 1 process (cpu, float32, 1 CPU threads each)" in done.stdout
-    assert load_recipe(str(run / "recipe.yaml")) == load_recipe(str(file)), "what `headstart train` keeps, too"
+    assert load_recipe(str(run / "recipe.yaml")) == load_recipe(str(file)), "as `headstart train` keeps it"
     commands = json.loads((run / "provenance.json").read_text())["commands"]
     assert "headstart/train/__main__.py" in commands[-1]["argv"][0] and commands[-1]["versions"]["torch"]
     assert (run / "train").resolve() == referred(run, "train").resolve()

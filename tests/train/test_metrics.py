@@ -1,4 +1,4 @@
-"""Accuracy, predicted tokens per round and the draft vocabulary on cases counted by hand."""
+"""Accuracy, tau and the draft vocabulary on cases counted by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("cpu")
 
 
 def _says(tokens: list[int], size: int = 12) -> torch.Tensor:
-    """Logits whose best drafts are these, the next ids following by rank."""
+    """Logits that rank each given token first and the following ids after it."""
     logits = torch.zeros(len(tokens), size)
     for row, token in enumerate(tokens):
         for rank in range(size):
@@ -31,14 +31,12 @@ def _says(tokens: list[int], size: int = 12) -> torch.Tensor:
 
 
 def _step(logits_MD: torch.Tensor, source: list[int], origin: list[int]) -> StepPrediction:
-    """A step with these logits."""
-    return StepPrediction(
-        logits_MD, torch.eye(logits_MD.shape[1]), *(torch.tensor(flat).long() for flat in (source, origin))
-    )
+    flat = (torch.tensor(places).long() for places in (source, origin))
+    return StepPrediction(logits_MD, torch.eye(logits_MD.shape[1]), *flat)
 
 
 @pytest.mark.parametrize("block", [1, 3, 512])
-def test_tau_lines_up_the_steps_of_one_draft(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tau_aligns_the_steps_of_one_draft(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summing, "_BLOCK", {"cpu": 0})
     monkeypatch.setattr(summing, "_BLOCK_ROWS", block)
     chosen_X = torch.tensor([-1, 3, 4, 5, 6, -1])
@@ -58,14 +56,14 @@ def test_tau_lines_up_the_steps_of_one_draft(block: int, monkeypatch: pytest.Mon
     assert result.tau == pytest.approx(1 + 3 / 4 + 1 / 3)
 
 
-def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
+def test_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     vocabulary_D = torch.tensor([20, 21, 22])
     tally = Tally(1, DEVICE)
     tally.add([_step(_says([1, 1], size=3), [0, 1], [0, 1])], vocabulary_D, torch.tensor([21, 5]))
     assert tally.result().accuracy == {"top1": [0.5], "top4": [0.5], "top8": [0.5]}
 
 
-def test_counts_of_processes_add_up() -> None:
+def test_counts_of_ranks_add_up() -> None:
     chosen_X = torch.tensor([3, 4])
     both, other = Tally(1, DEVICE), Tally(1, DEVICE)
     both.add([_step(_says([3, 4]), [0, 1], [0, 1])], torch.arange(12), chosen_X)
@@ -75,17 +73,17 @@ def test_counts_of_processes_add_up() -> None:
     assert both.result().tau == 1.5
 
 
-def test_a_step_that_no_answer_reaches_counts_nothing() -> None:
+def test_step_beyond_every_answer_counts_nothing() -> None:
     tally = Tally(2, DEVICE)
     tally.add([_step(_says([3]), [0], [0]), _step(_says([]), [], [])], torch.arange(12), torch.tensor([3]))
     assert (tally.result().tau, tally.result().predictions) == (2, [1, 0])
 
 
-def test_nothing_to_judge_is_plain_decoding() -> None:
+def test_empty_validation_is_plain_decoding() -> None:
     assert Tally(3, DEVICE).result().tau == 1
 
 
-def test_chosen_tokens_are_the_targets_own_argmax(tiny_target: Target) -> None:
+def test_chosen_tokens_are_the_targets_argmax(tiny_target: Target) -> None:
     tokens = [[5, 9, 30, 7, 8], [11, 4, 2]]
     rows = tiny_target.hidden_states(tokens, [FINAL])
     final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
@@ -96,20 +94,20 @@ def test_chosen_tokens_are_the_targets_own_argmax(tiny_target: Target) -> None:
     assert chosen_X.tolist() == [-1, -1, own[0][2], own[0][3], -1, own[1][0], own[1][1], -1, -1, -1]
 
 
-def test_the_draft_vocabulary_is_the_most_frequent_tokens_ties_by_id() -> None:
+def test_draft_vocabulary_has_the_most_frequent_tokens() -> None:
     counts_V = torch.tensor([1, 4, 0, 4, 9, 1])
     assert pick_vocabulary(counts_V, 3, always=[]).tolist() == [1, 3, 4]
     assert pick_vocabulary(counts_V, 4, always=[]).tolist() == [0, 1, 3, 4]
     assert pick_vocabulary(counts_V, 3, always=[2]).tolist() == [1, 2, 4]
 
 
-def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> None:
+def test_coverage_is_the_draftable_fraction() -> None:
     masks = [torch.ones(10, dtype=torch.bool)]
     store: Any = SimpleNamespace(supervised_counts=lambda _: torch.tensor([6, 0, 3, 1]), supervised=lambda: masks)
     assert draftable_share(store, 4, torch.tensor([0, 3])) == pytest.approx(0.7)
 
 
-def test_a_validation_is_shown_with_leading_zeros() -> None:
+def test_validation_line_has_leading_zeros() -> None:
     text = io.StringIO()
     shown = Validation({"top1": [0.316, 1.0]}, [0.4, 0.3], [40, 20])
     with progress_bar(None, "training", 100) as bar:

@@ -1,10 +1,10 @@
-"""States computed in the training loop: the same batches, the same states, the same heads, and nothing on disk."""
+"""States computed in the training loop: batches, states and heads match the store, and nothing is stored."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import make_config
 from headstart.model.model import Target
-from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.recipes.recipe import load_recipe, parse_recipe
 from headstart.replay.patch import FINAL
 from headstart.support.artifacts import references
 from headstart.train import trainer
@@ -26,28 +26,29 @@ from headstart.train.trainer import train
 from headstart.train.training_artifact import training
 from tests.data.test_store import poison
 from tests.forks import Forks
-from tests.train.conftest import clean_environment, conversations
+from tests.spies import spy
+from tests.train.conftest import MakeRecipe, Train, Workplace, clean_environment, conversations
 from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
 
 SUMS = {"rtol": 1e-5, "atol": 1e-5}
-"""float32 sums in another order: a conversation stands in a batch of another length, and matrix products of other
-shapes add in other orders, over a few layers of states of about size 1."""
+"""float32 rounding: batches of another length give matrix products of other shapes, which sum in another order."""
+
+
+Online = list[OnlineStates]
 
 
 @pytest.fixture
-def online(tiny_target: Target, states: Path) -> list[OnlineStates]:
+def online(tiny_target: Target, states: Path) -> Online:
     made = (conversations(24, 0, tiny_target.vocab_size), conversations(7, 1, tiny_target.vocab_size))
     return [OnlineStates(states, one, tiny_target, [1, 2, 3, FINAL]) for one in made]
 
 
-def test_online_states_are_the_stored_ones(train_store: StateStore, online: list[OnlineStates]) -> None:
+def test_online_states_match_the_stored_ones(train_store: StateStore, online: Online) -> None:
     computed = online[0]
     assert (len(computed), computed.lengths) == (len(train_store), train_store.lengths)
-    assert (computed.hidden_size, computed.target_fingerprint) == (
-        train_store.hidden_size,
-        train_store.target_fingerprint,
-    )
+    assert computed.hidden_size == train_store.hidden_size
+    assert computed.target_fingerprint == train_store.target_fingerprint
     assert torch.equal(computed.supervised_counts(400), train_store.supervised_counts(400))
     assert computed.fingerprint != train_store.fingerprint, "they differ by rounding"
     batch = [3, 0, 11, 7]
@@ -60,20 +61,19 @@ def test_online_states_are_the_stored_ones(train_store: StateStore, online: list
     assert torch.equal(computed.get(3).tokens_T, train_store.get(3).tokens_T)
 
 
-def test_a_conversation_with_states_that_are_not_finite_is_named_and_teaches_nothing(
-    tiny_target: Target, online: list[OnlineStates], recipe: Callable[..., Recipe], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_not_finite_states_are_named_and_teach_nothing(
+    tiny_target: Target, online: Online, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(tiny_target, monkeypatch, conversations(24, 0, tiny_target.vocab_size)[7].tokens)
     with pytest.warns(UserWarning, match="conversation 7 .* not finite") as caught:
-        result = train(recipe(epochs=2), tiny_target, online[0], online[1], tmp_path)
+        result = run(tmp_path, train_on=online[0], validate_on=online[1], epochs=2)
     assert sum("not finite" in str(warning.message) for warning in caught) == 1, "once"
     assert online[0].not_finite == [7]
     assert all(weight.isfinite().all() for weight in weights(result.last_folder).values())
 
 
 def test_conversations_are_not_kept(tiny_target: Target, states: Path) -> None:
-    """As Python's lists, a million of them would fill the memory of a rank."""
+    """As Python lists, a million of them would fill the memory of a rank."""
     alive: list[weakref.ref[Conversation]] = []
 
     def each() -> Iterator[Conversation]:
@@ -92,40 +92,24 @@ def test_conversations_are_not_kept(tiny_target: Target, states: Path) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_family_trains_online_as_from_the_store(
-    name: str,
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    online: list[OnlineStates],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, run: Train, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses within what the golden runs allow: Adam's first steps make a whole step of a rounding error."""
-    read: list[list[list[int]]] = [[], []]
-    read_batch = trainer.read_batch
-    settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, eval_every=1, lr=1e-3, prefetch=0)
-    for taken, stores in zip(read, ((train_store, valid_store), online), strict=True):
-
-        def noted(store: Any, batch: list[int], *rest: Any, taken: list[list[int]] = taken) -> Any:
-            taken.append(batch)
-            return read_batch(store, batch, *rest)
-
-        monkeypatch.setattr(trainer, "read_batch", noted)
-        train(settings, tiny_target, stores[0], stores[1], tmp_path / type(stores[0]).__name__)
-    assert read[0] == read[1], "the same batches in the same order"
-    stored, computed = (metrics(tmp_path / who) for who in ("StateStore", "OnlineStates"))
+    """Losses within the tolerance of the golden runs: Adam's first steps turn a rounding error into a full step."""
+    settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "steps": 4, "eval_every": 1, "lr": 1e-3}
+    computing = {"train_on": online[0], "validate_on": online[1]}
+    read = spy(monkeypatch, trainer, "read_batch", lambda _store, batch, *_: batch)
+    run(tmp_path / "stored", prefetch=0, **settings)
+    stored_batches, read[:] = list(read), []
+    run(tmp_path / "online", prefetch=0, **computing, **settings)
+    assert read == stored_batches, "the same batches in the same order"
+    stored, computed = (metrics(tmp_path / name) for name in ("stored", "online"))
     assert [row["loss"] for row in computed][1:] == pytest.approx([row["loss"] for row in stored][1:], rel=1e-3)
     assert [row["predictions"] for row in computed] == [row["predictions"] for row in stored]
 
 
-def test_a_batch_is_one_forward(tiny_target: Target, online: list[OnlineStates]) -> None:
-    read: list[int] = []
+def test_batch_takes_one_forward(tiny_target: Target, online: Online) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        own = Target.hidden_states
-        patch.setattr(
-            Target, "hidden_states", lambda self, rows, layers: read.append(len(rows)) or own(self, rows, layers)
-        )
+        read = spy(patch, Target, "hidden_states", lambda _target, rows, _layers: len(rows))
         list(online[0].supervised())
         online[0].supervised_counts(tiny_target.vocab_size)
         assert not read, "masks cost no forward"
@@ -133,24 +117,17 @@ def test_a_batch_is_one_forward(tiny_target: Target, online: list[OnlineStates])
     assert read == [3]
 
 
-def test_an_online_training_is_an_artifact_of_its_own(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    online: list[OnlineStates],
-    tmp_path: Path,
+def test_online_training_is_its_own_artifact(
+    recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, online: Online, tmp_path: Path
 ) -> None:
     config = make_config(recipe().heads, tiny_target)
-    stored = training(tmp_path / "run", recipe(), config, train_store, valid_store)
+    stored = training(tmp_path / "run", recipe(), config, train_store, train_store)
     computed = training(tmp_path / "run", recipe(), config, online[0], online[1])
     again = training(tmp_path / "run", recipe(), config, *online)
     assert stored.name != computed.name == again.name
 
 
-def test_the_command_trains_online_and_stores_nothing(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_command_trains_online(workplace: Workplace, forks: Forks, tiny_target: Target, tmp_path: Path) -> None:
     file, run = workplace(steps=2)
     online = run.with_name("online")
     words = ["-m", "headstart.train", file, "--run-dir", online, "data.states=online"]
@@ -163,16 +140,13 @@ def test_the_command_trains_online_and_stores_nothing(
     assert not list((online / "data" / "states").iterdir()) and "states" not in references(online)
 
 
-def test_a_sharded_target_is_refused_where_it_would_have_to_be_whole(recipe: Callable[..., Recipe]) -> None:
+def test_sharded_target_needs_online_states(recipe: MakeRecipe) -> None:
     values = recipe(shard_target=True).model_dump(mode="json")
     with pytest.raises(UserError, match=r"train\.shard_target does not go with data\.states=stored"):
         check_training(parse_recipe(values))
     values["data"]["states"] = "online"
     check_training(parse_recipe(values))
-    for section, key, value in (
-        ("target", "adapter", "x"),
-        ("target", "quantization", "int8"),
-    ):
+    for section, key, value in (("target", "adapter", "x"), ("target", "quantization", "int8")):
         changed = {**values, section: {**values[section], key: value}}
         with pytest.raises(UserError, match=rf"does not go with {section}\.{key}"):
             check_training(parse_recipe(changed))

@@ -1,4 +1,4 @@
-"""Which weights learn by which optimiser, and that Muon is Muon."""
+"""The optimiser of each weight, and Muon against torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ AUX_LAYERS: dict[str, Any] = {"eagle3": {"aux_layers": [1, 2, 3]}}
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-def test_updates_are_those_of_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Momentum, size and weight decay, whatever makes them orthogonal."""
+def test_updates_match_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momentum, scale and weight decay, with our orthogonalisation in both."""
     module = import_module("torch.optim._muon")
     monkeypatch.setattr(module, "_zeropower_via_newtonschulz", lambda update, *_: orthogonal(update))
     torch.manual_seed(0)
@@ -32,11 +32,11 @@ def test_updates_are_those_of_torch(shape: tuple[int, int], monkeypatch: pytest.
         theirs.grad = ours.grad.clone()
         mine.step()
         reference.step()
-        # One rounding of bfloat16 apart at most, should batched products be added up in another order.
+        # At most one bfloat16 rounding apart, in case batched products sum in another order.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2 * 0.2 * 40**0.5 * 2**-8)
 
 
-def test_a_stack_is_so_many_matrices() -> None:
+def test_stack_is_several_matrices() -> None:
     torch.manual_seed(0)
     stack = torch.randn(2, 3, 16, 24)
     alone = torch.stack([torch.stack([orthogonal(matrix) for matrix in row]) for row in stack])
@@ -46,11 +46,11 @@ def test_a_stack_is_so_many_matrices() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48)])
 @pytest.mark.parametrize("spread", [1, 4, 100])
-def test_singular_values_come_close_to_one(
+def test_singular_values_are_near_one(
     shape: tuple[int, int], spread: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the directions stay: the polynomials reach 1 +- 0.083 from 0.005 of the norm on, and bfloat16 rounds.
-    Machines without products in bfloat16 take float32."""
+    """The directions stay. The polynomials reach 1 +- 0.083 from 0.005 of the norm on, and bfloat16 rounds. Machines
+    without bfloat16 products take float32."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": dtype == torch.bfloat16})
     assert orthogonal(torch.eye(2)).dtype == dtype
     torch.manual_seed(0)
@@ -65,14 +65,14 @@ def test_singular_values_come_close_to_one(
     assert float(torch.linalg.svdvals(made).max()) < 1.1
 
 
-def test_a_matrix_with_one_direction_stays_bounded() -> None:
-    """Its singular value is all of its norm, where polynomials beyond their range would run away."""
+def test_rank_one_matrix_stays_bounded() -> None:
+    """Its singular value is its norm, where polynomials outside their range would diverge."""
     made = orthogonal(torch.outer(torch.linspace(-1, 1, 40), torch.linspace(0.5, 2, 30))).float()
     assert 0.9 < float(torch.linalg.svdvals(made).max()) < 1.1
 
 
-def test_matrices_that_lie_below_one_another_are_taken_one_by_one() -> None:
-    """And rows of none of them stay as they are, weight decay or not."""
+def test_row_blocks_are_separate_matrices() -> None:
+    """Rows outside every block stay unchanged, also by weight decay."""
     torch.manual_seed(0)
     start, gradient = torch.randn(12, 6), torch.randn(12, 6)
     parts = [slice(0, 4), slice(6, 12)]
@@ -88,7 +88,7 @@ def test_matrices_that_lie_below_one_another_are_taken_one_by_one() -> None:
 
 
 def test_matrices_that_take_turns_move_as_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a gradient that stays the same: in one of two steps, and by two updates then; half of them in each step."""
+    """With a constant gradient, each moves in every other step, by two updates; half of them in each step."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # in float32
     torch.manual_seed(0)
     start, gradient = torch.randn(12, 6), torch.randn(12, 6)
@@ -107,7 +107,7 @@ def test_matrices_that_take_turns_move_as_far(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(*weights)
 
 
-def test_a_gradient_of_nothing_changes_nothing() -> None:
+def test_zero_gradient_changes_nothing() -> None:
     weight = nn.Parameter(torch.ones(4, 6))
     weight.grad = torch.zeros(4, 6)
     Muon([weight], lr=1.0).step()
@@ -115,9 +115,8 @@ def test_a_gradient_of_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(families()))
-def test_every_weight_has_one_optimizer_and_lm_heads_norms_and_biases_have_adamw(
-    name: str, tiny_target: Target
-) -> None:
+def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
+    """LM heads, norms, biases, Markov and confidence weights take AdamW, all others Muon."""
     config = make_config({"family": name, "draft_vocab_size": 40, **AUX_LAYERS.get(name, {})}, tiny_target)
     heads = family(name)(config)
     trained = {id(weight): key for key, weight in heads.named_parameters() if weight.requires_grad}
@@ -132,7 +131,7 @@ def test_every_weight_has_one_optimizer_and_lm_heads_norms_and_biases_have_adamw
     assert isinstance(only, torch.optim.AdamW)
 
 
-def test_rows_that_do_not_learn_do_not_decay(tiny_target: Target) -> None:
+def test_frozen_rows_do_not_decay(tiny_target: Target) -> None:
     settings = {"family": "eagle3", "init": "transition", "aux_layers": [1, 2], "draft_vocab_size": 40}
     heads = family("eagle3")(make_config(settings, tiny_target))
     layer: Any = heads.get_submodule("layers.0")

@@ -1,4 +1,4 @@
-"""Several conversations in one row: what is learnt from each is what it teaches in a row of its own."""
+"""Packing several conversations into a row: same losses and gradients as one row each."""
 
 from __future__ import annotations
 
@@ -32,19 +32,14 @@ def target() -> Target:
 
 
 def store_of(target: Target, heads: DraftHead, lengths: list[int]) -> Any:
-    """Texts of which every token is supervised, the first as well."""
+    """Random texts with 90 % of their tokens supervised, always including the first."""
     torch.manual_seed(1)
     layers = sorted({*heads.aux_layers, FINAL})
-    samples = [
-        Sample(
-            torch.randint(61, (length,)),
-            torch.rand(length) < 0.9,
-            {layer: torch.randn(length, target.hidden_size) for layer in layers},
-        )
-        for length in lengths
-    ]
-    for sample in samples:
-        sample.supervised_T[0] = True
+    samples = []
+    for length in lengths:
+        states = {layer: torch.randn(length, target.hidden_size) for layer in layers}
+        samples.append(Sample(torch.randint(61, (length,)), torch.rand(length) < 0.9, states))
+        samples[-1].supervised_T[0] = True
     return SimpleNamespace(samples=lambda indices, layers: [samples[index] for index in indices])
 
 
@@ -58,9 +53,7 @@ def both(target: Target, heads: DraftHead, lengths: list[int]) -> tuple[HeadBatc
 
 @pytest.mark.parametrize("short", [True, False], ids=["in one piece", "in parts"])
 @pytest.mark.parametrize("name", CASES)
-def test_packed_the_loss_and_its_gradients_are_those_of_a_row_each(
-    name: str, short: bool, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_gradients_match(name: str, short: bool, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build(name, target))
     padded, packed = both(target, heads, [23, 2, 40, 1, 9, 17])
     wanted = learn(target, heads, padded)
@@ -69,25 +62,25 @@ def test_packed_the_loss_and_its_gradients_are_those_of_a_row_each(
     assert_same_step(learn(target, heads, packed), wanted)
 
 
-def test_packed_drafts_weigh_what_they_weigh_in_a_row_each(target: Target) -> None:
+def test_packed_position_weights_match(target: Target) -> None:
     heads = build("eagle3", target)
     padded, packed = both(target, heads, [23, 40, 9, 17])
     made = [learn(target, heads, batch, position_weight="dpace") for batch in (packed, padded)]
     assert_same_step(*made)
 
 
-def test_no_draft_goes_from_one_conversation_into_the_next(target: Target) -> None:
+def test_no_draft_crosses_conversations(target: Target) -> None:
     heads = build("medusa", target)
     _, packed = both(target, heads, [4, 3, 5])
     assert packed.starts_BT is not None
     packed.supervised_BT[0, [1, 2, 3, 5, 6, 8, 9, 10, 11]] = True
     assert packed.starts_BT.tolist() == [[0] * 4 + [4] * 3 + [7] * 5]
-    # t a b c | u d e | v f g h i: origins whose next two, or three, tokens belong to the same answer.
+    # t a b c | u d e | v f g h i: the next two, or three, tokens of an origin must belong to the same answer.
     assert origins(packed, 0).tolist() == [0, 1, 4, 7, 8, 9]
     assert origins(packed, 1).tolist() == [0, 7, 8]
 
 
-def test_batches_hold_every_conversation_once_and_little_room_is_left() -> None:
+def test_batches_hold_every_conversation_once_and_are_nearly_full() -> None:
     lengths = torch.randint(5, 400, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     first = packed_batches(lengths, 1024, seed=0, epoch=0)
     assert Counter(index for batch in first for index in batch) == Counter(range(300))
@@ -97,18 +90,18 @@ def test_batches_hold_every_conversation_once_and_little_room_is_left() -> None:
     assert first == packed_batches(lengths, 1024, seed=0, epoch=0)
     for other in others:
         assert other != first and len(other) == len(first)
-        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "mixed anew"
+        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "regrouped"
     assert sorted(packed_batches([10, 5000, 12], 64, seed=0, epoch=0), key=len)[0] == [1]
 
 
-def test_a_packed_training_goes_on_where_it_stopped(run: Train, tmp_path: Path) -> None:
+def test_packed_training_resumes(run: Train, tmp_path: Path) -> None:
     settings = {"packing": True, "warmup": 0, "min_lr_ratio": 1}
     for name, steps in (("cut", 4), ("cut", 7), ("once", 7)):
         run(tmp_path / name, steps=steps, **settings)
     assert_same(tmp_path / "cut" / "last", tmp_path / "once" / "last")
 
 
-def test_packed_trainings_are_others(run: Train, tmp_path: Path) -> None:
+def test_packing_changes_the_training_identity(run: Train, tmp_path: Path) -> None:
     values = {"name": "x", "heads": {"family": "medusa"}}
     assert "packing" in parse_recipe(values).train.unset()
     assert "packing" not in parse_recipe({**values, "train": {"packing": True}}).train.unset()

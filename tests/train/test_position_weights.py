@@ -7,7 +7,7 @@ import torch
 
 from headstart.train.losses import dpace, exponential
 
-# A text of which drafts start at 0, 1 and 5; the draft from 5 ends after one step, that from 1 after two.
+# Drafts start at 0, 1 and 5 of a text; the draft from 5 has one step, the draft from 1 has two.
 ORIGINS = [torch.tensor([0, 1, 5]), torch.tensor([0, 1]), torch.tensor([0])]
 
 
@@ -24,7 +24,8 @@ def test_dpace_weighs_a_step_by_what_follows_it() -> None:
 
 
 def test_dpace_is_the_gradient_of_the_expected_length() -> None:
-    """Its derivation: w_k is d/d log(factor k) of the sum over j of the product of the first j factors."""
+    """The derivation: w_k is the derivative, by log(factor k), of the sum over j of the product of the first j
+    factors."""
     torch.manual_seed(0)
     alphas = [torch.rand(1, dtype=torch.float64) for _ in range(4)]
     logs = [(0.5 * alpha + 0.5).log().requires_grad_() for alpha in alphas]

@@ -1,9 +1,8 @@
-"""Which device each process of a training takes, and what accelerate may be asked for."""
+"""The device of each training process, and launcher settings that are refused."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,12 @@ import torch
 
 from headstart.errors import UserError
 from headstart.model.model import Target
-from headstart.recipes.recipe import Recipe
 from headstart.train import processes
+from tests.train.conftest import MakeRecipe
 
 
 class Gpus:
-    """Two GPUs, as torch and accelerate see them."""
+    """Two fake GPUs for torch and accelerate."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
@@ -30,7 +29,7 @@ class Gpus:
         self._patch.setenv("WORLD_SIZE", str(ranks))
 
     def state(self, cpu: bool = False) -> Any:
-        """`cuda:<local rank>` under a launcher and `cuda`, which is the current GPU, without one."""
+        """Return `cuda:<local rank>` under a launcher, else `cuda`, the current GPU."""
         launched = os.environ.get("LOCAL_RANK")
         device = "cpu" if cpu else "cuda" if launched is None else f"cuda:{launched}"
         return SimpleNamespace(device=torch.device(device))
@@ -41,35 +40,27 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return Gpus(monkeypatch)
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_each_process_of_a_launcher_takes_a_gpu_of_its_own(gpus: Gpus, device: str) -> None:
+@pytest.mark.parametrize(("device", "taken"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cpu", "cpu")])
+def test_launched_processes_take_their_own_gpu_or_the_cpu(gpus: Gpus, device: str, taken: str) -> None:
     gpus.launch(1, 2)
-    assert processes.join_processes(device) == "cuda:1"
+    assert processes.join_processes(device) == taken
 
 
-def test_a_process_alone_takes_the_gpu_of_its_recipe(gpus: Gpus) -> None:
+def test_lone_process_takes_the_gpu_of_its_recipe(gpus: Gpus) -> None:
     assert processes.join_processes("cuda:1") is None
 
 
-def test_one_gpu_for_several_processes_is_refused(gpus: Gpus) -> None:
+def test_one_gpu_for_two_processes_is_refused(gpus: Gpus) -> None:
     gpus.launch(0, 2)
     with pytest.raises(UserError, match=r"target\.device=cuda:1 is one GPU, and 2 processes train") as refused:
         processes.join_processes("cuda:1")
     assert "target.device=auto" in refused.value.remedy and "CUDA_VISIBLE_DEVICES" in refused.value.remedy
 
 
-def test_a_cpu_among_gpus_trains_on_the_cpu(gpus: Gpus) -> None:
-    gpus.launch(1, 2)
-    assert processes.join_processes("cpu") == "cpu"
-
-
-def test_a_target_elsewhere_than_its_training_is_refused(
-    recipe: Callable[..., Recipe], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_target_on_another_device_is_refused(
+    recipe: MakeRecipe, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def elsewhere(**_: Any) -> Any:
-        return SimpleNamespace(device=torch.device("meta"))
-
-    monkeypatch.setattr(processes, "Accelerator", elsewhere)
+    monkeypatch.setattr(processes, "Accelerator", lambda **_: SimpleNamespace(device=torch.device("meta")))
     with pytest.raises(UserError, match="The target is on cpu, and this process trains on meta"):
         processes.make_accelerator(recipe(), tiny_target, tmp_path)
 

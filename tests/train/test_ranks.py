@@ -1,4 +1,4 @@
-"""Two processes on gloo: they train as one does, end together, and speak with one voice."""
+"""Training on two gloo processes: matches one process, ends together, and prints each message once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from headstart.train.training_artifact import training
 from tests.forks import Forks
 from tests.test_pipeline import quiet
 from tests.train import ranks
-from tests.train.conftest import clean_environment
+from tests.train.conftest import Workplace, clean_environment
 from tests.train.test_golden import HEADS
 from tests.train.test_main import here
 
@@ -41,7 +41,7 @@ COUNT = 2
 
 @dataclass
 class Ended:
-    """How a process ended, and what it wrote."""
+    """Exit code and output of a process."""
 
     code: int
     text: str
@@ -58,13 +58,8 @@ def together(forks: Forks) -> Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        everyone = {
-            **clean_environment(),
-            "ACCELERATE_USE_CPU": "true",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        everyone |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(COUNT))
+        everyone = {**clean_environment(), **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(COUNT))}
+        everyone |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         code = f"import sys; from tests.train import ranks; ranks.{do.__name__}(*sys.argv[1:])"
         begun = [
             forks.start("-c", code, *arguments, env={**everyone, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))})
@@ -80,7 +75,7 @@ def assert_codes(ended: list[Ended], *codes: int) -> None:
 
 
 def assert_one_voice(ended: list[Ended], *parts: str) -> None:
-    """One of the processes says why, once and without a traceback."""
+    """Assert that the processes together print each part once, without a traceback."""
     said = "".join(one.text for one in ended)
     for part in parts:
         assert said.count(part) == 1, said
@@ -96,7 +91,7 @@ def last_row(folder: Path) -> Any:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Of heads, and of the adapter beside them where the target learnt with them."""
+    """Load the weights of heads and of an adapter trained with them."""
     adapter = folder / "adapter" / "adapter_model.safetensors"
     return {**load_heads(folder).state_dict(), **(load_file(adapter) if adapter.exists() else {})}
 
@@ -108,46 +103,46 @@ def start_of(folder: Path) -> dict[str, torch.Tensor]:
 def assert_moved_alike(
     start: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: Any, within: float = 1e-5
 ) -> None:
-    """Both went the same way: apart by no more than sums in another order explain, a small share of the way."""
+    """Assert equal movement from the start, up to the order of sums: a small fraction of the distance."""
     moved = sum(float((one[name] - tensor).double().square().sum()) for name, tensor in start.items()) ** 0.5
     apart = sum(float((one[name] - other[name]).double().square().sum()) for name in start) ** 0.5
     assert moved > 0 and apart <= within * moved, (apart, moved)
 
 
 def train_alone(
-    monkeypatch: pytest.MonkeyPatch,
     target_folder: Path,
     states: Path,
     folder: Path,
-    gradient_accumulation_steps: int,
+    accumulation: int,
     how: str = "stored",
     do: Callable[..., None] = ranks.train_families,
     **settings: Any,
 ) -> None:
-    """What two processes do, in this one."""
-    for module in (trainer, batches):
-        monkeypatch.setattr(module, "epoch_batches", module.epoch_batches)
-    monkeypatch.setattr(
-        trainer, "make_optimizers", trainer.make_optimizers
-    )  # put back afterwards what is replaced there
-    monkeypatch.setattr(Joint, "optimizer", Joint.optimizer)
-    monkeypatch.setattr(trainer._Trainer, "train", trainer._Trainer.train)
-    do(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how, **settings)
+    """Run the same training in this process."""
+    replaced: list[tuple[Any, str]] = [(trainer, "epoch_batches"), (batches, "epoch_batches")]
+    replaced += [(trainer, "make_optimizers"), (Joint, "optimizer"), (trainer._Trainer, "train")]
+    with pytest.MonkeyPatch.context() as patch:
+        for where, name in replaced:  # `do` replaces them for good; the patch restores them
+            patch.setattr(where, name, getattr(where, name))
+        do(str(target_folder), str(states), str(folder), accumulation, how, **settings)
 
 
 @dataclass
 class Trained:
-    """Folders in which every family was trained alike, by two processes and by one."""
+    """Folders of the same trainings of every family, by two processes and by one."""
 
     both: Path
     alone: Path
+
+
+MakeTrained = Callable[[str], Trained]
 
 
 @pytest.fixture(scope="module")
 def trained(
     together: Ranks, states: Path, tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Trained]:
-    """From the store, online, or with an adapter of the target that learns too."""
+    """Train stored, online or joint (with an adapter of the target), once per module."""
     made: dict[str, Trained] = {}
 
     def make(how: str) -> Trained:
@@ -155,8 +150,7 @@ def trained(
             folder = tmp_path_factory.mktemp(how)
             words = [tiny_target_folder, states, folder / "both", "1", how]
             assert_codes(together(ranks.train_families, *words), 0, 0)
-            with pytest.MonkeyPatch.context() as patch:
-                train_alone(patch, tiny_target_folder, states, folder / "alone", COUNT, how)
+            train_alone(tiny_target_folder, states, folder / "alone", COUNT, how)
             made[how] = Trained(folder / "both", folder / "alone")
         return made[how]
 
@@ -167,15 +161,12 @@ HOW = ("stored", "online", "joint")
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_heads_train_as_one_process_does_with_twice_the_accumulation(
-    trained: Callable[[str], Trained], states: Path, how: str
-) -> None:
-    """From the store, with the target's forward in each process on its own batches, and with an adapter of the target
-    that learns too."""
+def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -> None:
+    """From the store, online with a forward in each process, and with an adapter of the target that learns too."""
     store = StateStore(states / "train")
     steps = epoch_steps(epoch_batches(store.lengths, 64, seed=0, epoch=0), COUNT, 1)[:3]
     learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
-    assert [False, True] in learnt or [True, False] in learnt, "in some step, one process has nothing to learn from"
+    assert [False, True] in learnt or [True, False] in learnt, "in some step one rank has no predictions"
     made = trained(how)
     for name in ranks.families_of(how):
         first, second = (weights_of(made.both / name / f"of-{rank}") for rank in range(COUNT))
@@ -186,17 +177,12 @@ def test_heads_train_as_one_process_does_with_twice_the_accumulation(
         assert_moved_alike(start, alone, first)
         rows = [last_row(folder / name) for folder in (made.both, made.alone)]
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
-        assert rows[0]["predictions"] == rows[1]["predictions"], "validation is counted over both processes' shares"
+        assert rows[0]["predictions"] == rows[1]["predictions"], "validation counts over both ranks"
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_heads_go_on_with_one_process_where_two_were_killed(
-    trained: Callable[[str], Trained],
-    states: Path,
-    tiny_target_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    how: str,
+def test_one_process_continues_where_two_were_killed(
+    trained: MakeTrained, states: Path, tiny_target_folder: Path, tmp_path: Path, how: str
 ) -> None:
     made = trained(how)
     for name in ranks.families_of(how):
@@ -204,7 +190,7 @@ def test_heads_go_on_with_one_process_where_two_were_killed(
         shutil.copyfile(made.both / name / "metrics.jsonl", tmp_path / name / "metrics.jsonl")
         kept = Path("checkpoints", "step-00000002")
         shutil.copytree(made.both / name / kept, tmp_path / name / kept)
-    train_alone(monkeypatch, tiny_target_folder, states, tmp_path, COUNT, how)
+    train_alone(tiny_target_folder, states, tmp_path, COUNT, how)
     for name in ranks.families_of(how):
         log = (tmp_path / name / "log.txt").read_text()
         assert "Training on 1 process " in log and "Continuing from step 2 " in log
@@ -215,14 +201,14 @@ def test_heads_go_on_with_one_process_where_two_were_killed(
 
 
 @pytest.mark.parametrize("how", ["stored", "online"])
-def test_packed_on_two_processes_heads_train_as_unpacked_on_one(
-    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+def test_packed_on_two_processes_matches_unpacked_on_one(
+    together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, how: str
 ) -> None:
     ended = together(ranks.train_families_packed, tiny_target_folder, states, tmp_path / "both", "1", how)
     assert_codes(ended, 0, 0)
     alone = tmp_path / "alone"
     do = ranks.train_families_packed
-    train_alone(monkeypatch, tiny_target_folder, states, alone, COUNT, how, do, packing=False)
+    train_alone(tiny_target_folder, states, alone, COUNT, how, do, packing=False)
     for name in ranks.KINDS:
         one, both = (load_heads(folder / name / "last").state_dict() for folder in (alone, tmp_path / "both"))
         assert_moved_alike(start_of(alone / name), one, both)
@@ -230,18 +216,16 @@ def test_packed_on_two_processes_heads_train_as_unpacked_on_one(
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
 
-def test_online_two_processes_train_as_from_the_store_also_with_a_part_of_the_target_each(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
-    """The states differ by sums in another order, and so do the weights that are solved for from them, where hardly
-    anything depends on these: what is compared is the way from there. Of a target in parts, a part of each sum is added
-    on each process."""
+def test_online_on_two_processes_matches_the_store(together: Ranks, workplace: Workplace) -> None:
+    """Also with a sharded target. The states differ by the order of sums, and so do initial weights solved for from
+    them in directions that barely depend on the states: compare the movement from the start. A sharded target adds a
+    part of each sum on each process."""
     file, run = workplace(
         heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
     )
     online = "data.states=online"
     settings = {"stored": ["data.states=stored"], "whole": [online], "parts": [online, "train.shard_target=true"]}
-    # In folders of runs of their own: beside each other, the last two would share one training.
+    # Separate folders of runs, else the last two would share one training.
     folders = {how: run.parent.with_name(how) / "run" for how in settings}
     for how, folder in folders.items():
         execute(quiet(folder, load_recipe(str(file), settings[how])), stages_until("states"))
@@ -268,18 +252,14 @@ def test_online_two_processes_train_as_from_the_store_also_with_a_part_of_the_ta
         assert rows[how]["predictions"] == rows["whole"]["predictions"]
 
 
-def test_a_loss_that_is_not_finite_on_one_process_stops_both_with_one_message(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_not_finite_loss_on_one_stops_both(together: Ranks, workplace: Workplace) -> None:
     file, run = workplace(steps=40, eval_every=100, save_every=100)
     ended = together(ranks.train_poisoned, file, "--run-dir", run)
     assert_codes(ended, 2, 2)
     assert_one_voice(ended, "not finite at step")
 
 
-def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_killed_process_ends_both(together: Ranks, workplace: Workplace, tmp_path: Path) -> None:
     file, run = workplace(steps=8, save_every=3, eval_every=4, lr=1e-3)
     ended = together(ranks.train_until_one_is_killed, file, "--run-dir", run)
     assert_codes(ended, 1, -9)
@@ -297,19 +277,13 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
 
 
 @pytest.mark.parametrize("what", ["whole heads", "low-rank updates"])
-def test_two_processes_go_on_where_one_was_stopped(
-    together: Ranks,
-    trained: Callable[[str], Trained],
-    states: Path,
-    tiny_target_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
+def test_two_processes_continue_where_one_was_stopped(
+    together: Ranks, trained: MakeTrained, states: Path, tiny_target_folder: Path, tmp_path: Path, what: str
 ) -> None:
     start_from = str(trained("stored").alone / "medusa" / "last") if what == "low-rank updates" else ""
 
     def on_one(folder: Path, *stop: int) -> None:
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "make_optimizers", trainer.make_optimizers)
             patch.setattr(Joint, "optimizer", Joint.optimizer)
             patch.setattr(trainer._Trainer, "_step", trainer._Trainer._step)
@@ -328,19 +302,17 @@ def test_two_processes_go_on_where_one_was_stopped(
     assert last_row(tmp_path / "whole")["tokens"] == last_row(tmp_path / "cut")["tokens"]
 
 
-def test_the_clock_of_the_main_process_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
-    """Also where it does so while the last step is taken, and its checkpoint is written."""
+def test_main_process_clock_ends_both(together: Ranks, workplace: Workplace) -> None:
+    """Also when time runs out during the last step, while its checkpoint is written."""
     file, run = workplace(steps=None, minutes=1, save_every=1, eval_every=100)
     assert_codes(together(ranks.train_by_two_clocks, file, "--run-dir", run), 0, 0)
     assert last_row(run / "train")["step"] == 4
     (run / "stages" / "train.json").unlink()  # as if the run had been killed just then
     assert_codes(together(ranks.train_with_an_old_view, file, "--run-dir", run), 0, 0)
-    assert last_row(run / "train")["step"] == 4, "it is over, whatever one of them sees"
+    assert last_row(run / "train")["step"] == 4, "finished, also with a stale view"
 
 
-def test_ctrl_c_keeps_the_step_and_ends_both(
-    together: Ranks, forks: Forks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_ctrl_c_keeps_the_step(together: Ranks, forks: Forks, workplace: Workplace) -> None:
     file, run = workplace(steps=8, save_every=100, eval_every=100)
     ended = together(ranks.train_until_ctrl_c, file, "--run-dir", run)
     assert_codes(ended, 130, 130)
@@ -353,9 +325,7 @@ def test_ctrl_c_keeps_the_step_and_ends_both(
     assert "Continuing from step 4" in alone.stdout and last_row(run / "train")["step"] == 8
 
 
-def test_what_one_process_alone_refuses_is_said_once(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_refusal_of_one_process_is_printed_once(together: Ranks, workplace: Workplace) -> None:
     file, run = workplace(steps=8)
     ended = together(ranks.train_with_one_refusing, file, "--run-dir", run)
     assert_codes(ended, 2, 2)
@@ -363,9 +333,7 @@ def test_what_one_process_alone_refuses_is_said_once(
     assert "Error" not in ended[0].text and "Traceback" not in ended[0].text + ended[1].text
 
 
-def test_refusals_are_one_sentence_from_one_process(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_refusals_are_printed_once(together: Ranks, workplace: Workplace) -> None:
     file, run = workplace(steps=2)
     recipe = load_recipe(str(file))
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
@@ -373,17 +341,17 @@ def test_refusals_are_one_sentence_from_one_process(
     begun = training(run, recipe, make_config(recipe.heads, target), *stores).folder
     here(file, begun)
     (begun / "result.json").unlink()  # as if it had been interrupted
-    ended = together(ranks.train, file, "--run-dir", run)
-    assert_codes(ended, 2, 2)
-    assert_one_voice(
-        ended, "was trained with number of processes = 1, and now it is 2.", "begin anew in another folder of runs"
-    )
-    ended = together(ranks.train, file, "--run-dir", run, "train.loss=foo")
-    assert_codes(ended, 2, 2)
-    assert_one_voice(ended, "Recipe key 'train.loss' is 'foo'")
-    ended = together(ranks.train, file, "--run-dir", run, "data.conversations=30")
-    assert_codes(ended, 2, 2)
-    assert_one_voice(ended, "(conversations: data.conversations changed from 24 to 30)", "headstart data build")
+    for overrides, parts in (
+        ([], ["was trained with number of processes = 1, and now it is 2.", "begin anew in another folder of runs"]),
+        (["train.loss=foo"], ["Recipe key 'train.loss' is 'foo'"]),
+        (
+            ["data.conversations=30"],
+            ["(conversations: data.conversations changed from 24 to 30)", "headstart data build"],
+        ),
+    ):
+        ended = together(ranks.train, file, "--run-dir", run, *overrides)
+        assert_codes(ended, 2, 2)
+        assert_one_voice(ended, *parts)
     with locked(run):
         ended = together(ranks.train, file, "--run-dir", run)
     assert_codes(ended, 2, 2)

@@ -1,4 +1,4 @@
-"""A run that was killed, interrupted or given more to do goes on exactly where it stopped."""
+"""Exact resumption of a run that was killed, interrupted or extended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,28 +17,14 @@ from rich.console import Console
 
 from headstart.errors import UserError
 from headstart.train import trainer
-from tests.train.conftest import Train
+from tests.train.conftest import KillAfter, Train
 from tests.train.results import Killed, assert_same, metrics
 
 
-@pytest.fixture
-def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Stop a run dead after so many optimiser steps, as a kill would: no handler, no clean-up of its own."""
-    original = trainer._Trainer._step
-
-    def arm(steps: int) -> None:
-        left = [steps]
-
-        def step(self: Any, *args: Any) -> float:
-            if left[0] == 0:
-                raise Killed
-            left[0] -= 1
-            return original(self, *args)
-
-        monkeypatch.setattr(trainer._Trainer, "_step", step)
-
-    yield arm
-    monkeypatch.undo()
+def set_taus(monkeypatch: pytest.MonkeyPatch, taus: Iterator[float]) -> None:
+    """Replace the taus of successive validations."""
+    own = trainer.Tally.result
+    monkeypatch.setattr(trainer.Tally, "result", lambda one: dataclasses.replace(own(one), chain=[next(taus) - 1]))
 
 
 @pytest.mark.parametrize(
@@ -51,15 +37,15 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
         {"position_weight": "subsampled", "step_weight": 0.6, "loss_tokens": 12},
     ],
 )
-def test_a_killed_run_goes_on_to_the_same_weights(
-    run: Train, tmp_path: Path, kill_after: Callable[[int], None], settings: dict[str, Any]
+def test_killed_run_resumes_exactly(
+    run: Train, tmp_path: Path, kill_after: KillAfter, settings: dict[str, Any]
 ) -> None:
     complete = run(tmp_path / "whole", **settings)
     for steps in (5, 6):  # once between checkpoints, once after the next one
         kill_after(steps)
         with pytest.raises(Killed):
             run(tmp_path / "cut", **settings)
-        torch.manual_seed(99)  # whatever happens to the random state in between
+        torch.manual_seed(99)  # disturb the random state in between
     kill_after(10**9)
     resumed = run(tmp_path / "cut", **settings)
     assert resumed.steps == complete.steps
@@ -70,7 +56,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(
     assert kept == expected
 
 
-def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     """Families with dropout draw from it in every step."""
     seen: list[torch.Tensor] = []
     original = trainer.learning_rate_now
@@ -94,9 +80,7 @@ def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callab
     assert all(torch.equal(one, other) for one, other in zip(seen, complete[8:], strict=True))
 
 
-def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
-    run: Train, tmp_path: Path, kill_after: Callable[[int], None]
-) -> None:
+def test_cut_short_checkpoint_falls_back(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     complete = run(tmp_path / "whole")
     kill_after(9)
     with pytest.raises(Killed):
@@ -112,21 +96,16 @@ def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
     assert_same(complete.last_folder, resumed.last_folder)
 
 
-def test_a_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+def test_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     first = run(tmp_path)
     kill_after(0)
     again = run(tmp_path)
     assert again == first
 
 
-def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint of the last step is written before that step is judged, and once more after it."""
-    rising, result = itertools.count(1.5, 0.1), trainer.Tally.result
-    monkeypatch.setattr(
-        trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(rising) - 1])
-    )
+def test_run_that_ends_at_its_best_stays(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of the last step is written before its validation, and once more after it."""
+    set_taus(monkeypatch, itertools.count(1.5, 0.1))
     settings: dict[str, Any] = {"steps": 8, "save_every": 4, "eval_every": 6}
     first = run(tmp_path, **settings)
     assert first.metrics["step"] == 8
@@ -134,14 +113,11 @@ def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["best of later", "best gone"])
-def test_the_best_heads_are_never_of_a_lost_future(
-    run: Train, tmp_path: Path, kill_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gone: bool
+def test_best_heads_are_never_of_a_lost_future(
+    run: Train, tmp_path: Path, kill_after: KillAfter, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
-    """Killed after a validation that no checkpoint knows of, and gone on with towards another end."""
-    taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), trainer.Tally.result
-    monkeypatch.setattr(
-        trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(taus) - 1])
-    )
+    """Killed after a validation that no checkpoint has, then resumed towards another end."""
+    set_taus(monkeypatch, iter([1.5, 1.4, 1.5, 1.9, 1.4]))
     start = run(tmp_path / "start", steps=1).heads_folder
     kill_after(6)
     with pytest.raises(Killed):
@@ -156,9 +132,7 @@ def test_the_best_heads_are_never_of_a_lost_future(
     assert_same(start, resumed.heads_folder)
 
 
-def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_after_the_last_step(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = run(tmp_path / "whole", eval_every=100)
     original = trainer._Trainer._validate
 
@@ -174,7 +148,7 @@ def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
     assert_same(complete.last_folder, tmp_path / "cut" / "last")
 
 
-def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_completes_the_step(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = run(tmp_path / "whole")
     original = trainer._Trainer._step
 
@@ -191,9 +165,7 @@ def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypat
     assert_same(complete.last_folder, run(tmp_path / "cut").last_folder)
 
 
-def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_budget_spans_sessions(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, take = [1000.0], trainer._Trainer._step
     monkeypatch.setattr(trainer, "monotonic", lambda: clock[0])
     rates: list[float] = []
@@ -215,7 +187,7 @@ def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
     assert len(rates) == 6 and metrics(tmp_path)[-1]["elapsed_seconds"] == 180
 
 
-def test_going_on_with_other_settings_is_refused(run: Train, tmp_path: Path) -> None:
+def test_resuming_with_other_settings_is_refused(run: Train, tmp_path: Path) -> None:
     run(tmp_path)
     with pytest.raises(UserError, match=r"train\.lr = 0\.003, and now it is 0\.001"):
         run(tmp_path, lr=1e-3)

@@ -1,4 +1,4 @@
-"""What is refused before any work, the store the heads read, and starting from earlier heads."""
+"""Checks before a training begins, and starting from earlier heads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.model.model import Target
-from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.recipes.recipe import load_recipe, packaged_recipes
 from headstart.recipes.sections import TrainSection
 from headstart.replay.patch import FINAL
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads, take_over
-from headstart.train.trainer import train
-from tests.train.conftest import conversations
+from tests.train.conftest import MakeRecipe, Train, conversations
 
 
 @pytest.mark.parametrize("name", packaged_recipes())
-def test_packaged_recipes_pass_the_checks(name: str, earlier: tuple[Path, DraftHead]) -> None:
+def test_packaged_recipes_pass_the_checks(name: str, earlier: Earlier) -> None:
     recipe = load_recipe(name)
-    if recipe.train.lora_rank:  # which heads to adapt is for the user to say
+    if recipe.train.lora_rank:  # the user names the heads to adapt
         with pytest.raises(UserError, match="start_from names none"):
             check_training(recipe)
         recipe = load_recipe(name, [f"train.start_from={earlier[0]}"])
@@ -48,23 +47,19 @@ def test_packaged_recipes_pass_the_checks(name: str, earlier: tuple[Path, DraftH
         ({"start_from": "nowhere"}, "nowhere.*does not exist"),
     ],
 )
-def test_settings_of_training_are_checked_by_the_recipe_alone(
-    recipe: Callable[..., Recipe], settings: dict[str, Any], problem: str
-) -> None:
+def test_impossible_settings_are_refused_by_check(recipe: MakeRecipe, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         check_training(recipe(**settings))
 
 
-def test_a_loss_is_over_all_tokens_or_some_number_of_them() -> None:
+def test_loss_tokens_are_all_or_at_least_ten() -> None:
     for tokens in (0, 10):
         assert TrainSection(loss_tokens=tokens).loss_tokens == tokens
     with pytest.raises(ValueError, match="10 tokens at least, or with 0 over all"):
         TrainSection(loss_tokens=9)
 
 
-def test_earlier_heads_that_cannot_be_read_are_refused_by_the_recipe_alone(
-    recipe: Callable[..., Recipe], earlier: tuple[Path, DraftHead]
-) -> None:
+def test_damaged_earlier_heads_are_refused(recipe: MakeRecipe, earlier: Earlier) -> None:
     check_training(recipe(start_from=str(earlier[0])))
     file = earlier[0] / "heads.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -72,30 +67,24 @@ def test_earlier_heads_that_cannot_be_read_are_refused_by_the_recipe_alone(
         check_training(recipe(start_from=str(earlier[0])))
 
 
-@pytest.mark.parametrize("lacking", ["train", "validation"])
-def test_a_store_that_lacks_a_layer_is_refused_by_its_number(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
-    lacking: str,
-) -> None:
+@pytest.mark.parametrize("lacking", ["train_on", "validate_on"])
+def test_store_without_a_layer_is_refused(run: Train, tiny_target: Target, tmp_path: Path, lacking: str) -> None:
     made = conversations(3, 0, tiny_target.vocab_size)
     fewer = build_store(tmp_path / "fewer", made, tiny_target, [1, 3, FINAL], budget_bytes=10**8)
-    stores = (fewer, valid_store) if lacking == "train" else (train_store, fewer)
-    eagle3 = recipe(heads={"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]})
+    eagle3 = {"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]}
     with pytest.raises(UserError, match=r"fewer lacks the states of layer 2, which these heads") as refused:
-        train(eagle3, tiny_target, *stores, tmp_path / "train")
+        run(tmp_path / "train", heads=eagle3, **{lacking: fewer})
     assert "Build the data again" in refused.value.remedy
     assert not (tmp_path / "train").exists()
 
 
+Earlier = tuple[Path, DraftHead]
+Build = Callable[..., tuple[DraftHead, str]]
+
+
 @pytest.fixture
-def earlier(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, tmp_path: Path
-) -> tuple[Path, DraftHead]:
-    """Heads of the tiny recipe, away from any start of their own, with a draft vocabulary no data would give."""
+def earlier(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tmp_path: Path) -> Earlier:
+    """Random heads of the tiny recipe, with a draft vocabulary that no data would give."""
     heads = build_heads(recipe(), tiny_target, train_store)
     torch.manual_seed(5)
     with torch.no_grad():
@@ -107,10 +96,8 @@ def earlier(
 
 
 @pytest.fixture
-def build(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, earlier: tuple[Path, DraftHead]
-) -> Callable[..., tuple[DraftHead, str]]:
-    """(heads that start from the earlier ones, what was said) with these settings of the heads."""
+def build(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, earlier: Earlier) -> Build:
+    """Build heads with these settings that start from the earlier ones; return them and the notice."""
 
     def go(**settings: Any) -> tuple[DraftHead, str]:
         said: list[str] = []
@@ -120,21 +107,15 @@ def build(
     return go
 
 
-def test_the_same_heads_go_on_from_where_they_were(
-    build: Callable[..., tuple[DraftHead, str]], earlier: tuple[Path, DraftHead]
-) -> None:
+def test_same_heads_continue_unchanged(build: Build, earlier: Earlier) -> None:
     heads, said = build()
     expected = earlier[1].state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in heads.state_dict().items())
     assert said == f"Started from {earlier[0]}: 4 of 4 tensors are those of earlier medusa heads."
 
 
-def test_what_does_not_fit_keeps_its_own_start(
-    build: Callable[..., tuple[DraftHead, str]],
-    earlier: tuple[Path, DraftHead],
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
+def test_tensors_that_do_not_fit_keep_their_start(
+    build: Build, earlier: Earlier, recipe: MakeRecipe, tiny_target: Target, train_store: StateStore
 ) -> None:
     heads, said = build(see_root=True)
     assert "3 of 4 tensors" in said
@@ -145,9 +126,7 @@ def test_what_does_not_fit_keeps_its_own_start(
     assert not torch.equal(own["draft_to_target_D"], given["draft_to_target_D"])
 
 
-def test_tables_of_another_draft_vocabulary_are_matched_by_token(
-    build: Callable[..., tuple[DraftHead, str]], earlier: tuple[Path, DraftHead], tiny_target: Target
-) -> None:
+def test_draft_vocabularies_are_matched_by_token(build: Build, earlier: Earlier, tiny_target: Target) -> None:
     heads, said = build(draft_vocab_size=60)
     ours, theirs = heads.draft_to_target_D.tolist(), earlier[1].draft_to_target_D.tolist()
     common = sorted({*ours} & {*theirs})
@@ -162,8 +141,8 @@ def test_tables_of_another_draft_vocabulary_are_matched_by_token(
         assert torch.equal(table_KDE[:, position], expected_KE), token
 
 
-def test_an_axis_of_another_size_is_not_taken_for_the_vocabulary() -> None:
-    """The tables differ in the vocabulary and in the number of heads: nothing says which head is which."""
+def test_only_the_vocabulary_axis_may_differ() -> None:
+    """Here the number of heads differs too, and so heads cannot be matched."""
     sizes = {"hidden_size": 8, "vocab_size": 30}
     heads = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=20, **sizes))
     other = MedusaHead(MedusaConfig(num_heads=2, draft_vocab_size=10, **sizes))
@@ -171,7 +150,7 @@ def test_an_axis_of_another_size_is_not_taken_for_the_vocabulary() -> None:
         take_over(heads, other)
 
 
-def test_heads_of_another_family_give_what_has_the_same_name_and_shape() -> None:
+def test_other_family_gives_tensors_of_equal_name_and_shape() -> None:
     class Other(MedusaHead):
         family = "other"
 
@@ -183,8 +162,8 @@ def test_heads_of_another_family_give_what_has_the_same_name_and_shape() -> None
     assert torch.equal(heads.lm_head_KDE, other.lm_head_KDE)
 
 
-def test_earlier_heads_that_are_missing_or_of_another_target_are_refused(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, tmp_path: Path
+def test_missing_or_foreign_earlier_heads_are_refused(
+    recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"nowhere.*does not exist"):
         build_heads(recipe(start_from=str(tmp_path / "nowhere")), tiny_target, train_store)
@@ -194,18 +173,11 @@ def test_earlier_heads_that_are_missing_or_of_another_target_are_refused(
         build_heads(recipe(start_from=str(tmp_path / "small")), tiny_target, train_store)
 
 
-def test_a_run_that_starts_from_the_best_of_another_begins_at_its_tau(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
-) -> None:
-    first = train(recipe(loss="hard_ce"), tiny_target, train_store, valid_store, tmp_path / "first")
+def test_run_begins_at_the_tau_of_its_earlier_heads(run: Train, tmp_path: Path) -> None:
+    first = run(tmp_path / "first", loss="hard_ce")
     written = StringIO()
-    console = Console(file=written, width=500)
-    onward = recipe(loss="hard_ce", steps=1, lr=1e-9, start_from=str(first.heads_folder))
-    second = train(onward, tiny_target, train_store, valid_store, tmp_path / "second", console)
+    onward: dict[str, Any] = {"loss": "hard_ce", "steps": 1, "lr": 1e-9, "start_from": str(first.heads_folder)}
+    second = run(tmp_path / "second", Console(file=written, width=500), **onward)
     assert second.metrics["tau"] == first.metrics["tau"]
     assert "4 of 4 tensors are those of earlier medusa heads" in written.getvalue()
     assert torch.equal(

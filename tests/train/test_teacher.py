@@ -1,4 +1,4 @@
-"""Training from the teacher that lies beside the states, without the target."""
+"""Training from the teacher saved with the states, without the target."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def taught(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Tea
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_of_a_teacher_are_those_of_its_target_bit_for_bit(
-    name: str, run: Train, taught: TeacherModel, tmp_path: Path
-) -> None:
+def test_teacher_and_target_train_the_same_heads(name: str, run: Train, taught: TeacherModel, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "steps": 2, "eval_every": 1, "lr": 1e-3}
     written = StringIO()
     run(tmp_path / "target", **settings)
@@ -62,7 +60,7 @@ def test_heads_of_a_teacher_are_those_of_its_target_bit_for_bit(
 
 
 class Place:
-    """A run whose data was written here, with a target that may then go away."""
+    """A run after its data was built, with a copy of the target that a test may delete."""
 
     def __init__(self, folder: Path, target_folder: Path, heads: dict[str, Any] | None = None) -> None:
         self.target_folder, self.run = folder / "target", folder / "runs" / "run"
@@ -76,7 +74,7 @@ class Place:
         return parse_recipe({**values, **{name: {**values[name], **change} for name, change in sections.items()}})
 
     def train(self, **sections: dict[str, Any]) -> str:
-        """What `headstart train` says."""
+        """Run `headstart train` and return its console text."""
         console = Console(file=StringIO(), width=500)
         train_together(Run(self.recipe(**sections), self.run, console))
         return console.file.getvalue()  # type: ignore[attr-defined]
@@ -90,13 +88,13 @@ def place(tmp_path: Path, tiny_target_folder: Path) -> Place:
 NOT_LOADED = "The target itself is not loaded"
 
 
-def test_the_teacher_is_taken_where_it_is_enough(place: Place) -> None:
+def test_teacher_is_used_when_it_suffices(place: Place) -> None:
     assert NOT_LOADED in place.train()
     assert NOT_LOADED in place.train(heads={"num_heads": 1})
     assert NOT_LOADED not in place.train(train={"joint": {"rank": 2}, "lr": 1e-4})
 
 
-def test_heads_train_where_the_target_is_not(place: Place, tmp_path: Path) -> None:
+def test_heads_train_without_the_target(place: Place, tmp_path: Path) -> None:
     target = load_target(str(place.target_folder), "float32", "cpu")
     stores = [StateStore(place.run / "data" / "states" / split) for split in ("train", "validation")]
     expected = train(place.recipe(), target, *stores, tmp_path / "expected").last_folder
@@ -109,8 +107,8 @@ def test_heads_train_where_the_target_is_not(place: Place, tmp_path: Path) -> No
     assert_same(place.run / "train" / "last", expected)
 
 
-def test_tuned_heads_give_way_to_new_ones_where_the_target_is_not(place: Place, tmp_path: Path) -> None:
-    """Neither `tune` nor `export` overwrites them, and what the messages name leads on."""
+def test_new_heads_replace_tuned_ones_without_the_target(place: Place, tmp_path: Path) -> None:
+    """Neither `tune` nor `export` overwrites them, and the remedy in the message works."""
     execute(quiet(place.run, place.recipe()), stages_until("export"))
     shutil.rmtree(place.target_folder)
     assert NOT_LOADED in place.train(heads={"num_heads": 1})
@@ -124,14 +122,14 @@ def test_tuned_heads_give_way_to_new_ones_where_the_target_is_not(place: Place, 
         assert read_json(folder / "config.json")["heads"]["num_heads"] == heads
 
 
-def test_a_damaged_teacher_is_written_again(place: Place) -> None:
+def test_damaged_teacher_is_written_again(place: Place) -> None:
     (teacher,) = (place.run.parent / "artifacts" / "states").glob("*/teacher-*")
     (teacher / "base.safetensors").write_bytes(b"")
     assert NOT_LOADED not in place.train()
     assert NOT_LOADED in place.train(heads={"num_heads": 1})
 
 
-def test_a_teacher_of_another_target_is_refused(place: Place, tmp_path: Path, taught: TeacherModel) -> None:
+def test_teacher_of_another_target_is_refused(place: Place, tmp_path: Path, taught: TeacherModel) -> None:
     other = save_teacher(tmp_path / "other", Target(tiny_model("llama", seed=9, vocab_size=taught.vocab_size)))
     assert other is not None
     store = StateStore(place.run / "data" / "states" / "train")
@@ -140,7 +138,7 @@ def test_a_teacher_of_another_target_is_refused(place: Place, tmp_path: Path, ta
 
 
 def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path) -> None:
-    """As deep as Llama-3.3-70B with its grouped heads and rotary scaling, in toy width; plans know it in full width."""
+    """As deep as Llama-3.3-70B with its grouped heads and rotary scaling, but narrow. `plan` reads the full width."""
     paper = json.loads((Path(__file__).parents[2] / "docs/plans/llama-3.3-70b/config.json").read_text())
     tokenizer, there = tiny_tokenizer(), tmp_path / "there"
     width = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 1}
@@ -163,7 +161,7 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
     assert "is complete" in said
     assert "finds the best number" in (served / "README.md").read_text()
     assert "a chain of 3 drafts, untuned" in (place.run / "heads" / "README.md").read_text()
-    assert "headstart export" in refused("tune", place.run), "what can be done without the target"
+    assert "headstart export" in refused("tune", place.run), "export works without the target"
 
     works("export", place.run, "--format", "speculators", "--out", again, "--target", there)
     one, other = (load_file(folder / "model.safetensors") for folder in (served, again))
@@ -171,6 +169,6 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
     assert NOT_LOADED in place.train(heads={"draft_vocab_size": 48})
     works("export", place.run, "--format", "speculators", "--out", tmp_path / "newest")
     newest = load_file(tmp_path / "newest" / "model.safetensors")
-    assert (len(one["d2t"]), len(newest["d2t"])) == (64, 48), "heads of the newest training"
+    assert (len(one["d2t"]), len(newest["d2t"])) == (64, 48), "exports the newest training"
     decoder = headstart.load(place.run, target=there, dtype="float32")
     assert len(decoder.generate("who are you", max_new_tokens=4).tokens) == 4

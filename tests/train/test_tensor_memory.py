@@ -1,4 +1,4 @@
-"""Memory of tensors that waits for the next ones: used again, never twice at once, and let go of."""
+"""The tensor memory cache: freed memory is reused, never shared, and bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_tensor_gets_the_memory_of_one_of_its_size() -> None:
+def test_freed_memory_is_reused_for_the_same_size() -> None:
     with keeping_memory(CPU):
         for numbers in (1, 15, 16, 17, 250, 4097, 1_000_003):
             freed = torch.empty(numbers)
@@ -27,10 +27,10 @@ def test_a_tensor_gets_the_memory_of_one_of_its_size() -> None:
             again = torch.empty(numbers)
             assert again.data_ptr() == place
             other = torch.empty(numbers)
-            assert other.data_ptr() != place, "that one is taken"
+            assert other.data_ptr() != place, "still in use"
 
 
-def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_memory, "free_bytes", lambda device: 50_000 / tensor_memory._SHARE)
     keeper = tensor_memory._keeper()
     with keeping_memory(CPU):
@@ -38,16 +38,16 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch)
         sizes = 10_000, 20_000, 30_000  # blocks of 10,240, 20,480 and 30,720
         tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         for kept in (30_720, 20_480, 30_720):
-            del tensors[-1]  # there is no room for the second beside the first
+            del tensors[-1]  # the second does not fit beside the first
             assert keeper.keep(50_000) == kept
         large = torch.empty(60_000, dtype=torch.uint8)
-        del large  # nor for this one at all
+        del large  # larger than the bound
         assert keeper.keep(50_000) == 0
     assert keeper.keep(0) == 0
 
 
-def test_numbers_are_nobody_elses() -> None:
-    """Tensors of many sizes that come and go in several threads keep what was written to them."""
+def test_tensors_do_not_overlap() -> None:
+    """Tensors of many sizes, created and freed in several threads, keep their contents."""
 
     def work(seed: int) -> bool:
         generator = torch.Generator().manual_seed(seed)
@@ -65,7 +65,7 @@ def test_numbers_are_nobody_elses() -> None:
         assert all(pool.map(work, range(4)))
 
 
-def test_tensors_live_across_its_borders() -> None:
+def test_tensors_outlive_the_context() -> None:
     older = torch.arange(1000)
     with keeping_memory(CPU):
         inside = torch.arange(1000) * 2
@@ -79,13 +79,13 @@ def test_tensors_live_across_its_borders() -> None:
         assert after.sum() == 499_500
 
 
-def test_a_tensor_that_is_too_large_is_torchs_own_error() -> None:
+def test_impossible_size_is_torchs_own_error() -> None:
     for size in (1 << 60, -1, -100):
         with keeping_memory(CPU), pytest.raises(RuntimeError, match=r"memory|negative|nbytes"):
             torch.UntypedStorage(size)
 
 
-def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_memory, "_keeper", lambda: pytest.fail("not on a GPU"))
     with keeping_memory(torch.device("cuda")):
         assert torch.ones(3).sum() == 3

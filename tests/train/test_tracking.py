@@ -1,4 +1,4 @@
-"""Trackers: what is logged is there, files lie under the run, and one that cannot start changes nothing."""
+"""Trackers: complete logs in the run's folder, resumption, and failures that leave a training untouched."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch.utils import tensorboard
 from wandb.proto.wandb_internal_pb2 import Record
 
 from headstart.errors import UserError
-from headstart.recipes.recipe import Recipe
 from headstart.train import trainer
 from headstart.train.checks import check_training
 from headstart.train.tracking import check_tracker, link_report, start_tracker
-from tests.train.conftest import Train
+from tests.spies import raising
+from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import Killed
 
 Logged = dict[str, list[tuple[int, float]]]
@@ -43,13 +43,13 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.chdir(tmp_path)
-    wandb.teardown()  # it remembers the settings of whoever used it before
+    wandb.teardown()  # drop settings of earlier tests
     yield
     wandb.teardown()
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log, which is what wandb writes: blocks of 32 KiB, pieces with a header of 7 bytes."""
+    """Parse wandb's file, a LevelDB log: blocks of 32 KiB, chunks with a header of 7 bytes."""
     block, header, index, parts = 32768, 7, 7, b""  # the file's own header takes the first 7
     while index + header <= len(data):
         if block - index % block < header:
@@ -58,14 +58,14 @@ def _records(data: bytes) -> Iterator[bytes]:
         length, kind = struct.unpack_from("<HB", data, index + 4)
         parts += data[index + header : index + header + length]
         index += header + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # full, or the last chunk
             yield parts
             parts = b""
 
 
 def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
-    """What the last offline session holds: values and configuration."""
-    wandb.teardown()  # its process ends when everything is in the file
+    """Read values and configuration of the last offline session."""
+    wandb.teardown()  # flushes the file
     *_, file = sorted(folder.glob("wandb/offline-run-*/*.wandb"))  # the folder's name begins with the time
     logged: Logged = {}
     config: dict[str, Any] = {}
@@ -116,20 +116,20 @@ READERS: dict[str, Callable[[Path], tuple[Logged, dict[str, Any]]]] = {
     "tensorboard": in_tensorboard,
     **({"trackio": in_trackio} if importlib.util.find_spec("trackio") else {}),
 }
-"""What each tracker has kept; trackio is no dependency of headstart."""
+"""Readers of logged values and configuration; trackio is optional."""
 
 
 @pytest.fixture
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trackio keeps its runs in one folder for all programs, which it finds when it is imported."""
+    """Redirect trackio's global folder of runs, which it resolves on import."""
     if "trackio" in READERS:
         for name in ("trackio.utils", "trackio.sqlite_storage"):
             monkeypatch.setattr(importlib.import_module(name), "TRACKIO_DIR", tmp_path / "home")
 
 
 @pytest.mark.parametrize("tracker", READERS)
-def test_the_report_joins_the_run_that_watched_the_training(
-    run: Train, recipe: Callable[..., Recipe], tmp_path: Path, offline: None, at_home: None, tracker: str
+def test_report_joins_the_run_of_its_training(
+    run: Train, recipe: MakeRecipe, tmp_path: Path, offline: None, at_home: None, tracker: str
 ) -> None:
     folder, report = tmp_path / "run" / "train", tmp_path / "report"
     run(folder, steps=1, log_every=1, tracker=tracker, project="tries")
@@ -149,24 +149,23 @@ def test_the_report_joins_the_run_that_watched_the_training(
     assert config["report"] == "# What came of it"
 
 
-def test_a_tracker_that_does_not_take_the_report_is_said(
-    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Refusing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            raise OSError("no room for events")
+class Refusing:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise OSError("no room for events")
 
+
+def test_failing_tracker_is_reported(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report.md").write_text("x")
     monkeypatch.setattr(tensorboard, "SummaryWriter", Refusing)
     said: list[str] = []
     link_report(recipe(tracker="tensorboard").train, tmp_path, "tiny", tmp_path, {}, said.append)
-    link_report(recipe(tracker="wandb").train, tmp_path, "tiny", tmp_path, {}, said.append)  # it has watched nothing
+    link_report(recipe(tracker="wandb").train, tmp_path, "tiny", tmp_path, {}, said.append)  # it has no run
     link_report(recipe().train, tmp_path, "tiny", tmp_path, {}, said.append)
     assert said == ["The tracker tensorboard did not take the report: no room for events"]
 
 
 @pytest.mark.parametrize("tracker", READERS)
-def test_what_is_logged_is_there(run: Train, tmp_path: Path, offline: None, at_home: None, tracker: str) -> None:
+def test_logged_values_are_complete(run: Train, tmp_path: Path, offline: None, at_home: None, tracker: str) -> None:
     folder = tmp_path / "run" / "train"
     before = dict(os.environ)
     run(folder, steps=3, log_every=1, eval_every=2, tracker=tracker, project="tries")
@@ -194,9 +193,7 @@ def test_what_is_logged_is_there(run: Train, tmp_path: Path, offline: None, at_h
     assert (config["heads.family"], config["train.lr"], config["train.max_grad_norm"]) == ("medusa", 3e-3, 1.0)
 
 
-def test_wandb_writes_where_its_user_says(
-    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_dir_is_respected(run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "mine"))
     run(tmp_path / "run", steps=1, log_every=1, tracker="wandb")
@@ -205,7 +202,7 @@ def test_wandb_writes_where_its_user_says(
 
 
 def runs_in_wandb(folder: Path) -> list[tuple[str, str]]:
-    """(id, name) of the run of every offline session."""
+    """Return (id, name) of the run of every offline session."""
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         for data in _records(file.read_bytes()):
@@ -217,9 +214,7 @@ def runs_in_wandb(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_training_that_goes_on_stays_in_the_same_wandb_run(
-    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_keeps_the_wandb(run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, steps=2, log_every=1, tracker="wandb")
     run(tmp_path, steps=3, log_every=1, tracker="wandb")
     first, second = runs_in_wandb(tmp_path)
@@ -228,28 +223,21 @@ def test_a_training_that_goes_on_stays_in_the_same_wandb_run(
     assert [step for step, _ in in_wandb(tmp_path)[0]["loss"]] == [3]
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     monkeypatch.setenv("WANDB_NAME", "my name")
-    wandb.teardown()  # as in another process: it reads its variables once
+    wandb.teardown()  # as in another process: variables are read once
     run(tmp_path, steps=4, log_every=1, tracker="wandb")
-    assert runs_in_wandb(tmp_path)[-1] == ("mine", "my name"), "what the user says comes first"
+    assert runs_in_wandb(tmp_path)[-1] == ("mine", "my name"), "the user's variables win"
 
 
-def test_wandb_that_is_disabled_leaves_nothing(
-    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disabled_wandb_is_silent(run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert run(tmp_path / "run", steps=1, log_every=1, tracker="wandb").steps == 1
     assert not list(tmp_path.rglob("*.wandb"))
 
 
-def test_tensorboard_hides_what_came_after_the_checkpoint(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(self: Any, *args: Any) -> None:
-        raise Killed
-
+def test_tensorboard_drops_lost_steps(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"log_every": 1, "save_every": 2, "tracker": "tensorboard", "project": "tries"}
     with monkeypatch.context() as patch:
-        patch.setattr(trainer._Trainer, "_finish", killed)
+        patch.setattr(trainer._Trainer, "_finish", raising(Killed))
         with pytest.raises(Killed):
             run(tmp_path, steps=3, **settings)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
@@ -259,7 +247,7 @@ def test_tensorboard_hides_what_came_after_the_checkpoint(
 
 
 class Started:
-    """An accelerator that notes with what trackers are started."""
+    """A fake accelerator that records the arguments of `init_trackers`."""
 
     is_main_process = True
 
@@ -270,7 +258,7 @@ class Started:
         self.project, self.options = project, init_kwargs
 
 
-def test_trackio_knows_a_run_by_a_name_of_its_own(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_trackio_runs_have_unique_names(recipe: MakeRecipe, tmp_path: Path) -> None:
     names = []
     for step, again in ((None, {}), (4, {"resume": "allow"}), (None, {})):
         accelerator = Started(tmp_path)
@@ -281,22 +269,20 @@ def test_trackio_knows_a_run_by_a_name_of_its_own(recipe: Callable[..., Recipe],
     assert names[0] == names[1] != names[2], "another one when a training begins anew"
 
 
-def test_without_a_tracker_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tracker_imports_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
     check_tracker("none")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_refused_before_any_work(
-    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tracker: str
-) -> None:
+def test_missing_tracker_is_refused(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tracker: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"tracker {tracker} is not installed") as refused:
         check_training(recipe(tracker=tracker))
     assert refused.value.remedy == f"Run: pip install {tracker}"
 
 
-def test_either_package_of_tensorboard_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_either_tensorboard_package_works(monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "tensorboardX" else None)
     monkeypatch.setattr(importlib, "import_module", imported.append)
@@ -304,19 +290,14 @@ def test_either_package_of_tensorboard_will_do(monkeypatch: pytest.MonkeyPatch) 
     assert imported == ["tensorboardX"]
 
 
-def test_a_tracker_that_does_not_import_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise ImportError("no libprotobuf")
-
-    monkeypatch.setattr(importlib, "import_module", broken)
+def test_tracker_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", raising(ImportError("no libprotobuf")))
     with pytest.raises(UserError, match="tensorboard cannot be imported: no libprotobuf") as refused:
         check_tracker("tensorboard")
     assert "wandb" not in refused.value.remedy
 
 
-def test_wandb_without_an_account_is_refused_before_any_work(
-    recipe: Callable[..., Recipe], offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_without_login(recipe: MakeRecipe, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_training(recipe(tracker="wandb"))
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -325,15 +306,9 @@ def test_wandb_without_an_account_is_refused_before_any_work(
     assert "wandb login" in refused.value.remedy and "WANDB_MODE=offline" in refused.value.remedy
 
 
-def test_a_tracker_that_does_not_start_leaves_earlier_training_as_it_is(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_start_keeps_the_training(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def files() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))}
-
-    class Refusing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            raise OSError("no room for events")
 
     run(tmp_path, steps=10, eval_every=3)
     earlier = files()

@@ -1,4 +1,4 @@
-"""Heads that were tuned under other conditions: measured once here, kept, and their trees chosen anew."""
+"""Heads tuned elsewhere: costs are measured once, cached, and trees chosen again."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from headstart.tuning.acceptance import Text
 from headstart.tuning.stopwatch import SHORT, Drafting, measure_costs
 from headstart.tuning.tune import Tuning, tune
 from tests.hub.helpers import TUNING, make_heads
+from tests.spies import raising
 from tests.tiny import tiny_model
 
 ELSEWHERE = Conditions("another machine", "cpu", "bfloat16", 64, "2.11.0", prepacked=True)
@@ -32,7 +33,7 @@ FOUND = Measured(Costs((1, 4, 8), (1.0, 1.1, 1.2), 0.2, 0.05, 2, 0.01), packed=F
 
 @pytest.fixture
 def tuned_for_here() -> None:
-    """These tests are about what others leave out."""
+    """Keep the real check of foreign costs, which the shared fixture disables."""
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def target() -> Target:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Measured]:
-    """What measuring gives, in turn from the end; the cache is a folder of the test's own."""
+    """Results that measuring returns, last first; the cache is in `tmp_path`."""
     results = [FOUND]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(here, "measure_costs", lambda *_: results.pop())
@@ -61,26 +62,22 @@ def tuned(conditions: Conditions) -> dict[str, Any]:
     return {**TUNING, "settings": settings, "calibration": {**knots, **sampled}}
 
 
-def test_costs_from_elsewhere_are_measured_once_with_a_word(
-    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_are_measured_once(target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]) -> None:
     first = decoder(target)
     answer = first.generate([5, 6, 7], max_new_tokens=8)
     assert first.costs == FOUND.costs
     said = capsys.readouterr().err
     assert said.startswith(
-        "These heads were tuned with machine=another machine, dtype=bfloat16, threads=64, torch=2.11.0"
+        "These heads were tuned with machine=another machine, dtype=bfloat16, threads=64, torch=2.11"
     )
     assert "; measuring what drafting costs with machine=" in said and said.endswith(" s\n") and said.count("\n") == 1
     again = decoder(target)
     assert again.generate([5, 6, 7], max_new_tokens=8).tokens == answer.tokens
-    assert again.costs == FOUND.costs and not measured, "from the cache: there was but one measurement to be had"
+    assert again.costs == FOUND.costs and not measured, "from the cache"
     assert capsys.readouterr().err == ""
 
 
-def test_other_heads_targets_and_conditions_are_measured_for_themselves(
-    target: Target, measured: list[Measured], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_setup_is_measured(target: Target, measured: list[Measured], monkeypatch: pytest.MonkeyPatch) -> None:
     measured += [replace(FOUND, packed=True), FOUND, FOUND]
     assert decoder(target).costs and len(measured) == 3
     other = decoder(target)
@@ -88,19 +85,17 @@ def test_other_heads_targets_and_conditions_are_measured_for_themselves(
         next(other.heads.parameters()).add_(1.0)
     assert other.costs and len(measured) == 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 33)
-    assert other.costs and len(measured) == 1, "the same decoder notices that the threads are others"
+    assert other.costs and len(measured) == 1, "the same decoder notices the other number of threads"
     assert decoder(target.__class__(tiny_model("llama", 1, 61))).costs and not measured
 
 
-def test_conditions_are_noted_whole(target: Target) -> None:
+def test_conditions_round_trip(target: Target) -> None:
     here = Conditions.of(target)
     assert Conditions.from_json(here.to_json()) == here != ELSEWHERE == Conditions.from_json(ELSEWHERE.to_json())
     assert Conditions.from_json(None) is None, "imported heads"
 
 
-def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
-    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_needless_measurement(target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]) -> None:
     at_home = decoder(target, tuned(Conditions.of(target)))
     at_home.generate([5, 6, 7], max_new_tokens=4)
     assert at_home.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
@@ -112,20 +107,9 @@ def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        "",
-        "{",
-        "[]",
-        '{"version": 1}',
-        '"verify_ms": ["a",',
-        '"verify_ms": [NaN,',
-        '"verify_ms": [1.0, 1.0,',
-        '"version": 0',
-    ],
+    ["", "{", "[]", '{"version": 1}', '"version": 0', *(f'"verify_ms": [{ms},' for ms in ('"a"', "NaN", "1.0, 1.0"))],
 )
-def test_a_damaged_cache_is_measured_anew(
-    target: Target, measured: list[Measured], tmp_path: Path, damage: str
-) -> None:
+def test_damaged_cache_is_measured_again(target: Target, measured: list[Measured], tmp_path: Path, damage: str) -> None:
     measured.append(replace(FOUND, packed=True))
     assert decoder(target).costs
     (file,) = (tmp_path / "headstart" / "costs").glob("*.json")
@@ -134,10 +118,10 @@ def test_a_damaged_cache_is_measured_anew(
     wrong = kept.replace('"verify_ms": [1.0,' if "ms" in damage else '"version": 1', damage)
     file.write_text(wrong if damage[:1] == '"' else damage)
     assert decoder(target).costs == FOUND.costs and not measured
-    assert not json.loads(file.read_text())["packed"], "and kept anew"
+    assert not json.loads(file.read_text())["packed"], "cached again"
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_unwritable_cache_is_no_error(
     target: Target, measured: list[Measured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -145,9 +129,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     assert decoder(target).costs == FOUND.costs
 
 
-def test_what_a_busy_machine_takes_is_not_kept(
-    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_noisy_costs_are_not_kept(target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]) -> None:
     measured.append(replace(FOUND, steady=False))
     assert decoder(target).costs and len(measured) == 1
     assert capsys.readouterr().err.endswith("measured again the next time\n")
@@ -155,10 +137,10 @@ def test_what_a_busy_machine_takes_is_not_kept(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_deterministic_decoding_takes_the_stored_costs_in_every_process_and_says_so(
+def test_deterministic_decoding_uses_the_stored_costs(
     target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str], temperature: float
 ) -> None:
-    """Two processes whose machine was busy measured other costs; what is drafted meanwhile changes nothing."""
+    """In every process, even if measurements on a busy machine differ, and with other drafting in between."""
     measured[:] = [replace(FOUND, packed=True, steady=False), replace(FOUND, steady=False)]
     asked: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
     answers, rounds = [], []
@@ -181,10 +163,8 @@ def test_deterministic_decoding_takes_the_stored_costs_in_every_process_and_says
     assert max(nodes for nodes, _ in rounds[0]) > 1, "it drafts"
 
 
-def test_each_kind_of_decoding_drafts_with_its_own_weights(
-    measured: list[Measured], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Heads in 8 bits, as measured here, are not those of the tuning."""
+def test_each_decoding_mode_has_its_own_weights(measured: list[Measured], monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 weights are faster here, unlike where the heads were tuned."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     measured[:] = [replace(FOUND, packed=True)]
     one = decoder(Target(tiny_model("llama", vocab_size=64)))
@@ -194,21 +174,16 @@ def test_each_kind_of_decoding_drafts_with_its_own_weights(
         assert packed is not deterministic
 
 
-def test_measuring_that_fails_leaves_the_tuned_costs(
+def test_failed_measurement_keeps_the_tuned_costs(
     target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no clock")
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "measure_costs", fail)
+    monkeypatch.setattr(here, "measure_costs", raising(RuntimeError("no clock")))
     assert decoder(target).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     assert capsys.readouterr().err.endswith("failed (RuntimeError).\n")
 
 
-def test_imported_heads_say_once_that_nobody_tuned_them(
-    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imported_heads_warn_once(target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]) -> None:
     settings = {name: value for name, value in TUNING["settings"].items() if name != "conditions"}
     imported = decoder(target, {**TUNING, "settings": settings})
     for _ in range(2):
@@ -223,7 +198,7 @@ def test_imported_heads_say_once_that_nobody_tuned_them(
 
 @pytest.fixture
 def tuning(target: Target) -> Tuning:
-    """Chosen where four nodes cost as much as one, and eight twice as much."""
+    """A tuning for costs at which four nodes cost as much as one, and eight twice as much."""
     acceptance = [[0.5, 0.2, 0.1], [0.5, 0.2, 0.1], [0.5, 0.2, 0.1]]
     curve = [[1, 1.0], [2, 1.4], [3, 1.55], [4, 1.7], [5, 1.4], [6, 1.3], [7, 1.2], [8, 1.1]]
     paths = ((0,), (0, 0), (1,))
@@ -251,7 +226,7 @@ def test_static_trees_and_chains_follow_the_costs(
         assert found.paths == tuning.paths
 
 
-def test_what_did_not_pay_where_it_was_tuned_may_pay_here(tuning: Tuning, target: Target) -> None:
+def test_drafting_may_pay_here_only(tuning: Tuning, target: Target) -> None:
     nothing = replace(tuning, paths=(), curve=[[1, 1.0]], chain=0)
     assert nothing.drafter(make_heads(target)) is None
     found = nothing.under(Measured(Costs((1, 8), (10.0, 10.0), 1.0, 0.0, 3), packed=False))
@@ -262,9 +237,7 @@ def test_what_did_not_pay_where_it_was_tuned_may_pay_here(tuning: Tuning, target
 
 
 @pytest.mark.parametrize("in_8_bits", [1.0, 9.0])
-def test_weights_in_8_bits_are_chosen_by_what_they_take(
-    target: Target, in_8_bits: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int8_weights_are_chosen_by_speed(target: Target, in_8_bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = make_heads(Target(tiny_model("llama", vocab_size=64)))
     to_int8(heads)
@@ -272,21 +245,19 @@ def test_weights_in_8_bits_are_chosen_by_what_they_take(
     def is_packed() -> bool:
         return any(hasattr(weight, "int8") for weight in heads.parameters())
 
-    monkeypatch.setattr(
-        "headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(in_8_bits if is_packed() else 5.0, 1.0, 0.1)
-    )
+    timed = "headstart.tuning.stopwatch.draft_ms"
+    monkeypatch.setattr(timed, lambda *_: Drafting(in_8_bits if is_packed() else 5.0, 1.0, 0.1))
     found = measure_costs(target, heads, [(0,)], replace(SHORT, widths=(1, 2), context=8, seconds=0.0))
     assert found.packed is (in_8_bits < 5.0) and found.costs.draft_ms == min(in_8_bits, 5.0)
-    assert not is_packed(), "whoever drafts packs them again"
+    assert not is_packed(), "the drafter packs them again"
 
 
-def test_tuning_notes_its_conditions_and_what_is_measured_fits_into_the_context() -> None:
+def test_tuning_records_its_conditions_and_fits_the_context() -> None:
     target = Target(tiny_model("llama", vocab_size=61, max_length=40))
     prob, heads = random.Random(1), make_heads(target)
     texts = [Text([prob.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(2)]
-    found = Tuning.from_json(
-        json.loads(json.dumps(tune(target, heads, texts, TuneSection(widths=(1, 4), max_nodes=6)).to_json()))
-    )
+    made = tune(target, heads, texts, TuneSection(widths=(1, 4), max_nodes=6)).to_json()
+    found = Tuning.from_json(json.loads(json.dumps(made)))
     assert found.conditions == Conditions.of(target)
     assert found.settings["conditions"]["rows"] == 1
     short = measure_costs(target, heads, found.usual_paths, replace(SHORT, seconds=0.0))

@@ -1,4 +1,4 @@
-"""The chosen tree is the best one for the measured acceptance and costs."""
+"""Tuning chooses the best tree, weights and calibration for the measured acceptance and costs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trained_like(target: Target) -> torch.nn.Module:
     return heads
 
 
-def test_no_tree_of_the_same_size_is_accepted_more() -> None:
+def test_no_tree_of_equal_size_is_accepted_more() -> None:
     rng = random.Random(0)
     ranks = torch.tensor([[rng.choice((0, 0, 0, 1, 1, 2)), rng.choice((0, 0, 1, 2))] for _ in range(400)])
     values = path_values(ranks, max_rank=3)
@@ -69,17 +69,17 @@ def test_costs_decide_the_size() -> None:
     free, _ = choose(accept_probs, Costs((1, 8), (10.0, 10.0)), [0, 1, 2, 2])
     steep, curve = choose(accept_probs, Costs((1, 2, 4), (10.0, 20.0, 40.0)), [0, 1, 2, 2])
     assert free == 4
-    assert steep == 1, "no speculation is one of the choices"
+    assert steep == 1, "not drafting is a choice"
     assert curve[1] == [2.0, pytest.approx(0.8)]
 
 
-def test_dear_levels_make_trees_wide_rather_than_deep() -> None:
+def test_expensive_levels_make_wide_trees() -> None:
     accept_probs, flat = [1.0, 1.5, 1.9, 2.1], ((1, 8), (10.0, 10.0))
     assert choose(accept_probs, Costs(*flat, 3.0, 0.0, 3), [0, 1, 1, 3])[0] == 4
     assert choose(accept_probs, Costs(*flat, 9.0, 3.0, 3), [0, 1, 1, 3])[0] == 3
 
 
-def test_ranks_are_those_of_the_true_tokens() -> None:
+def test_ranks_of_the_true_tokens() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     heads = trained_like(target)
     tokens = [3, 50, 7, 8, 20, 44, 9, 11]
@@ -117,11 +117,11 @@ def tuned(target: Target, four_texts: list[Text]) -> dict[str, Any]:
 
 @pytest.fixture
 def found(tuned: dict[str, Any]) -> Tuning:
-    """Of random heads on those texts; each test may change its own."""
+    """A tuning of random heads; each test gets a copy to change."""
     return Tuning.from_json(copy.deepcopy(tuned))
 
 
-def test_tuning_round_trips_and_predicts_at_least_plain_speed(found: Tuning) -> None:
+def test_tuning_round_trips_and_predicts_no_slowdown(found: Tuning) -> None:
     assert found.predicted["speedup"] >= 1.0
     assert found.shape.size <= 6
     assert found.verify_ms[0] <= found.verify_ms[1]
@@ -129,7 +129,7 @@ def test_tuning_round_trips_and_predicts_at_least_plain_speed(found: Tuning) -> 
 
 
 @pytest.mark.parametrize(("in_8_bits", "chosen"), [(3.0, True), (3.8, False), (5.0, False)])
-def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_weights_are_chosen(in_8_bits: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     target = Target(tiny_model("llama", vocab_size=64))
     heads = family("medusa")(make_config({"family": "medusa", "num_heads": 3}, target))
@@ -138,9 +138,8 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     def is_packed() -> bool:
         return any(hasattr(weight, "int8") for weight in heads.parameters())
 
-    monkeypatch.setattr(
-        "headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(in_8_bits if is_packed() else 4.0, 1.0, 0.1)
-    )
+    timed = "headstart.tuning.stopwatch.draft_ms"
+    monkeypatch.setattr(timed, lambda *_: Drafting(in_8_bits if is_packed() else 4.0, 1.0, 0.1))
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, heads, [text], TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
     assert found.packed is chosen and found.draft_ms == (in_8_bits if chosen else 4.0)
@@ -150,8 +149,8 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     assert found.drafter(heads) is not None and is_packed() is chosen
 
 
-def test_heads_that_cannot_be_int8_are_timed_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two turns before the target is measured and two after it: a slow moment that lasts does not hit all."""
+def test_heads_without_int8_are_timed_once_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two turns before and two after the target is measured, so that a slow phase does not affect all."""
     times = iter([4.0, 4.5, 2.0, 3.0])
     monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(next(times), 1.0, 0.1))
     target = Target(tiny_model("llama", vocab_size=61))  # too small
@@ -160,7 +159,7 @@ def test_heads_that_cannot_be_int8_are_timed_once_a_turn(monkeypatch: pytest.Mon
     assert not found.packed and found.draft_ms == 2.0 and next(times, None) is None
 
 
-def test_a_text_with_states_that_are_not_finite_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_finite_text_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
     texts = [Text(one, [False, False, *[True] * 6]) for one in (tokens, tokens[::-1])]
@@ -170,9 +169,9 @@ def test_a_text_with_states_that_are_not_finite_is_left_out(monkeypatch: pytest.
     assert torch.equal(drafts.ranks_OK, measure_drafts(target, heads, texts[:1], max_rank=5).ranks_OK)
 
 
-def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> None:
-    """By hand: p of each draft, and of a sampled child the mass that p shares with what the better drafts leave of
-    q."""
+def test_sampling_probabilities_by_hand() -> None:
+    """The target's probability of each draft; for a sampled child, its overlap with q after the better drafts are
+    removed."""
     target = Target(tiny_model("llama", vocab_size=61))
     heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
     text = Text(tokens, [False, False, True, True, True, True, True, True])
@@ -229,7 +228,7 @@ def texts_of(count: int, answer: int = 14, prompt: int = 6) -> list[Text]:
     ]
 
 
-def test_where_sampled_answers_are_too_short_the_given_ones_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_sampled_answers_are_joined_by_the_given_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     target, texts = Target(tiny_model("llama", vocab_size=61)), texts_of(3)
     given = [(text.tokens, text.supervised) for text in texts]
 
@@ -240,12 +239,12 @@ def test_where_sampled_answers_are_too_short_the_given_ones_count_as_well(monkey
     assert found() == given
     monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 5) for _ in prompts])
     few = [(tokens[:6] + [2] * 5, [False] * 6 + [True] * 5) for tokens, _ in given]
-    assert found() == [*few, *given], "15 tokens are not enough to learn from"
+    assert found() == [*few, *given], "15 tokens are too few to calibrate on"
     monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 99) for _ in prompts])
     assert len(found()) == 3 and found()[0][0] == given[0][0][:6] + [2] * 99
 
 
-def test_answers_are_sampled_as_many_at_a_time_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_sampled_in_batches_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     target, asked = Target(tiny_model("llama", vocab_size=61)), []
 
     def generate(self: DecodeLoop, prompts: list[list[int]], options: DecodeOptions) -> list[Generation]:
@@ -257,7 +256,7 @@ def test_answers_are_sampled_as_many_at_a_time_as_memory_holds(monkeypatch: pyte
     monkeypatch.setattr(DecodeLoop, "generate", generate)
     room = 24
     at_once = [text.tokens for text in sampled_answers(target, texts_of(40), minimum=5)]
-    assert asked == [24] and at_once[20] == texts_of(40)[20].tokens[:6] + [20] * 20, "each its own seed"
+    assert asked == [24] and at_once[20] == texts_of(40)[20].tokens[:6] + [20] * 20, "one seed per row"
     room, asked[:] = 5, []
     assert [text.tokens for text in sampled_answers(target, texts_of(40), minimum=5)] == at_once
     assert asked == [24, 12, 6, *[3] * 8]
@@ -266,7 +265,7 @@ def test_answers_are_sampled_as_many_at_a_time_as_memory_holds(monkeypatch: pyte
         sampled_answers(target, texts_of(40), minimum=5)
 
 
-def test_prompts_that_leave_no_room_for_an_answer_are_left_out() -> None:
+def test_prompts_without_room_for_an_answer_are_left_out() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     long = Text([3] * target.max_length, [False] * (target.max_length - 3) + [True] * 3)
     texts = [long, *texts_of(20)]
@@ -275,8 +274,8 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out() -> None:
     assert len(found) >= 20 and max(sum(text.supervised) for text in found) == 14
 
 
-def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target) -> None:
-    """At temperature 0 as greedy decoding does, at 1 as sampling does, between them in between."""
+def test_trees_use_the_calibration_of_the_temperature(found: Tuning, target: Target) -> None:
+    """Greedy acceptance at temperature 0, sampled acceptance from 1 on, interpolated in between."""
     found.paths = ((0,),)
     found.calibration["reached"], found.calibration["sampled_reached"] = [[0.8, 0.4, 0.2]], [[0.4, 0.2, 0.0]]
     seen = []
@@ -290,7 +289,7 @@ def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target)
     assert drafter is not None
     drafter.__class__ = Watched
     for temperature in (0.0, 0.5, 1.0, 1.5):
-        options = DecodeOptions(4, temperature=temperature, draft="on", ignore_end=True)  # so that it always drafts
+        options = DecodeOptions(4, temperature=temperature, draft="on", ignore_end=True)  # always drafts
         DecodeLoop(target, drafter).generate([[3, 4, 5]], options)
     found_at = dict(seen)
     assert found_at[0.0] == (0.8, 0.4, 0.2)
@@ -298,7 +297,7 @@ def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target)
     assert found_at[1.0] == found_at[1.5] == pytest.approx((0.4, 0.2, 0.0))
 
 
-def test_kinds_are_told_apart_with_the_entropy_of_the_target(target: Target, four_texts: list[Text]) -> None:
+def test_kinds_report_the_targets_entropy(target: Target, four_texts: list[Text]) -> None:
     heads = trained_like(target)
     drafts = measure_drafts(target, heads, four_texts, 4)
     assert drafts.text_O is not None and drafts.entropy_O is not None
@@ -306,12 +305,12 @@ def test_kinds_are_told_apart_with_the_entropy_of_the_target(target: Target, fou
     first = four_texts[0]
     final = target.hidden_states([first.tokens], (FINAL,))[0][FINAL]
     said = torch.distributions.Categorical(logits=target.lm_head(final).float()).entropy()
-    start = first.supervised.index(True)  # the state that says the first token after the root, which is supervised
+    start = first.supervised.index(True)  # its state predicts the first token after the root
     of_first = drafts.entropy_O[drafts.text_O == 0]
     torch.testing.assert_close(of_first, said[start : start + len(of_first)])
 
 
-def test_the_worst_kind_comes_first_after_all_together() -> None:
+def test_worst_kind_comes_right_after_the_total() -> None:
     always, never = torch.zeros(120, 2, dtype=torch.long), torch.ones(120, 2, dtype=torch.long)
     drafts = Drafts(
         torch.cat([always, never, always[:10]]),
@@ -328,7 +327,7 @@ def test_the_worst_kind_comes_first_after_all_together() -> None:
     assert "τ 1.00 on poems (entropy of the target 2.00 nats) to 3.00 on sums" in describe_kinds([of_all, *kinds])
 
 
-def test_what_levels_promise_is_saved(found: Tuning, target: Target, four_texts: list[Text]) -> None:
+def test_acceptance_by_level_is_saved(found: Tuning, target: Target, four_texts: list[Text]) -> None:
     heads = trained_like(target)
     drafts = measure_drafts(target, heads, four_texts, 4)
     assert found.calibration["reached"] == [list(fit_calibration(*drafts.arrays).reached)]
@@ -337,7 +336,7 @@ def test_what_levels_promise_is_saved(found: Tuning, target: Target, four_texts:
     assert again is not None and again.calibration.reached == (0.5, 0.25, 0.125)
 
 
-def test_trees_that_were_not_tuned_for_are_refused_or_left_out(found: Tuning, target: Target) -> None:
+def test_untuned_trees_are_refused_or_left_out(found: Tuning, target: Target) -> None:
     heads = trained_like(target)
     found.paths, found.chain = ((0,), (1,)), 2
     chain = found.drafter(heads, "chain")
@@ -352,7 +351,7 @@ def test_trees_that_were_not_tuned_for_are_refused_or_left_out(found: Tuning, ta
     assert found.drafter(heads, "chain") is None, "nothing pays"
 
 
-def test_what_is_predicted_is_of_the_static_tree(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_is_for_the_static_tree(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two nodes, at 3 tokens in 11 ms; a plain round takes 10."""
     measured = Measured(Costs((1, 4), (10.0, 10.0), 1.0, 0.0, 3), packed=False)
     monkeypatch.setattr(tune_module, "measure_costs", lambda *_: measured)
@@ -380,7 +379,7 @@ def test_short_answers_are_left_out(name: str) -> None:
         measure_drafts(target, heads, short, 4)
 
 
-def test_answers_that_are_too_short_are_refused() -> None:
+def test_too_short_answers_are_refused() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     with pytest.raises(UserError, match="No calibration answer is longer than the 4 tokens"):
         measure_drafts(target, trained_like(target), [Text([1, 2, 3], [False, True, True])], 10)

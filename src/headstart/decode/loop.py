@@ -270,7 +270,7 @@ class _Batch:
 
     Attributes:
         rows: numbers of the rows still running.
-        running: indices into `rows` of those that go on after the newest round.
+        running: indices into `rows` that continue after the newest round.
         sessions: of the drafters still in use, by their number.
         roots: each row's newest token, which the target has not read yet.
     """
@@ -372,7 +372,7 @@ class _Batch:
         return TreeBatch.of(trees, self.target.device) if any(tree.size > 1 for tree in trees) else self.roots
 
     def _join(self, number: int, trees: list[Tree], request: Request) -> list[Tree]:
-        """Trees together with those of one more drafter."""
+        """Join the trees with another drafter's."""
         beside = trees if trees is not self.roots.trees else ()
         proposed = self.drafters[number].propose(self.sessions[number], self.roots, replace(request, beside=beside))
         return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]

@@ -37,12 +37,12 @@ from headstart.tree.tree import Committed, Tree, TreeBatch, decided
 
 DRAWS = {"top_k": False, "greedy_draft": True}
 """Whether drafters draw, by the name in `DecodeOptions.verifier`. `greedy_draft` (arXiv 2502.18779): a node's last
-child is drawn, the others are the most likely ones. `top_k` (unrelated to the option top_k): none is drawn. The output
-has the same distribution; `greedy_draft` accepts more, and `top_k` draws the same text as plain sampling."""
+child is drawn, its siblings are the most likely tokens. `top_k` (unrelated to the option top_k): none is drawn. The
+output has the same distribution; `greedy_draft` accepts more, and `top_k` draws the same text as plain sampling."""
 
 
 class Verifier:
-    """Greedy verification: a draft is accepted if it is the target's argmax, so the output is that of plain decoding.
+    """Greedy verification: a draft is accepted if it is the target's argmax, so the output equals plain decoding.
 
     `draws`: whether drafters draw children, see `Request`; `draft_streams`: each row's random generator for it.
     """
@@ -228,7 +228,7 @@ class SamplingVerifier:
                 used.skip(len(added))
 
     def _distributions(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """The distribution after each of these rows' texts and its path, float [M, V]."""
+        """The distribution after each row's text and path, float [M, V]."""
         if self._prefixes is not None:
             logits_MV = self._prefixes.process(logits_MV, rows, paths)
         return warp(self._sampling, logits_MV)
@@ -291,7 +291,7 @@ class _Drawn:
         return children, indices
 
     def q_draft(self, index_M: Tensor) -> Tensor:
-        """The distributions of these drawn nodes over the target's vocabulary, [M, V]."""
+        """The distributions of drawn nodes over the target's vocabulary, [M, V]."""
         if index_M.device.type == "cpu":  # stack only the needed ones
             q_draft_MD = torch.stack([self._drawn[index].q_draft_D for index in index_M.tolist()])
         else:

@@ -151,8 +151,8 @@ class ShippedDrafter(HeadDrafter):
 
 
 _Candidate = tuple[int, int, float, float, float]
-"""A possible child: its index in the draft vocabulary, its token, its acceptance probability given its parent, that of
-a child drawn in its place, and its probability under the heads; the last two matter where children are drawn."""
+"""A possible child: its index in the draft vocabulary, its token, its acceptance probability given its parent, the one
+of a child drawn in its place, and its probability under the heads; the last two matter where children are drawn."""
 
 
 @torch.no_grad()
@@ -166,7 +166,7 @@ def grow(
     graphs: DraftGraphs | None = None,
 ) -> list[Tree]:
     """Draft a tree after each row's root, level by level, of the request's `shape` or with at most `max_rank` children
-    a node. `depth_logits` is that of a `OneForwardHead`; `graphs` capture levels of other heads.
+    a node. `depth_logits` comes from a `OneForwardHead`; `graphs` capture levels of other heads.
 
     The host waits for the device once a level, or once for a `OneForwardHead`; plus once where children are drawn.
     """
@@ -183,7 +183,7 @@ def grow(
     draws: Draws | None = None
 
     def read(depths: range) -> _Table:
-        """Read the best drafts of the next level or of these depths, along with pending draws."""
+        """Read the best drafts of the next level or of the given depths, along with pending draws."""
         put = upload_into if draws is None else draws.put
         level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks, put)
         if level is not None:

@@ -176,8 +176,8 @@ def find(parts: Sequence[_Part], tail: Sequence[int]) -> tuple[list[list[int]], 
 
 @dataclass
 class _Seen:
-    """Predictions of the next token, to be checked: their match class, the probability of each token, and of those that
-    no other drafter proposed, where others drafted."""
+    """Predictions of the next token, to be checked: their match class, the probability of each token, and of tokens
+    that no other drafter proposed, if others drafted."""
 
     kind: int
     every: dict[int, float]
@@ -212,7 +212,7 @@ class _Row:
 
     Attributes:
         parts: the index when the text began.
-        any, new: trust in all continuations, and in those that other drafters did not propose.
+        any, new: trust in all continuations, and in continuations that no other drafter proposed.
         seen: predictions by path of tokens after the newest root.
         path: tokens since then.
     """

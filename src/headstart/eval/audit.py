@@ -137,7 +137,7 @@ def run_audit(
 
 
 def _filled(options: AuditOptions) -> AuditOptions:
-    """Fill in defaults; temperatures are those of the sampling proof."""
+    """Fill in defaults; the sampling proof's temperatures are added."""
     return replace(
         options,
         drafters=options.drafters or AUDITED,

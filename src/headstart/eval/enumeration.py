@@ -122,7 +122,7 @@ def enumerate_texts(
 
 
 def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) -> Tensor:
-    """Return logits [N, V] after the prompt and each of these texts of one length, from the prompt's cache."""
+    """Return logits [N, V] after the prompt and each text (equal lengths), from the prompt's cache."""
     cache = copy.deepcopy(read.past_key_values)
     cache.batch_repeat_interleave(len(texts))
     tokens_NT = torch.tensor(texts, device=prompt_1T.device)

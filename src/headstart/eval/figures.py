@@ -61,7 +61,7 @@ class Unit:
 
 
 def of_methods(units: Sequence[Unit], *methods: str) -> list[Unit]:
-    """Return the units with runs of all of these methods."""
+    """Return the units that all these methods have run."""
     return [unit for unit in units if all(method in unit.runs for method in methods)]
 
 

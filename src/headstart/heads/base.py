@@ -345,8 +345,8 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting after a prefill of these prompts with states {layer: [B, T, E]}, padded on the right; returns
-        the session for `draft_step`, `commit` and `reorder`."""
+        """Start drafting after a prefill of these prompts with states {layer: [B, T, E]}, padded on the right; the
+        returned session is passed to `draft_step`, `commit` and `reorder`."""
 
     def read_text(self, session: Any, check: Callable[[], None] | None) -> None:
         """Read a long pending prompt piece by piece, calling `check` before each; a no-op if `prefill` has read it."""

@@ -334,8 +334,8 @@ class Eagle3Head(RecurrentHead):
     # -- the solved start ----------------------------------------------------------------------------------------
 
     def _fit_transition(self, batches: Iterator[HeadBatch]) -> None:
-        """Fuse to the final state before its norm, make some heads copy, and let the others hold a ridge regression to
-        the next final state before its norm."""
+        """Fuse to the final state before its norm, make some heads copy, and fit the remaining ones by ridge regression
+        to the next final state before its norm."""
         enough = min(_ROWS * self.fc.in_features, max(_FEW_ROWS * self.fc.in_features, _MANY))
         first: list[HeadBatch] = []
         while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:

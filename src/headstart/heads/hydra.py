@@ -89,7 +89,7 @@ class HydraStep(nn.Module):
 
 @register
 class HydraHead(ResidualHead):
-    """K heads, each reading one drafted token more than the one before."""
+    """K heads; each reads one drafted token more than its predecessor."""
 
     family: ClassVar[str] = "hydra"
     Config: ClassVar[type[HeadConfig]] = HydraConfig

@@ -27,7 +27,7 @@ _MIN = 1 << 16
 _BLOCK = 32
 """Inputs must be a multiple: torch's kernel reads whole blocks, past the end of other rows. Outputs are padded."""
 _ROWS = 4096
-"""Outputs quantized at a time, in float32."""
+"""Output rows per quantization step, in float32."""
 _NAME = "int8"
 
 

@@ -109,7 +109,7 @@ def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
 
 @register
 class MtpHead(FinalStateHead):
-    """One module; embeddings and LM head are the target's, or the ones it ships for the module."""
+    """One module; embeddings and LM head are the target's or the module's own."""
 
     family: ClassVar[str] = "mtp"
     Config: ClassVar[type[LayerConfig]] = MtpConfig

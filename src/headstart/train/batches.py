@@ -188,7 +188,7 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
 
 
 def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
-    """Sample at most `anchors` origins of each conversation, uniformly among those that learn.
+    """Sample at most `anchors` origins of each conversation, uniformly among the supervised ones.
 
     Reproducible by `seed`.
     """
@@ -317,7 +317,7 @@ def read_ahead(
             yield step, read(step), None
         return
     coming, waiting = iter(steps), deque[tuple[Step, Future[Made]]]()
-    # One core is enough to copy; the others compute. The setting is the thread's own.
+    # One core is enough to copy; the others compute. The setting is per thread.
     with ThreadPoolExecutor(ahead, "headstart-batches", torch.set_num_threads, (1,)) as readers:
         try:
             while True:

@@ -13,7 +13,7 @@ from typing import Any
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
 _SAME_REQUEST = 1.0
-"""Seconds in which further signals count as the first."""
+"""Seconds during which repeated signals count as one."""
 
 
 def keep_freed_memory() -> bool:

@@ -37,10 +37,9 @@ _RMS = 0.2
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalised updates (Jordan et al., 2024).
 
-    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, except for `orthogonal` and for stacks of matrices,
-    each of which counts as a matrix. `rows` gives the row ranges of parameters that hold several matrices; other rows
-    do not change. Momentum sees every gradient; a matrix is updated in one of `every` steps, by `every` times as much.
-    """
+    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, except for `orthogonal`, and it treats each matrix of
+    a stack separately. `rows` gives the row ranges of parameters that hold several matrices; other rows do not change.
+    Momentum sees every gradient; a matrix is updated in one of `every` steps, by `every` times as much."""
 
     def __init__(
         self,

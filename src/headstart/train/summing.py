@@ -43,7 +43,7 @@ _TABLE_ELSEWHERE = 1 << 30
 _DRAWN = 0.2
 """Fraction of the loss tokens sampled from the unlikely ones."""
 _SAMPLED, _ENOUGH = 4, 512
-"""Stride of the positions by which loss tokens are chosen, reduced to keep at least `_ENOUGH` of them."""
+"""Stride of the positions that choose the loss tokens, reduced to keep at least `_ENOUGH` of them."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:

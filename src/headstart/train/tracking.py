@@ -56,7 +56,7 @@ def check_tracker(name: str) -> None:
         module = importlib.import_module(installed)
     with _reported(name, "cannot start"):
         if name == "wandb" and not _wandb_can_start(module):
-            raise RuntimeError("it has no account to log in with, and nobody to ask")
+            raise RuntimeError("it has no account to log in with, and no terminal to ask on")
 
 
 def _wandb_can_start(wandb: Any) -> bool:

@@ -72,7 +72,7 @@ class Calibration:
         """Rebuild a calibration from its `knots`; None if there are none under this prefix.
 
         Raises:
-            ValueError: C reads the curves unchecked, and one of them is missing, unordered or out of range.
+            ValueError: C reads the curves unchecked, and a curve is missing, unordered or out of range.
         """
         if f"{prefix}log_probs" not in knots:
             return None
@@ -93,7 +93,7 @@ class Calibration:
         return self.log_probs[depth], self.accepted[depth]
 
     def after(self, off_best: bool) -> Calibration:
-        """Return the calibration of paths that have left the best one, or of the others."""
+        """Return the calibration of paths off the best path, or on it."""
         return self.off_best or self if off_best else self
 
     def best_child(self, depth: int, off_best: float = 0.0) -> float:

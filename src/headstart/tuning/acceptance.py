@@ -47,7 +47,7 @@ class Text:
 
     @classmethod
     def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Text:
-        """Supervise the whole answer, and nothing of the prompt.
+        """Supervise the answer, not the prompt.
 
         >>> Text.of([5, 6], [7])
         Text(tokens=[5, 6, 7], supervised=[False, False, True])

@@ -28,7 +28,7 @@ from headstart.tree.tree import Committed, RankPath, Request, Tree, TreeBatch, T
 _CLEARLY = 0.95
 """Relative draft time below which int8 weights are worth their small loss of acceptance."""
 _ENOUGH = 3
-"""Rounds after which a measurement may end when its time is over."""
+"""Rounds that a measurement takes at least, even if its time is over."""
 _STEADY = 1.25
 """Factor between two equal measurements, seconds apart, that shows a busy machine."""
 _FEW = 12

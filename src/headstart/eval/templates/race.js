@@ -4,7 +4,7 @@
   const find = (name) => race.querySelector(name);
   const play = find(".race-play"), slider = find(".race-time"), clock = find(".race-clock");
   const speed = find(".race-speed"), chosen = find(".race-prompt");
-  const LINGER_MS = {{ linger_ms }}; // rejected drafts stay struck so long in the reader's time, or until the next are drafted
+  const LINGER_MS = {{ linger_ms }}; // how long rejected drafts stay struck through, unless new drafts arrive first
   const HALF_FRAME_MS = 8;
   const prompts = [...race.querySelectorAll("details")].map((details) => {
     const lanes = [...details.querySelectorAll(".race-lane")].map(readLane);
@@ -65,7 +65,7 @@
     const rate = Number(speed.value), { end } = current();
     at += (now - last) * rate;
     last = now;
-    playing = end - at > HALF_FRAME_MS * rate; // the end is shown in the frame that is nearest to it
+    playing = end - at > HALF_FRAME_MS * rate; // show the end in the nearest frame
     if (!playing) at = end;
     draw();
     if (playing) requestAnimationFrame(frame);

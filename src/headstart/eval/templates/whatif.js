@@ -3,7 +3,7 @@
   const section = document.querySelector(".whatif");
   if (!section) return;
   const { acceptance, costs, start, rows: measuredRows } = JSON.parse(section.dataset.measured);
-  const LEVEL_NODES = 4; // as in decode/costs.py: what a level of a draft reads
+  const LEVEL_NODES = 4; // as in decode/costs.py: nodes read by one level of a draft
   const BATCHES = [1, 2, 4, 8, 16, 32, 64];
   const sliders = {};
   for (const input of section.querySelectorAll("input")) sliders[input.name] = input;
@@ -24,7 +24,7 @@
     return rows === 1 ? alone : alone * verify(LEVEL_NODES * rows, growth) / verify(LEVEL_NODES, growth);
   }
 
-  // Acceptance of each depth and rank, with another one of the first draft: the others change as it does.
+  // Acceptance by depth and rank after a change to the first draft's: all scale with it.
   function scaled(first) {
     return acceptance.map((ranks) => {
       const wanted = first / acceptance[0][0];
@@ -33,7 +33,7 @@
     });
   }
 
-  // Tokens a round and depth of the best trees of 1, 2, 3, ... nodes, the root included.
+  // Tokens per round and depth of the best trees of 1, 2, 3, ... nodes, root included.
   function trees(table, deepest, most) {
     const grown = [{ tau: 1, depth: 0 }];
     const open = table[0].map((prob) => ({ prob, depth: 1 }));

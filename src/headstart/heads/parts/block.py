@@ -153,7 +153,7 @@ class BlockHead(GraphedHead):
             yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
-        """LM head inputs of the blocks of these origins (ascending), [M, S, E]."""
+        """LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
         context_BTE = self.read_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])

@@ -145,7 +145,7 @@ class BlockLayer(DraftLayer):
         if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
             return
         grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
-        weights[0] = grouped[:, : self.groups].flatten(0, 2)  # as many query heads per key head as fit
+        weights[0] = grouped[:, : self.groups].flatten(0, 2)  # the largest number of query heads per key head that fits
         if any(len(weight) >= len(rows) for weight, rows in zip(weights, every, strict=True)):
             return
         for weight, rows in zip(weights, every, strict=True):

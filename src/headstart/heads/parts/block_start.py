@@ -269,7 +269,7 @@ def fast_pairs(layer: BlockLayer) -> Tensor:
 
 @torch.no_grad()
 def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pattern], number_E: Tensor) -> None:
-    """Point a layer's first key heads at the context's newest token and the next ones at the root (`counts` of each,
+    """Point a layer's first key heads at the context's newest token and the next few at the root (`counts` of each,
     with positive margins); the others keep their slow pairs. `number_E` gives 1 for the context and -1 for a block."""
     config, width = layer.config, layer.config.head_dim
     keys, taken, groups = config.num_attention_heads, sum(counts), layer.groups
@@ -298,8 +298,8 @@ def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pa
 
 @torch.no_grad()
 def telling(context_ME: Tensor, *blocks: Tensor) -> Tensor:
-    """Fit a linear probe [E] that gives 1 for the context and -1 for a block's normed embeddings, all kinds of which
-    have equal weight."""
+    """Fit a linear probe [E] that gives 1 for the context and -1 for a block's normed embeddings, with equal weight for
+    each kind."""
     gram_EE = context_ME.T @ context_ME / len(context_ME)
     wanted_E = context_ME.mean(0)
     for block_ME in blocks:

@@ -81,7 +81,7 @@ class Entries:
 
 class LayerCache:
     """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels leave
-    those of own-position heads at 0, a score that is negligible beside their own."""
+    own-position heads at 0, a negligible score."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)

@@ -148,7 +148,7 @@ class Rotary:
 
 
 def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [B, T, d] of these positions, clamped to the end of the table."""
+    """(cos, sin) [B, T, d] of the positions, clamped to the end of the table."""
     cos, sin = table
     positions_BT = positions_BT.clamp(max=len(cos) - 1)
     return cos[positions_BT], sin[positions_BT]

@@ -597,7 +597,7 @@ class UnrolledText:
         self.sight = VisibleRange(index_BA, self.tokens_BT.shape[1], starts_BA)
 
     def keep(self, origin_M: Tensor) -> None:
-        """Continue with these origins only; the others are dropped when compaction is worth a copy."""
+        """Continue with these origins only; the rest is dropped when compaction is worth a copy."""
         index_BA = self.sight.index_BA
         rows, maximum = index_BA.shape
         row_B1 = torch.arange(rows, device=origin_M.device)[:, None]

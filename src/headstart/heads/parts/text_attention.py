@@ -320,7 +320,7 @@ class _InParts(torch.autograd.Function):
         }
         ctx.save_for_backward(keys_BNTd, values_BNTd, *columns)
         made = []
-        for part in reversed(parts):  # largest first: the others reuse its memory
+        for part in reversed(parts):  # largest first: the smaller ones reuse its memory
             queries, *own = (_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True))
             keys, values = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
             made.append(kernel(queries, keys, values, sight.hidden(part), *own))

@@ -1,4 +1,4 @@
-"""Lossless decoding in transformers with the draft heads of this repository; to install headstart see README.md.
+"""Decode with the draft heads of this repository in transformers, losslessly; README.md has the installation.
 
 model.generate(**inputs, custom_generate="USER/HEADS", trust_remote_code=True)
 """
@@ -8,6 +8,6 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "headstart":
         raise
-    raise ImportError("These heads need headstart, which is not installed: see README.md in their folder.") from None
+    raise ImportError("These heads need headstart, which is not installed: see README.md beside them.") from None
 
 __all__ = ["generate"]
