@@ -80,7 +80,7 @@ def test_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Path) 
     text = (tmp_path / "out" / "audit.md").read_text()
     assert "**Clean: 240 greedy tokens and 4000 samples" in text
     largest = max(row["least_seen"] for row in results["sampling"])
-    could = f"a drafter that gets one token in 10 wrong, and samples whose distribution is off by {largest:.2f} or more"
+    could = f"a drafter that gets one token in 10 wrong, and a sampling distribution off by {largest:.2f} or more"
     assert f"In 95 % of cases this finds {could}." in text, "from 30 tokens per drafter and batch size"
     assert "Bonferroni" in text
     console = Console(record=True, width=120)

@@ -221,7 +221,7 @@ def test_incomparable_reports_are_refused(before: dict[str, Any]) -> None:
         (changed(before, stop_token_ids=[5, 6]), r"again without --stop-token-ids\.$"),
         ({**before, "per_prompt": before["per_prompt"][:8]}, "needs 5 questions .* and there are 4"),
         ({**before, "per_prompt": [{**row, "asked": "x"} for row in before["per_prompt"]]}, "no prompt in common"),
-        ({**before, "per_prompt": [{"id": "1"}]}, "does not say what each prompt took. Measure again"),
+        ({**before, "per_prompt": [{"id": "1"}]}, "has no figures per prompt. Measure again"),
         ({"summary": {}}, "is no report"),
     ):
         with pytest.raises(UserError, match=said):

@@ -107,7 +107,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
         tokens = rng.integers(50, 130, size)
         slow = tokens / rng.normal(20, 2, size)
         fast = slow / 1.5 * rng.normal(1, 0.15, size)
-        ratio = ratio_interval(Totals(tokens, fast), Totals(tokens, slow), seed=0)
+        ratio = ratio_interval([Totals(tokens, fast)], [Totals(tokens, slow)], seed=0)
         assert ratio["low"] <= 1.5 <= ratio["high"]
         return ratio["high"] - ratio["low"]
 
@@ -117,7 +117,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
 def test_pairing_cancels_common_slowness() -> None:
     """A prompt that is slow for both methods does not widen the interval of their ratio."""
     tokens, seconds = [10.0] * 6, [1.0, 9.0, 2.0, 7.0, 1.0, 5.0]
-    ratio = ratio_interval(Totals(tokens, seconds), Totals(tokens, [2 * share for share in seconds]), seed=0)
+    ratio = ratio_interval([Totals(tokens, seconds)], [Totals(tokens, [2 * share for share in seconds])], seed=0)
     assert (ratio["low"], ratio["mean"], ratio["high"]) == pytest.approx((2, 2, 2))
     rate = rate_interval(Totals(tokens, seconds), seed=0)
     assert rate["low"] < rate["mean"] < rate["high"]

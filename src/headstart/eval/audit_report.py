@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from headstart.eval.enumeration import SEEN
 from headstart.eval.formats import number
@@ -30,9 +30,8 @@ def sentence(results: Mapping[str, Any]) -> str:
     if results["clean"]:
         compared = f"{tokens} greedy tokens and {samples} samples compared, and nothing differs from plain decoding"
         return f"Clean: {compared}. {_could_have_been_seen(results)}"
-    return (
-        f"Not clean: {len(results['problems'])} of {len(results['greedy']) + len(results['sampling'])} checks failed."
-    )
+    checks = len(results["greedy"]) + len(results["sampling"])
+    return f"Not clean: {len(results['problems'])} of {checks} checks failed."
 
 
 def _could_have_been_seen(results: Mapping[str, Any]) -> str:
@@ -41,7 +40,7 @@ def _could_have_been_seen(results: Mapping[str, Any]) -> str:
     if tokens := min((row["tokens"] for row in results["greedy"]), default=0):
         parts.append(f"a drafter that gets one token in {max(1, int(1 / (1 - (1 - SEEN) ** (1 / tokens))))} wrong")
     if seen := [row["least_seen"] for row in sampled if row["least_seen"] is not None]:
-        parts.append(f"samples whose distribution is off by {max(seen):.2f} or more")
+        parts.append(f"a sampling distribution off by {max(seen):.2f} or more")
     text = f"In {100 * SEEN:.0f} % of cases this finds {', and '.join(parts)}." if parts else ""
     if certain := len(sampled) - len(seen):
         text += f" In {certain} of {len(sampled)} checks of sampling the text is all but certain, so nothing shows."
@@ -52,11 +51,8 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
     """Print one line per check, then the verdict and the problems."""
     settings = results["settings"]
     version = f" ({settings['heads_version']})" if settings["heads_version"] else ""
-    table = Table(title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
-    table.add_column("check")
-    table.add_column("compared", justify="right")
-    table.add_column("found", justify="right")
-    table.add_column("verdict")
+    columns = "check", Column("compared", justify="right"), Column("found", justify="right"), "verdict"
+    table = Table(*columns, title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
     for row in _lines(results):
         table.add_row(*row)
     console.print(table)

@@ -54,18 +54,13 @@ class Distribution:
 
     def possible(self, text: Text) -> bool:
         """Return False only for a text that is known to have probability zero."""
-        for length in range(self.depth):
-            known = self.following.get(text[:length])
-            if known is None:
-                return True
-            if text[length] not in known:
-                return False
-        return True
+        prefixes = [text[:length] for length in range(self.depth)]
+        return all(token in self.following.get(prefix, {token}) for prefix, token in zip(prefixes, text, strict=True))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How well samples fit a distribution, in cells: texts expected often enough, and all others pooled.
+    """Goodness of fit of samples: a cell for each text expected often enough, and one for all other texts.
 
     Attributes:
         chi_square: Pearson's statistic; it has `cells` - 1 degrees of freedom.
@@ -134,17 +129,16 @@ def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) ->
 
 def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
     """Return transformers' processors for these settings, in the order of its `generate`."""
-    warpers = LogitsProcessorList()
-    if sampling.repetition_penalty != 1:
-        warpers.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.top_k:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        warpers.append(MinPLogitsWarper(sampling.min_p))
-    return warpers
+    penalty, top_k, top_p, min_p = sampling.repetition_penalty, sampling.top_k, sampling.top_p, sampling.min_p
+    return LogitsProcessorList(
+        [
+            *([RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []),
+            TemperatureLogitsWarper(float(sampling.temperature)),
+            *([TopKLogitsWarper(top_k)] if top_k else []),
+            *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
+            *([MinPLogitsWarper(min_p)] if min_p > 0 else []),
+        ]
+    )
 
 
 def fit(counts: Mapping[Text, int], exact: Distribution) -> Fit:
@@ -187,10 +181,10 @@ def chi_square_p(statistic: float, freedom: int) -> float:
 
 
 def least_seen(cells: int, samples: int, level: float) -> float | None:
-    """Return the total variation from which a deviation fails the test with probability `SEEN`; None for a single cell.
+    """Return the smallest total variation that fails the test with probability `SEEN`; None for a single cell.
 
     Under a deviation the statistic is noncentral chi-square, a Poisson mixture of central ones. Its noncentrality is
-    `samples` times the sum of squared deviations over probabilities, at least 4 times the squared total variation
+    `samples` times the sum of squared deviations over probabilities: at least 4 times the squared total variation
     (Cauchy-Schwarz).
 
     >>> round(least_seen(2, 100, 0.05) or 0, 4)  # of one normal variable: (1.9600 + 1.6449) / sqrt(100) / 2

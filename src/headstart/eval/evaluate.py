@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -26,7 +26,7 @@ from headstart.data.prompts.chat import (
     with_tools,
 )
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import Drafter, check
+from headstart.decode.loop import Drafter, check, check_options
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
@@ -132,8 +132,7 @@ def _predicted(source: Source, options: EvalOptions) -> float | None:
     comparable = options.drafter == "heads" and options.temperature == 0 and options.batch_size == 1
     if not comparable or tuned_dtype != source.target.dtype_name:
         return None
-    speedup: float | None = source.calibration.get("predicted", {}).get("speedup")
-    return speedup
+    return cast("float | None", source.calibration.get("predicted", {}).get("speedup"))
 
 
 def make_methods(
@@ -249,10 +248,11 @@ def _checked(
 ) -> list[Question]:
     """Select the questions and turns to ask; refuse settings that cannot be measured."""
     numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size")]
-    for name, value in (*numbers, *(("sweep_batch", size) for size in options.sweep_batch)):
+    for name, value in [*numbers, *(("sweep_batch", size) for size in options.sweep_batch)]:
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
-    check(target, [[0]], replace(options, max_new_tokens=1))
+    check_options(options)
+    check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked below
     asked = list(questions)[: options.limit]
     if not options.multi_turn:
         asked = [replace(question, turns=question.turns[:1]) for question in asked]
@@ -261,7 +261,7 @@ def _checked(
     if tokenizer is None or options.multi_turn:  # a target without a template can continue a text only once
         check_template(tokenizer)
     elif console is not None and not has_template(tokenizer):
-        console.print(f"{target.name} has no chat template: it goes on with each question as it is.", style="dim")
+        console.print(f"{target.name} has no chat template: it continues the text of each question.", style="dim")
     for question in asked:
         _check_fits(target, tokenizer, question, options)
     return asked

@@ -89,8 +89,8 @@ def tokens_per_round(rounds: Sequence[Round]) -> float:
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """Return conditional acceptance: of the rounds that drafted at least k tokens ahead and whose first k - 1 drafts
-    were accepted, the share that accepted the k-th. It ends at the last position that any round reached.
+    """Return conditional acceptance: the share of rounds that accepted draft k, among rounds that drafted k tokens
+    ahead and accepted the first k - 1. The list ends at the last position that any round reached.
 
     >>> rounds = [Round(3, emitted, 0, 0, 0, depth=2) for emitted in (1, 3, 2)]
     >>> acceptance_by_position([*rounds, Round(2, 2, 0, 0, 0, depth=1)])  # 3 of 4, then 1 of 2
@@ -222,19 +222,13 @@ def rate_interval(totals: Totals, seed: int) -> Interval:
     return _interval(*totals.rates(seed), len(totals.tokens_N))
 
 
-def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
-    """Return the speed-up: the ratio of two throughputs (total tokens over total seconds), with its 95 % interval.
+def ratio_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
+    """Return a product of rates over another, with its 95 % paired bootstrap interval: each resample draws units, and
+    takes all rates of these units.
 
-    Paired bootstrap: a resample draws units, and takes both methods' runs of each.
-
-    >>> ratio_interval(Totals([10] * 5, [1] * 5), Totals([10] * 5, [2] * 5), seed=0)
+    >>> ratio_interval([Totals([10] * 5, [1] * 5)], [Totals([10] * 5, [2] * 5)], seed=0)
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
     """
-    return quotient_interval([totals], [base], seed)
-
-
-def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a product of rates over another, of the same units, with its 95 % paired bootstrap interval."""
     point, resampled_R = 1.0, np.ones(RESAMPLES)
     for rate, rate_R in (totals.rates(seed) for totals in above):
         point, resampled_R = point * rate, resampled_R * rate_R
@@ -244,14 +238,9 @@ def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: in
 
 
 def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a relative change: `quotient_interval` less 1."""
-    ratio = quotient_interval(above, below, seed)
-    low, high = ratio["low"], ratio["high"]
-    return {
-        "mean": ratio["mean"] - 1,
-        "low": None if low is None else low - 1,
-        "high": None if high is None else high - 1,
-    }
+    """Return a relative change: `ratio_interval` less 1."""
+    mean, low, high = ratio_interval(above, below, seed).values()
+    return {"mean": mean - 1, "low": None if low is None else low - 1, "high": None if high is None else high - 1}
 
 
 def difference_interval(totals: Totals, base: Totals, seed: int) -> Interval:
@@ -268,11 +257,12 @@ def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Int
 
 
 def _totals(units: Sequence[Unit], method: str) -> Totals:
-    groups = dict.fromkeys(unit.group for unit in units)
-    runs = [[unit.runs[method] for unit in units if unit.group == group] for group in groups]
+    runs: dict[int, list[Run]] = {}
+    for unit in units:
+        runs.setdefault(unit.group, []).append(unit.runs[method])
     return Totals(
-        [sum(run.count for run in of_group) for of_group in runs],
-        [sum(run.seconds for run in of_group) for of_group in runs],
+        [sum(run.count for run in group) for group in runs.values()],
+        [sum(run.seconds for run in group) for group in runs.values()],
     )
 
 
@@ -287,7 +277,7 @@ def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) ->
     within = of_methods(units, method, base)
     if method == base or not within:
         return None
-    return ratio_interval(_totals(within, method), _totals(within, base), seed)
+    return ratio_interval([_totals(within, method)], [_totals(within, base)], seed)
 
 
 def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:

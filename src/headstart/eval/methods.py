@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -96,12 +97,6 @@ def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(every) if name not in (drafter, "none", PLAIN, STOCK, LOOKUP))
 
 
-class Method(Protocol):
-    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
-        """Decode a batch and time it."""
-        ...
-
-
 class Ours:
     """Our loop, with or without drafters; length and seed are set per run, all else in the options."""
 
@@ -146,10 +141,10 @@ def warm_up(method: Method, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
 
 class Transformers:
-    """transformers' `generate` on the untouched model, plain or (one prompt at a time only) with its prompt lookup.
+    """transformers' `generate` on the untouched model, plain or (for single prompts) with its prompt lookup.
 
-    The model's own generation defaults (repetition penalty, top-p, ...) are disabled, so that both loops sample from
-    the same distribution.
+    The model's generation defaults (repetition penalty, top-p, ...) are disabled, so both loops sample from the same
+    distribution.
     """
 
     def __init__(self, target: Target, options: DecodeOptions, lookup: bool = False) -> None:
@@ -186,6 +181,9 @@ class Transformers:
         return Run(tokens, seconds, [clock.token_ms[: len(row)] for row in tokens])
 
 
+Method = Ours | Transformers
+
+
 class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no types
     """Records when `generate` emits tokens; its first call has the prompt."""
 
@@ -211,13 +209,12 @@ def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
     >>> _cut([5, 2, 0, 0], frozenset({2}))
     [5, 2]
     """
-    stop = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:stop]
+    return tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return token ids and attention mask [B, T], both int64."""
-    width = max(map(len, prompts))
-    tokens = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    tokens_BT = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask_BT = pad_sequence([torch.ones_like(row_T) for row_T in rows], batch_first=True, padding_side="left")
+    return tokens_BT.to(device), mask_BT.to(device)

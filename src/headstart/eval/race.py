@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from headstart.decode.options import DecodeOptions, random_seed
@@ -69,12 +69,11 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
     races: list[Race] = results.get("replays") or []
     if not races:
         raise UserError(f"{file} holds no replays.", "Name the results.json of a report; headstart eval writes them.")
-    if prompt_id is None:
-        return featured(races), conditions(results["settings"]["target"], results["environment"])
     known = {race["id"]: race for race in races}
-    if prompt_id not in known:
+    if prompt_id is not None and prompt_id not in known:
         raise UserError(f"{file} holds no replay of prompt {prompt_id}.", f"It holds {', '.join(known)}.")
-    return known[prompt_id], conditions(results["settings"]["target"], results["environment"])
+    race = featured(races) if prompt_id is None else known[prompt_id]
+    return race, conditions(results["settings"]["target"], results["environment"])
 
 
 def conditions(target: str, environment: Mapping[str, Any]) -> str:
@@ -121,9 +120,7 @@ def frame(answers: Sequence[Replay], ms: float, console: Console) -> RenderableT
     panels = [_panel(answer, ms, console, width, height) for answer in answers]
     if narrow:
         return Group(*panels)
-    grid = Table.grid(expand=True)
-    for _ in panels:
-        grid.add_column(ratio=1)
+    grid = Table.grid(*(Column(ratio=1) for _ in panels), expand=True)
     grid.add_row(*panels)
     return grid
 

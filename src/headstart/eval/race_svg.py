@@ -67,9 +67,7 @@ Cell = tuple[int, int]
 def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
     """Draw a race, plain decoding on top, with the measurement's conditions and the command that drew it."""
     answers = [beginning(answer, MOST_TOKENS) for answer in contestants(race)]
-    cut = any(
-        len(answer["tokens"]) < len(whole["tokens"]) for answer, whole in zip(answers, contestants(race), strict=True)
-    )
+    cut = any(len(answer["tokens"]) > MOST_TOKENS for answer in contestants(race))
     scene = _Scene(max(map(end_ms, answers)) + PAUSE_MS)
     y = 30.0
     question = " ".join(race["question"].split())
@@ -177,7 +175,7 @@ def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
     """Place the rejected drafts of a step over the text that replaced them."""
     text = step["rejected"]
     row, column = start
-    if following[:1].isspace() != text[:1].isspace() and column:  # a word of its own, or the end of the one before
+    if following[:1].isspace() != text[:1].isspace() and column:  # as a new word, or to the previous word
         column += 1 if text[:1].isspace() else -1
     text = text.lstrip(" ")
     return _segments(text, _cells(text, (row, column))[0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from typing import Any, NamedTuple, TypedDict
 
 from headstart.decode.loop import Round
@@ -147,8 +147,8 @@ def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:
         drafts = list(decided.likeliest) if decided else []
         accepted = min(decided.emitted - 1, count) if decided else 0
         emitted = tokens[before : before + accepted]
-        kept = next((k for k, pair in enumerate(zip(drafts, emitted, strict=False)) if pair[0] != pair[1]), None)
-        kept = min(len(drafts), accepted) if kept is None else kept
+        matches = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, emitted, strict=False))
+        kept = sum(1 for _ in matches)
         drafted_ms = min(ms, past + decided.draft_ms) if drafts and decided else ms
         spelled = pieces_of(tokenizer, tokens[max(0, before - _CONTEXT) : before], drafts)
         replayed["steps"].append(
@@ -176,8 +176,7 @@ def _steps(run: Run, row: int) -> list[tuple[int, float, Round | None]] | None:
     if len(decided) != len(arrivals):
         return None
     steps = [(count, ms, step) for (count, ms), step in zip(arrivals, decided, strict=True)]
-    exact = all(count == (step.emitted if step else 1) for count, _, step in steps[:-1])
-    return steps if exact else None
+    return steps if all(count == (step.emitted if step else 1) for count, _, step in steps[:-1]) else None
 
 
 def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
@@ -196,8 +195,7 @@ def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> l
 def standing(answer: Replay, ms: float) -> Standing:
     """Return the state of an answer `ms` milliseconds after the call."""
     done = [step for step in answer["steps"] if step["ms"] <= ms]
-    coming = answer["steps"][len(done) : len(done) + 1]
-    drafting = next((step for step in coming if step["drafted_ms"] <= ms), None)
+    drafting = next((step for step in answer["steps"][len(done) :][:1] if step["drafted_ms"] <= ms), None)
     return Standing(len(done), sum(step["tokens"] for step in done), drafting)
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headstart.errors import UserError
-from headstart.support.artifacts import give, link_or_copy
+from headstart.support.artifacts import link_or_copy
 from headstart.support.files import PARTIAL, read_json, replace, write_json
 
 MANIFEST = "checkpoint.json"
@@ -100,8 +100,8 @@ def save(
 
 
 def load(accelerator: Accelerator, path: Path) -> None:
-    """Restore the prepared heads and optimisers from a checkpoint of any number of ranks; ranks that it does not have
-    keep their RNG state."""
+    """Restore the prepared heads and optimisers from a checkpoint of any number of ranks; additional ranks keep their
+    RNG state."""
 
     def rename(models: list[nn.Module], folder: str) -> None:
         """Load weights here if their names lack, or have, the DDP prefix."""
@@ -123,17 +123,13 @@ def load(accelerator: Accelerator, path: Path) -> None:
 
 
 def fits(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a step reads as many batches under `settings` as under a checkpoint's settings `kept`."""
-    if kept.get(PROCESSES) == settings.get(PROCESSES):
-        return kept.get(ACCUMULATION) == settings.get(ACCUMULATION)
-    before, now = batches_of_step(kept), batches_of_step(settings)
-    return before is not None and before == now
+    """Whether a step reads the same number of batches under `settings` as under a checkpoint's settings `kept`."""
+    return batches_of_step(kept) == batches_of_step(settings)
 
 
-def batches_of_step(settings: Mapping[str, Any]) -> int | None:
-    """Number of batches per optimiser step over all ranks; None if the settings lack it."""
-    ranks, each = settings.get(PROCESSES), settings.get(ACCUMULATION)
-    return None if ranks is None or each is None else int(ranks) * int(each)
+def batches_of_step(settings: Mapping[str, Any]) -> int:
+    """Number of batches per optimiser step over all ranks; 0 if the settings lack it."""
+    return int(settings.get(PROCESSES, 0)) * int(settings.get(ACCUMULATION, 0))
 
 
 def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, TrainerState] | None:
@@ -145,7 +141,7 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
     for path in _newest_first(folder):
         manifest = _manifest(path)
         if manifest is None:
-            warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
+            warn(f"The checkpoint {path} is cut short; falling back to the previous one.")
             continue
         _check_same_settings(folder.parent, manifest["settings"], settings)
         return path, TrainerState(**manifest["standing"])
@@ -153,8 +149,8 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
 
 
 def wait_for(path: Path, trainer_state: TrainerState) -> None:
-    """Wait until this rank sees the complete checkpoint that the main rank chose. A network disk may lag, and meanwhile
-    show a replaced one of the same step."""
+    """Wait until this rank sees the checkpoint that the main rank chose: a network disk may lag, or show a replaced one
+    of the same step."""
     end, standing = monotonic() + _SEEN_WITHIN, dataclasses.asdict(trainer_state)
     while (_manifest(path) or {}).get("standing") != standing:
         if monotonic() > end:
@@ -174,26 +170,12 @@ def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[s
         name, was, wanted = differing[0]
         more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
         remedy = "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME)."
-        raise UserError(
-            f"The run in {run} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.",
-            _other_processes(kept, settings) if key == PROCESSES else remedy,
-        )
-
-
-def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Remedy for a changed number of ranks."""
-    batches, ranks = batches_of_step(kept), int(settings[PROCESSES])
-    if batches is None or batches % ranks:
-        return f"Start {kept.get(PROCESSES)} processes, or begin anew in another folder of runs."
-    return (
-        f"Set {ACCUMULATION}={batches // ranks}, so that a step reads as many batches, or start "
-        f"{kept[PROCESSES]} processes."
-    )
-
-
-def restore_best(path: Path, best: Path) -> None:
-    """Replace the folder `best` by a checkpoint's best heads."""
-    give(path / BEST, best)
+        if key == PROCESSES:
+            batches, rest = divmod(batches_of_step(kept), wanted)
+            remedy = f"Start {was} processes, or begin anew in another folder of runs."
+            if batches and not rest:
+                remedy = f"Set {ACCUMULATION}={batches} for the same batches per step, or start {was} processes."
+        raise UserError(f"The run in {run} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.", remedy)
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:

@@ -51,8 +51,8 @@ def finished(folder: Path) -> bool:
 
 
 def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
-    """Seed a training without checkpoints with the newest one of trainings that differ only by a smaller budget, or by
-    the number of ranks with as many batches per step."""
+    """Seed a training without checkpoints with the newest checkpoint of trainings that differ only by a smaller budget,
+    or by the number of ranks at equal batches per step."""
     checkpoints = of.folder / "checkpoints"
     if checkpoint.find(checkpoints, {}, lambda _: None) is not None:
         return
@@ -60,12 +60,11 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
     candidates = []
     for other in relatives(of, _without_accumulation):
         newest = checkpoint.find(other.folder / "checkpoints", {}, lambda _: None)
-        if newest is None or not (other.folder / "metrics.jsonl").is_file():
-            continue
-        path, trainer_state = newest
-        within = _within(other.identity["amount"], of.identity["amount"])
-        if within and checkpoint.fits(read_json(path / checkpoint.MANIFEST)["settings"], settings):
-            candidates.append((trainer_state.step, path, other.base == of.base))
+        has_metrics = (other.folder / "metrics.jsonl").is_file()
+        if newest and has_metrics and _within(other.identity["amount"], of.identity["amount"]):
+            path, trainer_state = newest
+            if checkpoint.fits(read_json(path / checkpoint.MANIFEST)["settings"], settings):
+                candidates.append((trainer_state.step, path, other.base == of.base))
     if not candidates:
         return
     _, path, only_shorter = max(candidates, key=lambda candidate: candidate[0])
@@ -89,12 +88,8 @@ def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
     >>> _within({"steps": None, "minutes": 5, "epochs": 50}, {"steps": 100, "minutes": 6, "epochs": 50})
     False
     """
-
-    def size(amount: dict[str, Any], key: str) -> float:
-        value = amount.get(key)
-        return float("inf") if value is None else float(value)
-
-    return all(size(shorter, key) <= size(longer, key) for key in AMOUNT)
+    pairs = [(shorter.get(key), longer.get(key)) for key in AMOUNT]
+    return all(more is None or (less is not None and less <= more) for less, more in pairs)
 
 
 def weights_hash(folder: str | None) -> str | None:

@@ -30,8 +30,7 @@ class Log:
 
     def __enter__(self) -> Log:
         waiting, self._waiting = self._waiting or [], None
-        for line in waiting:
-            self._write(line)
+        self._write("".join(waiting))
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
