@@ -11,13 +11,13 @@ from headstart.eval.figures import (
     Totals,
     Unit,
     acceptance_by_position,
+    drafting_figures,
     folded,
     method_figures,
     node_counts,
     per_prompt,
     rate_interval,
     ratio_interval,
-    rounds_by_position,
     summarise,
     tokens_per_round,
 )
@@ -48,7 +48,7 @@ def test_acceptance_is_conditional() -> None:
     rounds = [Round(4, emitted, 0, 0, 0, depth=3) for emitted in (1, 2, 3, 4)] + [Round(2, 2, 0, 0, 0, depth=1)]
     # Position 1: 4 of 5. Position 2: 2 of 3, without the shallow tree. Position 3: 1 of 2.
     assert acceptance_by_position(rounds) == [4 / 5, 2 / 3, 1 / 2]
-    assert rounds_by_position(rounds) == [5, 3, 2]
+    assert drafting_figures(rounds)["rounds_by_position"] == [5, 3, 2]
     assert acceptance_by_position([Round(4, 1, 0, 0, 0, depth=3)]) == [0.0], "nothing ever reached the second position"
     assert acceptance_by_position([Round(1, 1, 0, 0, 0)]) == [], "no drafts"
 

@@ -75,14 +75,10 @@ PROMPTS = (
 )
 """Default questions: short and diverse, some with a nearly certain answer."""
 
-_CANDIDATES = 8
-"""Number of leading prompts considered by the sampling proof."""
-_ROWS = 32
-"""Batch size of sampling."""
-_DEPTH = 4
-"""Text tokens in each tree of the bit comparison; each but the root follows two wrong siblings."""
-_TEXTS, _TOKENS = 4, 16
-"""Maximum texts of the bit comparison, and tokens of each."""
+_CANDIDATES = 8  # number of leading prompts considered by the sampling proof
+_ROWS = 32  # batch size of sampling
+_DEPTH = 4  # text tokens in each tree of the bit comparison; each but the root follows two wrong siblings
+_TEXTS, _TOKENS = 4, 16  # maximum texts of the bit comparison, and tokens of each
 
 Prompts = Sequence[Sequence[int]]
 

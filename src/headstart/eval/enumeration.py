@@ -32,8 +32,7 @@ MIN_EXPECTED = 5.0
 """Cells with a lower expected count are pooled, as the chi-square approximation requires."""
 SEEN = 0.95
 """Power of the audit's statement about the smallest detectable fault."""
-_ROWS = 32
-"""Batch size of the enumeration."""
+_ROWS = 32  # batch size of the enumeration
 
 Text = tuple[int, ...]
 

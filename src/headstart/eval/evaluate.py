@@ -54,8 +54,7 @@ SCHEMA_VERSION = 2
 """Of results.json; raised when a key changes its meaning or is removed."""
 _NOT_OF_RESULTS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
 """Decoding options that do not apply to measuring."""
-_BEFORE, _AFTER = 16, 12
-"""Tokens shown of two answers before and after they diverge."""
+_BEFORE, _AFTER = 16, 12  # tokens shown of two answers before and after they diverge
 _OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
 """Figures kept of a drafter at other batch sizes."""
 _EVERY = 4

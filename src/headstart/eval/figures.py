@@ -102,9 +102,14 @@ def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
     ]
 
 
-def rounds_by_position(rounds: Sequence[Round]) -> list[int]:
-    """Count the rounds behind each share of `acceptance_by_position`."""
-    return [len(reached) for reached in _reached(rounds)]
+def drafting_figures(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return τ and acceptance by position; `rounds_by_position` counts the rounds behind each share of acceptance."""
+    return {
+        "rounds": len(rounds),
+        "tokens_per_round": tokens_per_round(rounds),
+        "acceptance_by_position": acceptance_by_position(rounds),
+        "rounds_by_position": [len(reached) for reached in _reached(rounds)],
+    }
 
 
 def _reached(rounds: Sequence[Round]) -> Iterator[list[Round]]:
@@ -239,7 +244,8 @@ def ratio_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) 
 
 def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
     """Return a relative change: `ratio_interval` less 1."""
-    mean, low, high = ratio_interval(above, below, seed).values()
+    ratio = ratio_interval(above, below, seed)
+    mean, low, high = ratio["mean"], ratio["low"], ratio["high"]
     return {"mean": mean - 1, "low": None if low is None else low - 1, "high": None if high is None else high - 1}
 
 
@@ -291,23 +297,21 @@ def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interva
 def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, Any]:
     """Return a report's figures of a method; inapplicable ones are None."""
     rounds, speed = method_rounds(units, method), rate(units, method, seed)
-    errors = [unit.runs[method].drafter_error for unit in of_methods(units, method)]
+    within = of_methods(units, method)
     return {
-        "prompts": sum(len(unit.prompts) for unit in of_methods(units, method)),
+        "prompts": sum(len(unit.prompts) for unit in within),
         "tokens_per_second": speed["mean"] if speed else None,
         "tokens_per_second_interval": speed,
         **speedups(units, method, seed),
-        "tokens_per_round": tokens_per_round(rounds) if rounds else None,
-        "acceptance_by_position": acceptance_by_position(rounds),
-        "rounds_by_position": rounds_by_position(rounds),
-        "rounds": len(rounds),
+        **drafting_figures(rounds),
+        **({} if rounds else {"tokens_per_round": None}),
         "node_counts": node_counts(rounds),
         "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
         "round_ms": mean_round_ms(units, method),
         "ttft_ms": _percentiles(units, method, _first_ms),
         "inter_token_ms": _percentiles(units, method, _gaps_ms),
         "undrafted_prompts": undrafted_prompts(units, method) if rounds and method != PLAIN else None,
-        "drafter_error": next((error for error in errors if error), None),
+        "drafter_error": next((error for unit in within if (error := unit.runs[method].drafter_error)), None),
     }
 
 

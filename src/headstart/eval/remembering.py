@@ -19,8 +19,7 @@ MAX_TEXTS = 4000
 """Maximum number of cached texts."""
 MAX_BYTES = 1 << 30
 """Memory for their logits; a vocabulary of 50k takes 0.2 MB per text."""
-_MAX_NODES = 256
-"""Maximum nodes of one forward."""
+_MAX_NODES = 256  # maximum nodes of one forward
 
 Text = tuple[int, ...]
 

@@ -35,8 +35,7 @@ DEFINITIONS = {
 }
 
 
-_SLOWER = 1.3
-"""Ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25."""
+_SLOWER = 1.3  # ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25
 
 
 def write_report(results: Mapping[str, Any], out: Path) -> None:
@@ -289,14 +288,14 @@ def fewer(results: Mapping[str, Any]) -> str:
     """Name the methods that skipped some prompts, in a sentence; empty without any.
 
     >>> fewer({"compare": [{"name": "plain", "prompts": 8}, {"name": "ngram", "prompts": 2}], "per_prompt": [0] * 8})
-    'n-gram: only 2 of the 8 prompts, evenly spaced; ratios to it are over these.'
+    'n-gram: 2 of the 8 prompts, evenly spaced; ratios to it are over these.'
     """
     asked = len(results["per_prompt"])
     rows = [row for row in results["compare"] if row["prompts"] < asked]
     if not rows:
         return ""
     names, it = " and ".join(label_of(row["name"]) for row in rows), "them" if len(rows) > 1 else "it"
-    return f"{names}: only {rows[0]['prompts']} of the {asked} prompts, evenly spaced; ratios to {it} are over these."
+    return f"{names}: {rows[0]['prompts']} of the {asked} prompts, evenly spaced; ratios to {it} are over these."
 
 
 def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:

@@ -32,10 +32,8 @@ PROCESSES = "number of processes"
 ACCUMULATION = "train.gradient_accumulation_steps"
 """Settings keys; their product is the number of batches per step."""
 _WEIGHTS = "model.safetensors"
-_SEEN_WITHIN = 90.0
-"""Seconds; NFS clients cache missing files for up to a minute."""
-_OF_SEVERAL = "module."
-"""Prefix of weight names under DDP."""
+_SEEN_WITHIN = 90.0  # seconds; NFS clients cache missing files for up to a minute
+_OF_SEVERAL = "module."  # prefix of weight names under DDP
 
 
 @dataclass

@@ -33,8 +33,7 @@ from headstart.recipes.sections import TrainSection
 from headstart.replay.patch import FINAL
 from headstart.support.files import write_atomic, write_json
 
-_ROWS = 512
-"""Positions per chunk of full-vocabulary logits."""
+_ROWS = 512  # positions per chunk of full-vocabulary logits
 
 
 class Drift:

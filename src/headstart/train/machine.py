@@ -12,8 +12,7 @@ from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
-_SAME_REQUEST = 1.0
-"""Seconds during which repeated signals count as one."""
+_SAME_REQUEST = 1.0  # seconds during which repeated signals count as one
 
 
 def keep_freed_memory() -> bool:

@@ -13,8 +13,7 @@ from headstart.train.batches import Batch
 from headstart.train.validation import Validation
 
 FILE = "log.txt"
-_EVERY = 60.0
-"""Seconds between progress lines, without a terminal and in the log file."""
+_EVERY = 60.0  # seconds between progress lines, without a terminal and in the log file
 
 
 class Log:

@@ -24,8 +24,7 @@ from headstart.train.summing import logits_by_block, positions_before_answers
 TOPS = (1, 4, 8)
 """Top-k accuracies counted."""
 
-_ROWS = 512
-"""Positions per chunk of full-vocabulary logits."""
+_ROWS = 512  # positions per chunk of full-vocabulary logits
 
 
 @dataclass(frozen=True)
