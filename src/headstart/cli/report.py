@@ -32,7 +32,7 @@ def diff(
         str,
         typer.Option(
             metavar="PERCENT",
-            help="Exit with 1 where tokens a round or the speed-up over plain decoding fall by more than this, and "
+            help="Exit with 1 where tokens per round or the speed-up over plain decoding fall by more than this, and "
             "the interval of the change excludes zero.",
         ),
     ] = "3%",

@@ -333,7 +333,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
             row = _tested(outputs, exact, verifier, level)
             again = _again(on_the_cache, prompts, number, replace(asked, verifier=verifier), outputs) if exactly else {}
             if not row["problem"] and again.get("differ"):
-                row["problem"] = f"{again['differ']} of {again['texts']} texts are others in a batch on the real cache."
+                row["problem"] = f"{again['differ']} of {again['texts']} texts differ in a batch on the real cache."
             row["again"] = again
             where = f"{verifier} at temperature {temperature:g}, prompt {number}"
             row["problem"] = row["problem"] and f"{where}: {row['problem']}"

@@ -43,7 +43,7 @@ def _could_have_been_seen(results: Mapping[str, Any]) -> str:
         parts.append(f"a sampling distribution off by {max(seen):.2f} or more")
     text = f"In {100 * SEEN:.0f} % of cases this finds {', and '.join(parts)}." if parts else ""
     if certain := len(sampled) - len(seen):
-        text += f" In {certain} of {len(sampled)} checks of sampling the text is all but certain, so nothing shows."
+        text += f" In {certain} of {len(sampled)} sampling checks the text is nearly certain, so no fault would show."
     return text
 
 
@@ -79,8 +79,8 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             f"{row['verifier']}, temperature {row['temperature']:g}, prompt {row['prompt']}",
             f"{row['samples']} samples",
             f"p {row['p_value']:.2g}, off by {row['total_variation']:.3f} (noise {row['expected_variation']:.3f}), "
-            f"seen from {number(row['least_seen'], 3)}",
-            _mark(row["problem"] is None) if row["problem"] or row["cells"] > 1 else "[dim]nothing to see[/]",
+            f"detectable from {number(row['least_seen'], 3)}",
+            _mark(row["problem"] is None) if row["problem"] or row["cells"] > 1 else "[dim]not testable[/]",
         )
 
 

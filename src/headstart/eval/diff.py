@@ -277,7 +277,7 @@ def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Cha
     old, new = ours.emitted(), theirs.emitted()
     if sum(old.seconds_N) and sum(new.seconds_N):  # rounds, here
         change = relative_interval([new], [old], _SEED)
-        yield Change("tokens a round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
+        yield Change("tokens per round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
     before, after = (ratio_interval([each.drafted()], [each.plain()], _SEED) for each in (ours, theirs))
     change = relative_interval([theirs.drafted(), ours.plain()], [theirs.plain(), ours.drafted()], _SEED)
     yield Change("speed-up over plain", "x", before, after, change, same_speed)

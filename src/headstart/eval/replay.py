@@ -6,8 +6,9 @@ Every race (page, picture, terminal) is drawn from a report's replays alone; res
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import groupby, islice, takewhile
+from itertools import accumulate, groupby, islice, takewhile
 from typing import Any, NamedTuple, TypedDict
 
 from headstart.decode.loop import Round
@@ -227,11 +228,9 @@ def end_ms(answer: Replay) -> float:
 
 def beginning(answer: Replay, tokens: int) -> Replay:
     """Truncate an answer to whole rounds of at most `tokens` tokens; keep the prefill in any case."""
-    steps, count = answer["steps"][:1], answer["steps"][0]["tokens"]
-    for step in answer["steps"][1:]:
-        if count + step["tokens"] > tokens:
-            break
-        steps, count = [*steps, step], count + step["tokens"]
+    counts = list(accumulate(step["tokens"] for step in answer["steps"]))
+    steps = answer["steps"][: max(1, bisect_right(counts, tokens))]
+    count = counts[len(steps) - 1]
     return {**answer, "tokens": answer["tokens"][:count], "pieces": answer["pieces"][:count], "steps": steps}
 
 

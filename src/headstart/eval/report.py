@@ -159,7 +159,7 @@ def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             default = ", the default" if row["name"] == HEADS_NGRAM else ""
             lines = [f"{label_of(row['name'])}{default}, over {LABELS[PLAIN].name}"]
             lines += [] if ratio["low"] is None else [f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}"]
-            lines += [f"{row['tokens_per_round']:.2f} tokens a round (τ)"]
+            lines += [f"{row['tokens_per_round']:.2f} tokens per round (τ)"]
             made.append({"value": times(ratio, False), "lines": lines})
     speed, name = max((row["tokens_per_second"] or 0.0, row["name"]) for row in results["compare"])
     made.append({"value": number(speed, 1), "lines": [f"tokens/s with {label_of(name)}, the fastest here"]})

@@ -120,11 +120,6 @@ def load(accelerator: Accelerator, path: Path) -> None:
     hook.remove()
 
 
-def fits(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a step reads the same number of batches under `settings` as under a checkpoint's settings `kept`."""
-    return batches_of_step(kept) == batches_of_step(settings)
-
-
 def batches_of_step(settings: Mapping[str, Any]) -> int:
     """Number of batches per optimiser step over all ranks; 0 if the settings lack it."""
     return int(settings.get(PROCESSES, 0)) * int(settings.get(ACCUMULATION, 0))
@@ -134,7 +129,7 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
     """Find the newest complete checkpoint, if any; truncated ones are skipped with a warning.
 
     Raises:
-        UserError: its settings differ, other than in how the batches of a step are spread (see `fits`).
+        UserError: its settings differ, other than in how the batches of a step are spread (see `batches_of_step`).
     """
     for path in _newest_first(folder):
         manifest = _manifest(path)
@@ -161,7 +156,7 @@ def wait_for(path: Path, trainer_state: TrainerState) -> None:
 
 def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise a UserError if settings differ, other than in how the batches of a step are spread over ranks."""
-    spread = {PROCESSES, ACCUMULATION} if fits(kept, settings) else set()
+    spread = {PROCESSES, ACCUMULATION} if batches_of_step(kept) == batches_of_step(settings) else set()
     for key in [key for key in settings if key not in spread]:
         if not (differing := _differing(key, kept.get(key), settings[key])):
             continue

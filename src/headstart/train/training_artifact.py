@@ -63,7 +63,8 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
         has_metrics = (other.folder / "metrics.jsonl").is_file()
         if newest and has_metrics and _within(other.identity["amount"], of.identity["amount"]):
             path, trainer_state = newest
-            if checkpoint.fits(read_json(path / checkpoint.MANIFEST)["settings"], settings):
+            kept = read_json(path / checkpoint.MANIFEST)["settings"]
+            if checkpoint.batches_of_step(kept) == checkpoint.batches_of_step(settings):
                 candidates.append((trainer_state.step, path, other.base == of.base))
     if not candidates:
         return
