@@ -118,9 +118,9 @@ def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
 
 
 def beside(diff: Diff) -> dict[str, list[dict[str, Any]]]:
-    """Tabulate the figures of each drafter. A line has a name, `most` (value of the longest bar), and `cells`: figure and
-    change of each report, the base first; None if not compared."""
-    tables = {}
+    """Tabulate the figures of each drafter. A line has a name, `most` (value of the longest bar), and `cells`: the
+    figure and change of each report, the base first; None if not compared."""
+    tables: dict[str, list[dict[str, Any]]] = {}
     for drafter in dict.fromkeys(name for other in diff.others for name in other.drafters):
         compared = [{change.name: change for change in other.drafters.get(drafter, ())} for other in diff.others]
         names = max(compared, key=len)
