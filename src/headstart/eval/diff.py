@@ -65,20 +65,14 @@ class Report:
 
 
 class Change(NamedTuple):
-    """A figure in the base and in another report, and its change.
-
-    Attributes:
-        unit: "x" of a speed-up, "%" of a share (stored as a fraction), empty for tokens.
-        change: difference of shares, else relative to the base.
-        judged: whether a fall can be a regression.
-    """
+    """A figure in the base and in another report, and its change."""
 
     name: str
-    unit: str
+    unit: str  # "x" of a speed-up, "%" of a share (stored as a fraction), empty for tokens
     base: Interval
     other: Interval
-    change: Interval
-    judged: bool = False
+    change: Interval  # difference of shares, else relative to the base
+    judged: bool = False  # whether a fall can be a regression
 
     def regressed(self, limit: float) -> bool:
         """Whether it fell by more than the limit, with an interval below zero."""

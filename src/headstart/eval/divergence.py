@@ -37,18 +37,12 @@ Texts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which an output differs from the plain loop's.
+    """The first token at which an output differs from the plain loop's."""
 
-    Attributes:
-        prompt: index among the compared prompts.
-        tokens: (plain's token, the other's); None if that output had ended.
-        margin: distance of the worse token from the best, in float32 logits; None if an output had ended.
-    """
-
-    prompt: int
+    prompt: int  # index among the compared prompts
     position: int
-    tokens: tuple[int | None, int | None]
-    margin: float | None = None
+    tokens: tuple[int | None, int | None]  # (plain's, the other's); None if that output had ended
+    margin: float | None = None  # of the worse token to the best, in float32 logits; None if an output had ended
     explained: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -58,16 +52,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Differences between the outputs of the plain loop and of another method, at most one per prompt.
-
-    Attributes:
-        tokens_compared: positions up to and including each first difference.
-        margin_limit: margin up to which differences are explained; None without differences.
-    """
+    """Differences between the outputs of the plain loop and of another method, at most one per prompt."""
 
     prompts: int = 0
-    tokens_compared: int = 0
-    margin_limit: float | None = None
+    tokens_compared: int = 0  # positions up to and including each first difference
+    margin_limit: float | None = None  # differences up to this margin are explained; None without differences
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:

@@ -39,17 +39,12 @@ Text = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Distribution:
-    """The exact distribution of texts of a few tokens, enumerated as far as affordable.
-
-    Attributes:
-        rest: total probability of the texts that were not enumerated.
-        following: possible next tokens of each shorter text that was extended.
-    """
+    """The exact distribution of texts of a few tokens, enumerated as far as affordable."""
 
     depth: int
     probs: Mapping[Text, float]
-    rest: float = 0.0
-    following: Mapping[Text, frozenset[int]] = field(repr=False, default_factory=dict)
+    rest: float = 0.0  # total probability of the texts that were not enumerated
+    following: Mapping[Text, frozenset[int]] = field(repr=False, default_factory=dict)  # next tokens of extended texts
 
     def possible(self, text: Text) -> bool:
         """Return False only for a text that is known to have probability zero."""
@@ -59,23 +54,15 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Fit:
-    """Goodness of fit of samples: a cell for each text expected often enough, and one for all other texts.
-
-    Attributes:
-        chi_square: Pearson's statistic; it has `cells` - 1 degrees of freedom.
-        p_value: probability that honest samples fit at least as badly; 1 for a single cell.
-        total_variation: half the sum of |share - probability| over the cells.
-        expected_variation: its mean for as many honest samples: sampling noise.
-        impossible: samples of probability zero.
-    """
+    """Goodness of fit of samples: a cell for each text expected often enough, and one for all other texts."""
 
     samples: int
     cells: int
-    chi_square: float
-    p_value: float
-    total_variation: float
-    expected_variation: float
-    impossible: int
+    chi_square: float  # Pearson's statistic; it has `cells` - 1 degrees of freedom
+    p_value: float  # probability that honest samples fit at least as badly; 1 for a single cell
+    total_variation: float  # half the sum of |share - probability| over the cells
+    expected_variation: float  # mean total variation of the same number of honest samples: sampling noise
+    impossible: int  # samples of probability zero
 
     def clean(self, level: float) -> bool:
         return self.impossible == 0 and self.p_value >= level

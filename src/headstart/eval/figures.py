@@ -38,24 +38,19 @@ class Interval(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One measured prompt: the tokens of a conversation up to the answer. The second turn of question 81 is "81/2".
-    `question` is the last user message."""
+    """One measured prompt: the tokens of a conversation up to the answer."""
 
-    id: str
+    id: str  # the second turn of question 81 is "81/2"
     category: str
     tokens: list[int]
-    question: str = ""
+    question: str = ""  # the last user message
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Prompts decoded in one batch, and each method's run.
+    """Prompts decoded in one batch, and each method's run."""
 
-    Attributes:
-        group: unit of the bootstrap; turns of the same questions are dependent and share a group.
-    """
-
-    group: int
+    group: int  # unit of the bootstrap; turns of the same questions are dependent and share a group
     prompts: list[Prompt]
     runs: Mapping[str, Run]
 

@@ -15,18 +15,12 @@ HEADS_NGRAM = "heads+ngram"
 
 @dataclass(frozen=True)
 class Label:
-    """Names of a method.
+    """Names of a method."""
 
-    Attributes:
-        name: in tables and sentences; `short` for narrow columns.
-        row: start of a row of benchmarks, in Markdown.
-        speedup: figure of results.json with the speed-up over this method; empty for the drafter itself.
-    """
-
-    name: str
-    short: str
-    row: str
-    speedup: str = ""
+    name: str  # in tables and sentences
+    short: str  # in narrow columns
+    row: str  # start of a row of benchmarks, in Markdown
+    speedup: str = ""  # figure of results.json with the speed-up over this method; empty for the drafter itself
 
 
 LABELS = {

@@ -57,21 +57,13 @@ class Source(Protocol):
 
 @dataclass
 class Run:
-    """One method's results on one batch of prompts, by row.
+    """One method's results on one batch of prompts, by row."""
 
-    Attributes:
-        tokens: emitted token ids, the end-of-turn token included.
-        seconds: wall-clock time of the whole batch, prefill included.
-        token_ms: arrival of each token, in milliseconds since the call.
-        rounds: empty for methods that do not draft through our loop.
-        drafter_error: error of a failed drafter; decoding continued without it.
-    """
-
-    tokens: list[list[int]]
-    seconds: float
-    token_ms: list[list[float]]
-    rounds: list[list[Round]] = field(default_factory=list)
-    drafter_error: str | None = None
+    tokens: list[list[int]]  # emitted token ids, the end-of-turn token included
+    seconds: float  # wall-clock time of the whole batch, prefill included
+    token_ms: list[list[float]]  # arrival of each token, in milliseconds since the call
+    rounds: list[list[Round]] = field(default_factory=list)  # empty for methods that do not draft through our loop
+    drafter_error: str | None = None  # error of a failed drafter; decoding continued without it
 
     @property
     def count(self) -> int:

@@ -26,24 +26,15 @@ _CONTEXT = 8  # preceding tokens for detokenizing drafts
 
 
 class Step(TypedDict):
-    """A round of an answer; the first is the prefill, which drafts nothing.
+    """A round of an answer; the first is the prefill, which drafts nothing. Times are since the call."""
 
-    Attributes:
-        drafted_ms, ms: times since the call at which the drafts were ready and were decided.
-        tokens: tokens of the answer from this round: `accepted` drafts, then the target's own unless the answer ends.
-        nodes: verified drafts.
-        kept: accepted drafts at the start of the likeliest path.
-        accepted: accepted drafts; more than `kept` on another path.
-        rejected: the rest of the likeliest path, as text.
-    """
-
-    ms: float
-    tokens: int
-    drafted_ms: float
-    nodes: int
-    kept: int
-    accepted: int
-    rejected: str
+    ms: float  # when the drafts were decided
+    tokens: int  # tokens of the answer: `accepted` drafts, then the target's own unless the answer ends
+    drafted_ms: float  # when the drafts were ready
+    nodes: int  # verified drafts
+    kept: int  # accepted drafts at the start of the likeliest path
+    accepted: int  # accepted drafts; more than `kept` on another path
+    rejected: str  # the rest of the likeliest path, as text
 
 
 class Replay(TypedDict):
@@ -56,19 +47,12 @@ class Replay(TypedDict):
 
 
 class Race(TypedDict):
-    """The answers of several methods to a prompt, plain decoding first.
+    """The answers of several methods to a prompt, plain decoding first."""
 
-    Attributes:
-        id: the prompt's, as in `per_prompt`.
-        question: the last user message.
-        rank, ranked: place by speed-up among `ranked` prompts, 1 is the highest; of the default drafter if it was
-            measured, else of the tested one.
-    """
-
-    id: str
-    question: str
-    rank: int
-    ranked: int
+    id: str  # of the prompt, as in `per_prompt`
+    question: str  # the last user message
+    rank: int  # by speed-up of the default drafter if measured, else of the tested one; 1 is the highest
+    ranked: int  # number of ranked prompts
     answers: list[Replay]
 
 

@@ -102,24 +102,18 @@ def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_step
 
 
 def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
-    """The batches of a step for one rank: every `ranks`-th."""
+    """Return the batches of a step for one rank: every `ranks`-th."""
     return list(group[rank::ranks])
 
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch in the store's encoding, on the store's device.
+    """A batch in the store's encoding, on the store's device; see `headstart.data.states.shard_format`."""
 
-    Attributes:
-        batch: with states as raw bytes of dtype `code` if encoded; see `headstart.data.states.shard_format`.
-        scales: of encoded states by layer, [B, T].
-        dtype: of the decoded states; None if they are not encoded.
-    """
-
-    batch: HeadBatch
-    scales: dict[int, Tensor]
+    batch: HeadBatch  # encoded states are raw bytes of dtype `code`
+    scales: dict[int, Tensor]  # of encoded states by layer, [B, T]
     code: torch.dtype | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of the decoded states; None if they are not encoded
 
     def pinned(self) -> ReadBatch:
         """Copy to pinned memory, for asynchronous transfers to a GPU."""

@@ -38,31 +38,20 @@ _OF_SEVERAL = "module."  # prefix of weight names under DDP
 
 @dataclass
 class TrainerState:
-    """Progress of a run: `step` optimiser steps in all, `index` of them in epoch `epoch` (from 0).
-
-    Attributes:
-        elapsed: training seconds over all sessions, including validation and checkpoints.
-        tokens: predictions of the first draft step trained on so far.
-        skipped: steps without any predictions.
-        best_tau: best predicted tokens per round so far, measured at `best_step`; 0 before the first validation.
-        lr: learning rate of the last step.
-        budget: [steps, minutes, epochs] of the run.
-        onward: fraction of the run done when a larger budget replaced a smaller one; 0 if none did.
-        onward_lr: learning rate then.
-    """
+    """Progress of a run: `step` optimiser steps in all, `index` of them in epoch `epoch` (from 0)."""
 
     step: int = 0
     epoch: int = 0
     index: int = 0
-    elapsed: float = 0.0
-    tokens: int = 0
-    skipped: int = 0
-    best_tau: float = 0.0
-    best_step: int = 0
-    lr: float = 0.0
-    budget: list[float | None] = field(default_factory=list)
-    onward: float = 0.0
-    onward_lr: float = 0.0
+    elapsed: float = 0.0  # training seconds over all sessions, including validation and checkpoints
+    tokens: int = 0  # predictions of the first draft step trained on so far
+    skipped: int = 0  # steps without any predictions
+    best_tau: float = 0.0  # best predicted tokens per round so far; 0 before the first validation
+    best_step: int = 0  # step of `best_tau`
+    lr: float = 0.0  # learning rate of the last step
+    budget: list[float | None] = field(default_factory=list)  # [steps, minutes, epochs] of the run
+    onward: float = 0.0  # fraction of the run done when a larger budget replaced a smaller one; 0 if none did
+    onward_lr: float = 0.0  # learning rate then
 
     def advance(self, learnt: int, per_epoch: int) -> None:
         """Count one step that trained on `learnt` predictions."""

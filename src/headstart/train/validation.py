@@ -66,13 +66,10 @@ def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
 
 
 class Tally:
-    """Counts of one validation in one tensor, for reduction over ranks.
-
-    Attributes:
-        counts_KC: float64 [K, 2 + len(TOPS)]: predictions, drafts correct up to this step, hits by `TOPS`.
-    """
+    """Counts of one validation in one tensor, for reduction over ranks."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
+        # By column: predictions, drafts correct up to this step, hits by `TOPS`.
         self.counts_KC = torch.zeros(steps, 2 + len(TOPS), dtype=torch.float64, device=device)
 
     @torch.no_grad()
