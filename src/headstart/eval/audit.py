@@ -46,15 +46,12 @@ from headstart.model.model import Target
 from headstart.support.terminal import Bar, progress_bar
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
-SCHEMA_VERSION = 1
-"""Of audit.json."""
-LEVEL = 0.01
-"""False-alarm rate of the whole audit: all sampling tests together (Bonferroni)."""
+SCHEMA_VERSION = 1  # of audit.json
+LEVEL = 0.01  # false-alarm rate of the whole audit: all sampling tests together (Bonferroni)
 RANDOM, WRONG = "random heads", "always wrong"
 AUDITED = ("dynamic", "static", RANDOM, WRONG, "ngram", "heads+ngram", "lookahead")
 """Default drafters of the greedy proof."""
-TEMPERATURES = (0.7, 1.0)
-"""Default temperatures of the sampling proof."""
+TEMPERATURES = (0.7, 1.0)  # default temperatures of the sampling proof
 PROMPTS = (
     "What is the capital of France?",
     "Say yes or no: is water wet?",

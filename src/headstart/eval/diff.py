@@ -34,8 +34,7 @@ from headstart.eval.figures import (
 from headstart.eval.labels import PLAIN, label_of
 from headstart.eval.results import read_results
 
-WORST = 10
-"""Maximum number of prompts listed that lost tokens per round."""
+WORST = 10  # maximum number of prompts listed that lost tokens per round
 _SEED = 0
 _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),

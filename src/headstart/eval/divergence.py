@@ -25,12 +25,9 @@ from headstart.decode.sampling import process
 from headstart.decode.verify import min_length_processors
 from headstart.model.model import Target
 
-EXACT_MARGIN = 1e-3
-"""Margin in float32, where different shapes agree to about 1e-5."""
-LEADERS = 4
-"""Top tokens of each position on which the rounding error is measured."""
-MEASURED_PROMPTS = 16
-"""Diverging prompts on which the rounding error is measured, largest margins first."""
+EXACT_MARGIN = 1e-3  # margin in float32, where different shapes agree to about 1e-5
+LEADERS = 4  # top tokens of each position on which the rounding error is measured
+MEASURED_PROMPTS = 16  # diverging prompts on which the rounding error is measured, largest margins first
 
 Texts = Sequence[Sequence[int]]
 

@@ -28,10 +28,8 @@ from transformers import (
 from headstart.decode.options import SamplingOptions
 from headstart.model.model import Target
 
-MIN_EXPECTED = 5.0
-"""Cells with a lower expected count are pooled, as the chi-square approximation requires."""
-SEEN = 0.95
-"""Power of the audit's statement about the smallest detectable fault."""
+MIN_EXPECTED = 5.0  # cells with a lower expected count are pooled, as the chi-square approximation requires
+SEEN = 0.95  # power of the audit's statement about the smallest detectable fault
 _ROWS = 32  # batch size of the enumeration
 
 Text = tuple[int, ...]

@@ -50,8 +50,7 @@ from headstart.eval.tuned import tuned
 from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
 
-SCHEMA_VERSION = 2
-"""Of results.json; raised when a key changes its meaning or is removed."""
+SCHEMA_VERSION = 2  # of results.json; raised when a key changes its meaning or is removed
 _NOT_OF_RESULTS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
 """Decoding options that do not apply to measuring."""
 _BEFORE, _AFTER = 16, 12  # tokens shown of two answers before and after they diverge

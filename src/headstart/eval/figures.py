@@ -22,8 +22,7 @@ from headstart.eval.divergence import Judgement
 from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER, PLAIN
 from headstart.eval.methods import Run
 
-RESAMPLES = 10_000
-"""Bootstrap resamples per interval."""
+RESAMPLES = 10_000  # bootstrap resamples per interval
 LEAST_UNITS = 5
 """Minimum units for an interval: with fewer, resamples are too similar and the interval too narrow."""
 
@@ -148,8 +147,7 @@ def accepted(row: Mapping[str, Any]) -> list[tuple[float, int]]:
     return list(zip(shares, rounds, strict=False))
 
 
-LEAST_ROUNDS = 30
-"""Minimum rounds of a share that is shown on its own: 30 give ±18 points."""
+LEAST_ROUNDS = 30  # minimum rounds of a share that is shown on its own: 30 give ±18 points
 
 
 def folded(row: Mapping[str, Any]) -> list[tuple[str, float, int]]:

@@ -9,8 +9,7 @@ METHODS = (HEADS, PLAIN, STOCK, LOOKUP)
 """Methods of every report, by their names in results.json; `HEADS` is the tested drafter."""
 OTHER = "other: "
 """Prefix of compared drafters among a unit's runs, so that their names do not clash with `METHODS`."""
-HEADS_NGRAM = "heads+ngram"
-"""Default drafter of decoding; most reports include it."""
+HEADS_NGRAM = "heads+ngram"  # default drafter of decoding; most reports include it
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,9 @@ from headstart.model.model import Target
 
 TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
 """Names of the heads with each kind of tree; "heads" uses the kind that tuning found best."""
-ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
-"""Meaning of `--compare all`."""
-LOOKUP_TOKENS = 4
-"""Drafts per round of transformers' prompt lookup."""
-WARM_UP_TOKENS = 32
-"""Maximum tokens of each method's unmeasured first generation, without CUDA graphs."""
+ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")  # meaning of `--compare all`
+LOOKUP_TOKENS = 4  # drafts per round of transformers' prompt lookup
+WARM_UP_TOKENS = 32  # maximum tokens of each method's unmeasured first generation, without CUDA graphs
 
 
 class Source(Protocol):

@@ -34,8 +34,7 @@ from headstart.eval.replay import (
 from headstart.eval.results import read_results
 from headstart.support.terminal import ACCEPTED, format_moment, tell
 
-DRAFTED, REJECTED = "dim italic", "strike red"
-"""Styles of pending and of rejected drafts."""
+DRAFTED, REJECTED = "dim italic", "strike red"  # styles of pending and of rejected drafts
 _FRAME_SECONDS = 0.05
 _NARROW = 76  # columns below which answers are stacked
 _AROUND = 2  # border lines of a panel

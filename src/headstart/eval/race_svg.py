@@ -30,10 +30,8 @@ from headstart.eval.replay import (
     visible,
 )
 
-MOST_TOKENS = 160
-"""Longer answers are truncated, with a note in the picture."""
-PAUSE_MS = 3000.0
-"""Pause at the end, before it restarts."""
+MOST_TOKENS = 160  # longer answers are truncated, with a note in the picture
+PAUSE_MS = 3000.0  # pause at the end, before it restarts
 
 _COLUMNS = 54
 _CELL, _LINE = 8.1, 19  # pixels; a monospaced character is about 0.6 of the font size (13.5 px) wide
@@ -58,10 +56,8 @@ text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink);whi
 """
 _TURNS = 3  # then it stops: not every viewer can stop an animation
 
-Times = Sequence[tuple[float, str]]
-"""Start time (ms) of each style."""
-Cell = tuple[int, int]
-"""Row and column of a character."""
+Times = Sequence[tuple[float, str]]  # start time (ms) of each style
+Cell = tuple[int, int]  # row and column of a character
 
 
 def race_svg(race: Race, conditions: str, command: str | None = None) -> str:

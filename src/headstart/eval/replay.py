@@ -17,10 +17,8 @@ from headstart.eval.labels import HEADS, HEADS_NGRAM, OTHER, PLAIN, label_of
 from headstart.eval.methods import Run
 from headstart.support.detokenizer import IncrementalDetokenizer
 
-SHOWN = 5
-"""Maximum number of prompts with replays: from the highest to the lowest speed-up."""
-LINGER_MS = 150.0
-"""Time that rejected drafts stay visible, unless the next drafts come earlier."""
+SHOWN = 5  # maximum number of prompts with replays: from the highest to the lowest speed-up
+LINGER_MS = 150.0  # time that rejected drafts stay visible, unless the next drafts come earlier
 _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff\\ufffe\\uffff]")
 _CONTEXT = 8  # preceding tokens for detokenizing drafts
 

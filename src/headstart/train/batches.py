@@ -32,8 +32,7 @@ from headstart.recipes.sections import TrainSection
 from headstart.support.uploads import upload
 from headstart.train.checkpoint import TrainerState
 
-Batch = list[int]
-"""Indices of the conversations of one batch."""
+Batch = list[int]  # indices of the conversations of one batch
 
 _ROUND = 16
 """Lengths are rounded up to this multiple, so that conversations of similar length are reshuffled each epoch."""

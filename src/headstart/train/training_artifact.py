@@ -21,8 +21,7 @@ from headstart.support.artifacts import Artifact, artifact, give, relatives
 from headstart.support.files import file_hash, read_json
 from headstart.train import checkpoint
 
-RESULT = "result.json"
-"""Written last; marks a finished training."""
+RESULT = "result.json"  # written last; marks a finished training
 AMOUNT = ("steps", "minutes", "epochs")
 _VERSION = 2  # Muon changes matrices in turns
 _ACCUMULATION = "gradient_accumulation_steps"

@@ -21,8 +21,7 @@ from headstart.model.frozen import FrozenModel
 from headstart.replay.patch import FINAL
 from headstart.train.summing import logits_by_block, positions_before_answers
 
-TOPS = (1, 4, 8)
-"""Top-k accuracies counted."""
+TOPS = (1, 4, 8)  # top-k accuracies counted
 
 _ROWS = 512  # positions per chunk of full-vocabulary logits
 
