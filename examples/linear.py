@@ -35,7 +35,6 @@ class LinearSession:
 # OneForwardHead drafts all depths at once. Where a draft depends on those before it: DraftHead, with `draft_step`.
 @register
 class LinearHead(OneForwardHead):
-    family: ClassVar[str] = "linear"
     Config: ClassVar[type[HeadConfig]] = LinearConfig
     config: LinearConfig
 

@@ -304,7 +304,7 @@ def test_acceptance_identifies_served_heads(adapted: Adapted, tmp_path: Path, mo
         assert (after := engine(*address)).exit_code == 0, after.output
 
         def tokens_a_round(result: Any) -> float:
-            return float(re.search(r"([\d.]+) tokens a round", result.output)[1])
+            return float(re.search(r"([\d.]+) tokens per round", result.output)[1])
 
         assert tokens_a_round(after) > tokens_a_round(old) == tokens_a_round(before)
         measured = threading.Event()
@@ -318,7 +318,7 @@ def test_acceptance_identifies_served_heads(adapted: Adapted, tmp_path: Path, mo
         busy = engine(*address)
         measured.set()
         asking.join()
-        assert busy.exit_code == 2 and "answered others meanwhile" in busy.output
+        assert busy.exit_code == 2 and "answered other requests meanwhile" in busy.output
     gone = engine(*address)
     assert gone.exit_code == 2 and "Start vllm with" in gone.output, "there is no server"
 
@@ -375,7 +375,7 @@ def test_refuses_updates_that_may_make_other_texts_worse() -> None:
     good, flat, fell, few = figures(0.01, 0.05), figures(-0.01, 0.0), figures(-0.03, -0.01), figures(None, 0.3)
     assert not refusals(good, {"a": flat}, 0.02)
     assert len(refusals(flat, {"a": flat}, 0.02)) == 1
-    assert "beside a" in refusals(good, {"a": fell, "b": flat}, 0.02)[0]
+    assert "compared with a" in refusals(good, {"a": fell, "b": flat}, 0.02)[0]
     assert "not clearly better" in refusals(few, {"a": flat}, 0.02)[0]
     assert "an interval needs 5" in refusals(good, {"a": few}, 0.02)[0]
 
@@ -445,7 +445,7 @@ def test_a_run_that_was_trained_again_begins_anew(place: Path) -> None:
     update = update_of(place)
     file = place / "run" / "heads" / "heads.safetensors"
     of_another_version(file)
-    with pytest.raises(UserError, match="are others than when adapting began") as caught:
+    with pytest.raises(UserError, match="have changed since adapting began") as caught:
         update.train()
     assert caught.value.remedy.endswith(f"rm -r {update.service.folder}")
 
@@ -458,7 +458,7 @@ def test_the_states_budget_drops_requests_and_own_texts_alike(place: Path) -> No
     update.train()
     plan = json.loads((update.folder / "plan.json").read_text())
     assert 0 < plan["requests"] < 96 and 0 < plan["own_conversations"] < 20
-    assert plan["left_out"] == {"that data.cache_gigabytes has no room for": 96 - plan["requests"]}
+    assert plan["left_out"] == {"beyond data.cache_gigabytes": 96 - plan["requests"]}
 
 
 def test_a_full_disk_leaves_the_heads_in_service(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +514,7 @@ def test_a_log_is_described_and_deleted(place: Path) -> None:
     update_of(place).train()
     done = works("adapt", "log", run, "--log", log)
     assert "Requests: 128" in done.output and "lines that are half-written" in done.output
-    assert "left there: engine.jsonl" in works("adapt", "log", run, "--log", log, "--delete").output
+    assert "not written by headstart: engine.jsonl" in works("adapt", "log", run, "--log", log, "--delete").output
     assert {file.name for file in (place / "log").iterdir()} == {"engine.jsonl", "lock", "log.json"}
     done = call("adapt", "log", run, "--log", f"{log}s", "--delete")
     assert done.exit_code == 2 and "nothing was deleted" in done.output and not Path(f"{log}s").exists()

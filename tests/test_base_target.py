@@ -90,7 +90,7 @@ def test_chats_are_left_out_or_refused(base: Target, tmp_path: Path) -> None:
 
 def test_prefix_length_identifies_data_of_base_targets_only(base: Target, tiny_target: Target) -> None:
     def of(target: Target, count: int) -> dict[str, Any]:
-        return identity(target, DataSection(prefix_tokens=count).model_dump(mode="json"))
+        return identity(target, DataSection(prefix_tokens=count))
 
     assert of(base, 64) != of(base, 32)
     assert of(tiny_target, 64) == of(tiny_target, 32)

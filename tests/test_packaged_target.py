@@ -7,7 +7,7 @@ import torch
 
 from headstart.data.conversations.masks import encode
 from headstart.kernels import prepacked
-from headstart.kernels.prepacked import in_panels
+from headstart.kernels.prepacked import can_pack
 from headstart.model.loading import load_target
 from headstart.model.model import Target
 from tests.data.test_conversations import supervised_text, turns
@@ -28,14 +28,14 @@ def test_its_template(target: Target) -> None:
     assert supervised_text(target.tokenizer, tokens, supervised) == ["Hello.<|im_end|>", "c<|im_end|>"]
 
 
-@pytest.mark.skipif(not in_panels(torch.zeros(32, 32), int8=True), reason="this CPU has no products in 8 bits")
+@pytest.mark.skipif(not can_pack(torch.zeros(32, 32), int8=True), reason="this CPU has no products in 8 bits")
 def test_it_writes_in_8_bits(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The 8-bit logits differ by 0.30 of their spread, more than bfloat16's, and are still accepted."""
     monkeypatch.setattr(prepacked, "by_tiles", lambda _: False)
     assert target.in_int8() is not target
 
 
-@pytest.mark.skipif(not in_panels(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
+@pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
 def test_the_same_bits(target: Target) -> None:
     target.exact = "bits"
     found = compare(target, [[*range(100, 160)], [*range(300, 333)]], rounds=2)

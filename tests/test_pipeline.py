@@ -241,7 +241,7 @@ def kept(before: dict[Path, tuple[int, int]]) -> bool:
 
 
 DONE = {
-    "write": "headstart.data.conversations.part_writer.Answers.answered",
+    "write": "headstart.data.conversations.batch_writer.Answers.answered",
     "states": "headstart.data.states.shards._write_shard",
     "train": "headstart.pipeline.head_stages.train",
     "tune": "headstart.pipeline.head_stages.tune",
@@ -311,7 +311,7 @@ def test_more_conversations_are_appended(copied: tuple[Recipe, Path]) -> None:
     assert longer.startswith(text) and len(longer.splitlines()) == 20
     assert kept(before)
     made = [file for file in files_under(folder.parent / "artifacts") if file not in before]
-    assert sorted(file.name.partition("-")[0] for file in made if file.parent.name == "parts") == ["00005", "00006"]
+    assert sorted(file.name.partition("-")[0] for file in made if file.parent.name == "batches") == ["00005", "00006"]
     # Asking for fewer again takes the first part, as trained on before.
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "data" / "conversations" / "train.jsonl").read_text() == text
@@ -326,7 +326,7 @@ def test_a_dropped_revision_is_left(tmp_path: Path, tiny_target_folder: Path, mo
         execute(quiet(folder, tiny_recipe(tmp_path, tiny_target_folder, data=data)), stages_until("conversations"))
         known = referred(folder, "conversations")
         assert known is not None
-        return str(read_note(known)["revision"])
+        return str(read_note(known)["prompts"][0]["commit"])
 
     assert [commit("v1"), commit("v1"), commit(None)] == [OLD, OLD, NEW]
     honest = hub.info

@@ -65,11 +65,11 @@ def test_the_planner_is_killed(tmp_path: Path, tiny_target_folder: Path, forks: 
         ours_T, theirs_T = (store.get(index).states for store in stores)
         assert all(torch.equal(ours_T[layer], theirs_T[layer]) for layer in theirs_T)
     shared = tmp_path / "shared" / "artifacts"
-    numbers = [file.name[:5] for file in shared.glob("conversations/*/parts/*.jsonl")]
+    numbers = [file.name[:5] for file in shared.glob("conversations/*/batches/*.jsonl")]
     assert len(set(numbers)) == len(numbers) == 5
     keys = [key for file in shared.glob("states/*/shard-*.safetensors") for key in _keys(file)]
     assert len(set(keys)) == len(keys) == 16
-    assert not list(shared.glob("*/*/jobs/*/job.json"))
+    assert not list(shared.rglob("*.claim"))
 
 
 def _keys(shard: Path) -> list[str]:

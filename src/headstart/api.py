@@ -166,7 +166,7 @@ def export(
         trust_remote_code: run Python code that the target brings along, here and in the engines.
 
     Returns:
-        What was written, with the command that serves it in each engine.
+        The export, with the command that serves it in each engine.
 
     Raises:
         UserError: no such heads or format, heads that no engine of the format can serve, or a folder in use.

@@ -47,7 +47,6 @@ class Decoder:
     """Generates losslessly with a target and its heads.
 
     Args:
-        target: the frozen model.
         heads: bound to it, in its dtype and on its device; None for a target alone, with other drafters.
         shape: the static tree; with the root alone, decoding with heads is plain.
         calibration: see `Tuning.to_json`; without it the heads always draft the static tree.
@@ -70,17 +69,14 @@ class Decoder:
         answers: Path | None = None,
     ) -> None:
         self.target = target
-        self._loaded = heads
-        self.shape = shape or TreeShape.chain(0)
-        self.calibration = calibration or {}
-        self.answers = answers
-        self.tuning = Tuning.from_json(calibration) if calibration else None
+        self._loaded: DraftHead | None = None
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
         self._models: dict[str, Drafter] = {}  # drafters that loaded a model
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning with costs for these conditions
         self._there: Tuning | None = None  # the tuning with stored costs, once requested
         self._lock = threading.RLock()
+        self.swap(heads, shape or TreeShape.chain(0), calibration or {}, answers)
         self.log: RequestLog | None = None
         self.newer: Callable[[], Loaded | None] | None = None
         target.record()  # now, so that no first answer is delayed
@@ -93,7 +89,7 @@ class Decoder:
         return self._loaded
 
     def swap(
-        self, heads: DraftHead, shape: TreeShape, calibration: dict[str, Any], answers: Path | None = None
+        self, heads: DraftHead | None, shape: TreeShape, calibration: dict[str, Any], answers: Path | None = None
     ) -> None:
         """Draft with other heads from the next request on; running requests finish with the old ones.
 
@@ -102,7 +98,8 @@ class Decoder:
         """
         tuning = Tuning.from_json(calibration) if calibration else None
         with self._lock:
-            same, here = self._loaded is not None and self._loaded.config == heads.config, self._here
+            same = self._loaded is not None and heads is not None and self._loaded.config == heads.config
+            here = self._here
             self._here = None
             if not same or tuning is None:
                 self._conditions = None
@@ -134,7 +131,7 @@ class Decoder:
         if deterministic and any(part.startswith("memory:") for part in parts_of(drafter)):
             raise UserError(
                 "Deterministic decoding does not depend on earlier answers, and memory:FILE does.",
-                "Write memory, for those of the training alone.",
+                "Write memory, which reads the answers of the training alone.",
             )
         drafts = drafts and drafter != "none"
         with self._lock:
@@ -295,24 +292,23 @@ class Decoder:
             return self._here
 
     def _tuned_there(self) -> Tuning | None:
-        """The tuning with its stored costs."""
         if self.tuning is not None and self._there is None:
             self._there = tuned_there(self.tuning, Conditions.of(self.target))
         return self._there
 
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = parts_of(name)
+        heads: HeadDrafter | None = None
         if parts == ["heads"]:
             _ = self.heads  # a UserError without heads
-        heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
+        if "heads" in parts and self._loaded is not None:
+            if tuning is not None:
+                heads = tuning.drafter(self._loaded, tree)
+            elif self.shape.size > 1:
+                heads = HeadDrafter(self._loaded, self.shape, tree or "static")
         if "heads" in parts and heads is None:  # no tree pays: the other drafters work alone
             name = "+".join(part for part in parts if part != "heads") or "none"
         return make_drafters(name, self.target, heads, self.answers, self._models)
-
-    def _heads(self, tree: TreeKind | None, tuning: Tuning | None) -> HeadDrafter | None:
-        if tuning is not None:
-            return tuning.drafter(self.heads, tree)
-        return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
     def _answer(self, prompt: Sequence[int], generation: Generation, asked: DecodeOptions, loop: DecodeLoop) -> Answer:
         rounds = len(generation.rounds)
@@ -331,22 +327,13 @@ class Decoder:
             seed=generation.seed,
             heads=next(drafting, ""),
         )
-        if self.log is not None:
-            self.log.add(self._served(prompt, answer, asked))
-        return answer
-
-    @cached_property
-    def _stamp(self) -> tuple[str, str]:
-        """The log's fingerprints of the target and its chat template."""
-        return self.target.identity().fingerprint, template_version(self.target.tokenizer)
-
-    def _served(self, prompt: Sequence[int], answer: Answer, asked: DecodeOptions) -> Served:
-        """The log entry of an answer."""
+        if self.log is None:
+            return answer
         names = () if asked.greedy else ("temperature", "top_k", "top_p", "min_p")
         sampling: dict[str, Any] = {name: getattr(asked, name) for name in names}
         if asked.processors or asked.repetition_penalty != 1.0:
             sampling["processed"] = True
-        return Served(
+        served = Served(
             list(prompt),
             answer.tokens,
             answer.finish_reason,
@@ -357,6 +344,13 @@ class Decoder:
             heads=answer.heads,
             rounds=answer.rounds,
         )
+        self.log.add(served)
+        return answer
+
+    @cached_property
+    def _stamp(self) -> tuple[str, str]:
+        """The log's fingerprints of the target and its chat template."""
+        return self.target.identity().fingerprint, template_version(self.target.tokenizer)
 
 
 def _check_drafting(drafter: str, tree: TreeKind | None) -> None:

@@ -87,7 +87,7 @@ def test_capturing_states_does_not_change_answers(tiny_target: Target, tmp_path:
 
 
 def test_states_over_memory_are_computed(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.data.writing.writer._STATES_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.writing.in_process._STATES_SHARE", 0.0)
     splits = written(tiny_target, tmp_path, settings(tmp_path))
     assert not list((tmp_path / "shards").iterdir())
     assert len(store(tiny_target, tmp_path, splits)[1]) == 14

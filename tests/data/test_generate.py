@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data.conversations import part_writer
+from headstart.data.conversations import batch_writer, building
+from headstart.data.conversations.batches import ConversationBatch, TimeBudget
 from headstart.data.conversations.building import Splits, build_conversations
 from headstart.data.conversations.masks import encode
-from headstart.data.conversations.parts import Part, TimeBudget
 from headstart.data.prompts import self_prompts
+from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
 from headstart.data.writing.writer import Continuation
@@ -117,20 +119,20 @@ def test_resumed_run_gives_the_same(tiny_target: Target, tmp_path: Path, monkeyp
     prompts = prompt_file(tmp_path)
     whole = build_conversations(tiny_target, section(prompts), tmp_path / "whole")
     calls = 0
-    real = Part.write
+    real = building.write_batch
 
-    def dies(*arguments: Any) -> Part:
+    def dies(*arguments: Any, **more: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        return real(*arguments)
+        real(*arguments, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Part, "write", dies)
+        patch.setattr(building, "write_batch", dies)
         with pytest.raises(KeyboardInterrupt):
             build_conversations(tiny_target, section(prompts), tmp_path / "cut")
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "batches").glob("*.jsonl")}
     assert len(written) == 3
     assert everything(build_conversations(tiny_target, section(prompts), tmp_path / "cut")) == everything(whole)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "complete parts are kept"
@@ -139,7 +141,7 @@ def test_resumed_run_gives_the_same(tiny_target: Target, tmp_path: Path, monkeyp
 def test_existing_parts_are_never_rewritten(tiny_target: Target, tmp_path: Path) -> None:
     """Also when a part was moved away, and when the batch size changes."""
     prompts = prompt_file(tmp_path, 60)
-    parts = tmp_path / "data" / "parts"
+    parts = tmp_path / "data" / "batches"
     build_conversations(tiny_target, section(prompts), tmp_path / "data")
     written = {path.name: path.read_bytes() for path in parts.glob("*.jsonl")}
     moved = sorted(written)[2]
@@ -162,6 +164,22 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     assert "spent" not in told(tiny_target, section(short.prompts), tmp_path)[1], "without a budget"
 
 
+def test_the_time_of_earlier_sessions_counts_once_for_batches_written_at_once(tmp_path: Path) -> None:
+    """Two batches of half a minute that were written side by side took half a minute of the budget."""
+    batches = [ConversationBatch(number, "train", (0, 0), 30.0, 2, [], LeftOut()) for number in range(9)]
+
+    def taken(minutes: float | None) -> int:
+        clock = TimeBudget(minutes, tmp_path / "clocks.json")
+        count = sum(clock.takes(batch, is_new=False) for batch in batches)
+        clock.stop()
+        return count
+
+    assert taken(1.0) == 4 and taken(None) == 9
+    batches[:] = [replace(batch, seconds=90.0) for batch in batches]
+    assert taken(1.0) == 4, "a budget ends where it ended before"
+    assert taken(2.0) == 3
+
+
 def test_progress_ends_at_the_budget(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = spy(monkeypatch, Bar, "update", lambda _bar, _done, total: total)
     prompts = prompt_file(tmp_path, 60)
@@ -169,7 +187,7 @@ def test_progress_ends_at_the_budget(tiny_target: Target, tmp_path: Path, monkey
     assert set(totals) == {4 + 3 + 20}
     totals.clear()
     spent = property(lambda clock: clock._taken / 16 if clock._budget < math.inf else 0.0)
-    monkeypatch.setattr(TimeBudget, "share", spent)
+    monkeypatch.setattr(TimeBudget, "fraction_spent", spent)
     asked = section(prompts, conversations=20, batch_size=1, minutes=1000)
     build_conversations(tiny_target, asked, tmp_path / "some")
     assert totals[:7] == [27] * 7 and totals[7:23] == [4 + 3 + 16] * 16, "each takes a sixteenth of the time"
@@ -292,19 +310,23 @@ def test_rows_with_invalid_utf8_are_left_out(tiny_target: Target, tmp_path: Path
     assert len(splits.train) == 17 and "2 with text that is not UTF-8" in notice
 
 
+def _conversations_in(text: str | bytes) -> int:
+    return text.count('"tokens"') if isinstance(text, str) else text.count(b'"tokens"')
+
+
 def test_restart_parses_no_conversation(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, folder = section(prompt_file(tmp_path)), tmp_path / "data"
     before = everything(build_conversations(tiny_target, data, folder))
     with monkeypatch.context() as patch:
-        parsed = spy(patch, json, "loads", lambda text: text.count("tokens" if isinstance(text, str) else b"tokens"))
+        parsed = spy(patch, json, "loads", _conversations_in)
         splits = build_conversations(tiny_target, data, folder)
     assert sum(parsed) == 0 and everything(splits) == before
-    part = sorted((folder / "parts").glob("*-train.jsonl"))[0]
+    part = sorted((folder / "batches").glob("*-train.jsonl"))[0]
     part.write_text(part.read_text()[:-9])
-    with pytest.raises(UserError, match=rf"{part.name} is not a part of conversations .it is damaged.*Move it away"):
+    with pytest.raises(UserError, match=rf"{part.name} is not a batch of conversations .it is damaged.*Move it away"):
         build_conversations(tiny_target, data, folder)
     part.write_text("{}\n")
-    with pytest.raises(UserError, match=rf"{part.name} is not a part of conversations"):
+    with pytest.raises(UserError, match=rf"{part.name} is not a batch of conversations"):
         build_conversations(tiny_target, data, folder)
 
 
@@ -321,11 +343,11 @@ def test_duplicate_costs_no_extra_batch(tiny_target: Target, tmp_path: Path, mon
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 40, "heldout": 8, "validation": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
     assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [8, 8, 40]
-    assert [path.name for path in (tmp_path / "data" / "parts").glob("*-validation*")] == ["00001-validation.jsonl"]
+    assert [path.name for path in (tmp_path / "data" / "batches").glob("*-validation*")] == ["00001-validation.jsonl"]
 
 
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:

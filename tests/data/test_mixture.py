@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations import part_writer
+from headstart.data.conversations import batch_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import begun_at, identity, pinned
 from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
@@ -113,7 +113,7 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
         asked.append(count)
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 20, "heldout": 4, "validation": 8, "max_new_tokens": 8, "batch_size": 8}
     few = {"source": write(tmp_path / "few.jsonl", *(f"a {i}" for i in range(16))), "weight": 3}
     data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
@@ -124,8 +124,8 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]
     assert asked == [2, 3, 3, 8, 8], "with files left a few more than wanted, then complete batches"
-    written = identity(tiny_target, data.model_dump(mode="json"))
-    assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}).model_dump(mode="json"))
+    written = identity(tiny_target, data)
+    assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -135,13 +135,13 @@ def test_fractions_of_a_prompt_add_up_across_a_restart(
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 40, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": batch_size}
     given = {"source": write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(60))), "weight": 9}
     data = DataSection.model_validate({"prompts": [given, "self"], **sizes})
     splits = build_conversations(tiny_target, data, tmp_path / "data")
     assert 3 <= sum(item.category == "own" for item in splits.train) <= 5
-    for file in sorted((tmp_path / "data" / "parts").glob("*.jsonl"))[7:]:
+    for file in sorted((tmp_path / "data" / "batches").glob("*.jsonl"))[7:]:
         file.unlink()
     assert everything(build_conversations(tiny_target, data, tmp_path / "data")) == everything(splits)
 
@@ -171,7 +171,7 @@ def test_edited_exclusion_rebuilds(tiny_target_folder: Path, sources: list[dict[
 
 def test_identity_follows_weights_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     def of(*given: dict[str, Any]) -> dict[str, Any]:
-        settings = DataSection.model_validate({"prompts": list(given)}).model_dump(mode="json")
+        settings = DataSection.model_validate({"prompts": list(given)})
         return identity(tiny_target, settings)
 
     one, other = sources
@@ -187,22 +187,17 @@ def test_identity_follows_weights_and_contents(tiny_target: Target, sources: lis
 
 def test_identity_of_a_single_source_has_no_unset_options(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     for prompts in ("self", sources[0]["source"]):
-        now = DataSection(prompts=prompts).model_dump(mode="json")
-        before = {
-            key: now[key] for key in now.keys() - {"prefix_tokens", "chat_template_kwargs", "exclude", "writing_dtype"}
+        known = identity(tiny_target, DataSection(prompts=prompts))
+        assert known.keys() - {"seed_prompts" if prompts == "self" else "regenerate"} == {
+            *("version", "target", "settings", "dtype", "vocabulary", "ends", "template", "prompts"),
+            *("max_prompt_tokens", "max_new_tokens", "temperature", "sampled_fraction", "seed"),
         }
-        known = identity(tiny_target, before)
-        assert identity(tiny_target, now) == known
-        own = {"seed_prompts"} if prompts == "self" else {"split", "regenerate", "tools"}
-        assert known.keys() - own == {
-            *("version", "target", "settings", "dtype", "vocabulary", "ends", "template", "prompts", "configuration"),
-            *("revision", "max_prompt_tokens", "max_new_tokens", "temperature", "sampled_fraction", "seed"),
-        }
+        assert known == identity(tiny_target, DataSection(prompts=(PromptSource(source=prompts),)))
 
 
 def test_int8_changes_the_identity_unless_a_server_writes(tiny_target: Target) -> None:
     def known(**settings: Any) -> dict[str, Any]:
-        return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
+        return identity(tiny_target, DataSection.model_validate(settings))
 
     assert known(writing_dtype="int8") != known() == known(writing_dtype="auto")
     server = "http://localhost:8000"
@@ -216,15 +211,15 @@ def test_run_keeps_the_commits_it_began_with(monkeypatch: pytest.MonkeyPatch, ti
         lambda source, revision: Origin(source, commit=revision or newest),
     )
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
-    settings = data.model_dump(mode="json")
+    settings = data
     begun = identity(tiny_target, settings)
     fixed = pinned(data, begun)
     assert [one.revision for one in fixed.sources] == ["1" * 40, "2" * 40]
     newest = "3" * 40
     assert identity(tiny_target, settings) != begun
     assert identity(tiny_target, begun_at(settings, begun)) == begun
-    other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b"))).model_dump(mode="json")
-    assert [one["revision"] for one in begun_at(other, begun)["prompts"]] == [None, "2" * 40]
+    other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b")))
+    assert [one.revision for one in begun_at(other, begun).sources] == [None, "2" * 40]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headstart.data.conversations import part_writer
+from headstart.data.conversations import batch_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import identity
 from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
@@ -77,7 +77,7 @@ def test_overlapping_self_prompts_are_left_out(
         asked = ["What is 2 + 2?", *(f"Question {seed} {i}" for i in range(1, count))]
         return [(text, "why") for text in asked]
 
-    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}
     for excluded in ((), (questions,)):
         data = DataSection.model_validate({**sizes, "exclude": excluded})
@@ -88,7 +88,7 @@ def test_overlapping_self_prompts_are_left_out(
 
 def test_identity_follows_the_questions_not_their_path(questions: str, tiny_target: Target, tmp_path: Path) -> None:
     def of(**settings: Any) -> dict[str, Any]:
-        return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
+        return identity(tiny_target, DataSection.model_validate(settings))
 
     copy = tmp_path / "copy.jsonl"
     copy.write_text(Path(questions).read_text())

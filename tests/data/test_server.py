@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import resource
 import socket
 import subprocess
@@ -22,23 +21,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations.building import _Writing, build_conversations
+from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import identity
-from headstart.data.conversations.jobs import JOBS, Board
-from headstart.data.conversations.part_writer import PART, PartWriter
-from headstart.data.conversations.parts import Written
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.model.model import Target
+from headstart.pipeline.data_stages import help_with_data
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
-from headstart.pipeline.together import _Helper
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection
 from headstart.servers import client
 from headstart.servers.client import Stopped
+from headstart.support.artifacts import Artifact, refer
 from headstart.support.terminal import Bar
 from tests.data.loading import everything, of_part
 from tests.test_pipeline import tiny_recipe
@@ -623,7 +620,7 @@ class TestConversations:
         section = self.section(tmp_path, server=fake.url, server_requests=1)
         with pytest.raises(UserError, match="goes on from there"):
             build_conversations(tiny_target, section, tmp_path / "cut")
-        parts = list((tmp_path / "cut" / "parts").glob("*.jsonl"))
+        parts = list((tmp_path / "cut" / "batches").glob("*.jsonl"))
         answered = sum(any(item.supervised) for part in parts for item in of_part(part))
         assert 0 < answered < 8
         before = len(fake.bodies)
@@ -702,27 +699,6 @@ class TestConversations:
         assert everything(there) == everything(here)
         assert in_time == [True], "the next part is requested meanwhile"
 
-    def test_kept_answers_are_counted_once(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
-        """A million conversations have thousands of parts."""
-
-        class Counted(list[Written]):
-            looked_at = 0
-
-            def __iter__(self) -> Iterator[Written]:
-                self.looked_at += len(self)
-                return super().__iter__()
-
-            def __getitem__(self, at: Any) -> Any:
-                self.looked_at += len(super().__getitem__(at)) if isinstance(at, slice) else 1
-                return super().__getitem__(at)
-
-        section, kept = self.section(tmp_path, server=serve(brief(tiny_target)).url, batch_size=1), Counted()
-        build_conversations(tiny_target, section, tmp_path / "data")
-        parts = _Writing(PartWriter(tiny_target, section), tmp_path / "data" / "parts", Board(tmp_path / "jobs"))
-        for part, _ in parts.parts("train", kept, 6, math.inf):
-            kept.extend(part.fresh)
-        assert len(kept) == 6 and kept.looked_at <= 6
-
     def test_loads_no_target(self, tiny_target: Target, tiny_target_folder: Path, serve: Serve, tmp_path: Path) -> None:
         def run(**data: Any) -> Run:
             changes = {"server": serve(greedy(tiny_target)).url, **data}
@@ -743,9 +719,10 @@ class TestConversations:
         """Helpers cannot take over writing from servers; there may be states to compute later."""
         recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"server": NOWHERE})
         monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
-        monkeypatch.setattr("headstart.pipeline.together.referred", lambda _, stage: tmp_path / stage)
-        Board(tmp_path / "conversations" / JOBS).post("00000-train-a", {"kind": PART, "target": ""})
-        assert _Helper(Run(recipe, tmp_path / "run", Console(quiet=True))).help() == 0
+        run, done = Run(recipe, tmp_path / "run", Console(quiet=True)), set[str]()
+        refer(run.folder, "conversations", Artifact(tmp_path / "artifacts" / "conversations" / "a", {}))
+        help_with_data(run, done)
+        assert not done
 
     def test_self_prompts_come_from_the_server(
         self, tiny_target: Target, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -761,7 +738,7 @@ class TestConversations:
 
     def test_identity_names_a_server_without_its_address(self, tiny_target: Target, tmp_path: Path) -> None:
         def known(**more: Any) -> dict[str, Any]:
-            return identity(tiny_target, self.section(tmp_path, **more).model_dump(mode="json"))
+            return identity(tiny_target, self.section(tmp_path, **more))
 
         assert not {"server", "server_requests"} & known().keys(), "absent without a server"
         assert known(server_requests=3) == known()

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import headstart.support.files
 from headstart.data.conversations.masks import encode
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shards import Capture, ShardIndex, StateKind, Work, build_store, shard_size
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
@@ -321,8 +321,9 @@ def test_captured_states_are_kept_only_if_finite(tiny_target: Target, tmp_path: 
     states = tiny_target.hidden_states([item.tokens for item in taken], AUX_LAYERS)
     states[1][1][0, 0] = -torch.inf
     Capture(tmp_path, tiny_target, AUX_LAYERS).keep(list(zip(taken, states, strict=True)))
-    lacking = ShardIndex(tmp_path, StateKind(tiny_target, AUX_LAYERS).owner).lacking(taken, AUX_LAYERS)
-    assert lacking == {AUX_LAYERS: [1]}
+    keys = [tokens_key(item.tokens) for item in taken]
+    lacking = ShardIndex(tmp_path, StateKind(tiny_target, AUX_LAYERS).owner).lacking(keys, AUX_LAYERS)
+    assert lacking == {AUX_LAYERS: [keys[1]]}
 
 
 def flip(file: Path, where: str) -> None:

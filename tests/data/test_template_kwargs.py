@@ -76,7 +76,7 @@ def test_run_binds_them_to_its_target(switched: Target, tmp_path: Path, monkeypa
 
 def test_identity_includes_them_when_set(switched: Target) -> None:
     def of(values: dict[str, Any]) -> dict[str, Any]:
-        return identity(switched, DataSection(chat_template_kwargs=values).model_dump(mode="json"))
+        return identity(switched, DataSection(chat_template_kwargs=values))
 
     assert "chat_template_kwargs" not in of({})
     assert of(QUIET) == {**of({}), "chat_template_kwargs": QUIET} != of({"enable_thinking": True})

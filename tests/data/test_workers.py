@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.jobs import Stopped, Workers
+from headstart.data.workers import Workers
 from headstart.data.writing.in_process import InProcess
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
+from headstart.servers.client import Stopped
 from tests.data.loading import everything
 from tests.spies import spy
 
@@ -36,7 +37,7 @@ def test_two_workers_write_the_same(tiny_target: Target, tmp_path: Path, monkeyp
     assert len(both.train) == 10
     assert {"worker_0", "worker_1"} <= set(writers)
     writers.clear()
-    monkeypatch.setattr("headstart.data.conversations.jobs._MAX", 1)
+    monkeypatch.setattr("headstart.data.workers._MAX", 1)
     torch.set_num_threads(1)
     assert everything(build_conversations(tiny_target, section, tmp_path / "one")) == everything(both)
     assert set(writers) == {"worker_0"}

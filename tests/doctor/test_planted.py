@@ -35,7 +35,7 @@ def test_a_healthy_run_passes_every_check(healthy: Path) -> None:
     figures = findings[-1].figures
     assert 0 < figures["others"]["texts"] <= 8 and 0 < figures["own"]["texts"] <= 4
     assert all(row["tau"] >= 1 and 0 < row["entropy"] < 10 for row in (figures["own"], figures["others"]))
-    assert f"{figures['others']['tau']:.2f} tokens a round" in findings[-1].sentence
+    assert f"{figures['others']['tau']:.2f} tokens per round" in findings[-1].sentence
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> No
     mixed = replace(dflash, sliding_window=6, full_layers=(1,))
     assert any("newer model runner alone" in said for said in check_heads("vllm", mixed, facts))
     remarks = " ".join(check_heads("vllm", dspark, facts))
-    assert "on GPUs alone" in remarks and "draft their own places" in remarks
+    assert "on GPUs alone" in remarks and "draft their own positions" in remarks
 
 
 def test_unequal_k_norms_are_reported(target: Target, facts: TargetFacts) -> None:
@@ -273,7 +273,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     ),
     "slots one off": (DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
     "slots left open": (SPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor"),
-    "slots of DFlash": (SPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own place"),
+    "slots of DFlash": (SPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own position"),
     "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
     "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
     "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),

@@ -174,7 +174,7 @@ def test_embeddings_and_lm_head_of_the_target_may_be_included(theirs: Path, targ
 
 @pytest.mark.parametrize(("case", "form"), sorted(NOT_HELD))
 def test_misread_attention_is_refused(case: str, form: str, made: Made, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="see later ones"):
+    with pytest.raises(UserError, match="causally"):
         export_for(made(case)[1], tmp_path / "out", form)
 
 
@@ -211,7 +211,7 @@ def test_unsupported_variants_are_refused(theirs: Path, target: Target) -> None:
         ({"layer_types": ["full_attention"] * 2}, "each of the 1 layers"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window is None"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "not more than the 4 slots"),
-        ({"dflash_config": {**nested, "sample_from_anchor": True}}, "the place after their own"),
+        ({"dflash_config": {**nested, "sample_from_anchor": True}}, "the position after their own"),
         ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 9]}}, "has 8 layers"),
         ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 7]}}, "from 1 to the last but one"),
         ({"dflash_config": {**nested, "target_layer_ids": None}}, "names the layers"),
@@ -219,14 +219,14 @@ def test_unsupported_variants_are_refused(theirs: Path, target: Target) -> None:
         ({"dflash_config": {"target_layer_ids": [1, 3, 6]}}, "mask_token_id is None"),
         ({"block_size": None}, "block_size is None"),
         ({"block_size": 1}, "block_size is 1"),
-        ({"draft_vocab_size": 40}, "an LM head of its own"),
+        ({"draft_vocab_size": 40}, "its own LM head"),
         ({"rope_theta": None, "rope_parameters": None}, "says no rope_theta"),
         ({"hidden_size": 32}, "its config asks for"),
         ({"architectures": ["DFlash2DraftModel"]}, "architectures is ['DFlash2DraftModel']"),
         ({"dflash_config": {**nested, "conv_taps": 2}}, "dflash_config.conv_taps = 2, which headstart does not know"),
         ({"dflash_config": {**nested, "selector_rank": 256}}, "dflash_config.selector_rank = 256"),
         ({"selector_rank": 256}, "selector_rank = 256"),
-        ({"model_type": "gemma3_text"}, "layers are those of gemma3_text"),
+        ({"model_type": "gemma3_text"}, "has gemma3_text layers"),
     ):
         change(theirs, **settings)
         assert said in problem(theirs, target), settings
@@ -235,7 +235,7 @@ def test_unsupported_variants_are_refused(theirs: Path, target: Target) -> None:
             assert said in finding.problem and "Correct" not in finding.remedy, "renaming would not help"
         (theirs / "config.json").write_text(json.dumps(config))
     (theirs / "mask_embedding.pt").touch()
-    assert "an embedding of its own for the mask token" in problem(theirs, target)
+    assert "a separate embedding for the mask token" in problem(theirs, target)
 
 
 def test_settings_of_dspark_may_be_nested(made: Made, target: Target, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_comparison_with_the_heads_finds_more(made: Made, tmp_path: Path) -> Non
     assert check_export(tmp_path / "plain", against=folder) == []
     assert check_export(tmp_path / "out") == []
     problems = [one.problem for one in check_export(tmp_path / "out", against=folder)]
-    assert [problem.split(" holds other numbers")[0].split(".")[-2] for problem in problems] == ["q_proj", "k_proj"]
+    assert [problem.split(" differs from the heads")[0].split(".")[-2] for problem in problems] == ["q_proj", "k_proj"]
 
 
 def test_other_heads_are_told_apart(made: Made, tmp_path: Path) -> None:

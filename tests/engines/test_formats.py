@@ -14,8 +14,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.exchange.published import Layout
 from headstart.hub.engines.base import EAGLE3
 from headstart.hub.engines.export import FORMATS, check_export, export_for
-from headstart.hub.engines.known_engines import KNOWN_ENGINES
-from headstart.hub.engines.traits import EngineTraits
+from headstart.hub.engines.known_engines import KNOWN_ENGINES, EngineTraits
 from headstart.model.model import Target
 from headstart.servers import names
 from headstart.servers.engines import ENGINES

@@ -377,7 +377,7 @@ def test_shorter_context_is_raised(scaling: dict[str, Any], theirs: Path, target
 def test_unsupported_settings_are_named(theirs: Path, target: Target, tmp_path: Path) -> None:
     eagle = json.loads((theirs / "config.json").read_text())["eagle_config"]
     for settings, said in (
-        ({"model_type": "gemma3_text"}, "layers are those of gemma3_text"),
+        ({"model_type": "gemma3_text"}, "has gemma3_text layers"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 16}, "sliding window"),
         ({"rope_is_neox_style": False}, "rope_is_neox_style = False"),
@@ -387,7 +387,7 @@ def test_unsupported_settings_are_named(theirs: Path, target: Target, tmp_path: 
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({"rope_interleave": True}, "rope_interleave = True"),
         ({"parallel_drafting": True}, "parallel_drafting = True"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding window of the text"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "a sliding window"),
         ({"eagle_config": {**eagle, "use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state = False"),
         ({"eagle_config": {**eagle, "use_last_layernorm": False}}, "eagle_config.use_last_layernorm = False"),
         ({"eagle_config": {**eagle, "new_gate": "on"}}, "eagle_config.new_gate = 'on', which headstart does not know"),

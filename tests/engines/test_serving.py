@@ -94,7 +94,7 @@ def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, text
     assert f"| {name} " in (tmp_path / "served" / "README.md").read_text()
     write_engine_tuning(heads, paying(measured, 0))
     served = works("export", heads, "--format", ENGINES[name].format, "--out", tmp_path / "served").stdout
-    assert "no number of drafts pays" in " ".join(served.split())
+    assert "No number of drafts pays" in " ".join(served.split())
 
 
 def paying(measured: EngineTuning, drafts: int) -> EngineTuning:

@@ -17,7 +17,7 @@ from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.drafters import heads as heads_module
 from headstart.drafters.heads import HeadDrafter, grow
-from headstart.heads.base import DraftHead, HeadConfig
+from headstart.heads.base import DraftHead, HeadConfig, OneForwardHead
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.standin import CUDA, StandIn
@@ -258,7 +258,7 @@ def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it() -> None:
         assert (alone.tokens, alone.parents) == (tree.tokens, tree.parents)
 
 
-class OnceHead(TableHead):
+class OnceHead(TableHead, OneForwardHead):
     """Drafts all depths in one forward."""
 
     def depth_logits(self, session: Any, root_B: Tensor, depths: range) -> Tensor:
@@ -274,7 +274,7 @@ def test_drawing_all_levels_at_once_gives_the_same_trees(top_k: int) -> None:
 
     def trees(roots: TreeBatch) -> list[Tree]:
         request = Request(shape.size, draws=True, warp=warper, streams=streams_of(3), shape=shape)
-        return grow(heads, None, roots, request, depth_logits=heads.depth_logits)
+        return grow(heads, None, roots, request)
 
     heads = OnceHead(shared=True)
     expected = trees(TreeBatch.roots([3, 4, 5]))
@@ -338,7 +338,7 @@ def test_work_of_the_host_grows_with_nodes_alone(draws: bool) -> None:
         heads, roots, count = OnceHead(shared=True), TreeBatch.roots([3] * rows), Counter[str]()
         sys.setprofile(lambda frame, event, _: count.update([event] if frame.f_code.co_filename == GROWING else []))
         try:
-            trees = grow(heads, None, roots, request, depth_logits=heads.depth_logits)
+            trees = grow(heads, None, roots, request)
         finally:
             sys.setprofile(None)
         return count["call"] + count["c_call"], sum(tree.size for tree in trees)

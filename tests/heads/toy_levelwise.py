@@ -40,7 +40,6 @@ class ToySession:
 class ToyHead(DraftHead):
     """The final state through a matrix of the step, plus the token's embedding."""
 
-    family: ClassVar[str] = "toy-levelwise"
     Config: ClassVar[type[HeadConfig]] = ToyConfig
     config: ToyConfig
 

@@ -24,7 +24,7 @@ from headstart.data.prompts.questions import find_questions
 from headstart.errors import UserError
 from headstart.hub.engines.importing import import_heads
 from headstart.hub.pull import fetch
-from headstart.hub.push import push, push_conversations
+from headstart.hub.push import push
 from headstart.model.loading import load_target
 
 
@@ -33,7 +33,7 @@ def do_push(folder: str, repo_id: str, **options: Any) -> dict[str, Any]:
 
 
 def do_push_conversations(run: str, repo_id: str, **options: Any) -> dict[str, Any]:
-    return asdict(push_conversations(Path(run), repo_id, **options))
+    return asdict(push(Path(run), repo_id, conversations=True, **options))
 
 
 def do_fetch(repo_id: str, revision: str | None = None) -> dict[str, Any]:

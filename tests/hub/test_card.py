@@ -40,8 +40,8 @@ def test_figures_and_settings(tmp_path: Path, tiny_target: Target) -> None:
         "4 November 2026, 09:07 UTC",
         "| tokens/s, the heads | 71.2 |",
         "1.42x (95 % interval 1.37 to 1.47)",
-        "| draft 2 accepted, when those before it were | 45 % (41–49 %) of 620 rounds |",
-        "2, of which 0 not explained by rounding",
+        "| draft 2 accepted, given the earlier drafts were | 45 % (41–49 %) of 620 rounds |",
+        "2, 0 not explained by rounding",
         "written by the target itself \\| greedy",
         tiny_target.identity().fingerprint,
         "headstart generate HEADS",
@@ -71,10 +71,10 @@ def test_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target) -> 
 def test_card_without_measurements_says_so(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "h", tiny_target)
     card = (tmp_path / "h" / "README.md").read_text()
-    assert "Nothing has been measured yet" in card
+    assert "Not measured yet" in card
     assert "tokens/s" not in card
     write_card(tmp_path / "h", FACTS)
-    assert "Nothing has been measured" not in (tmp_path / "h" / "README.md").read_text()
+    assert "Not measured yet" not in (tmp_path / "h" / "README.md").read_text()
 
 
 def test_metadata_of_a_packaged_target_and_of_a_hub_model(tmp_path: Path, tiny_target: Target) -> None:

@@ -29,7 +29,7 @@ TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
 AUX_LAYERS = (1, FINAL)
 COMPILED = ("llama", "qwen3", "gemma3", "gpt_neox", "mistral", "phi3")
 """Architectures that run on the compiled kernels throughout."""
-needs_kernels = pytest.mark.skipif(not prepacked.in_panels(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
+needs_kernels = pytest.mark.skipif(not prepacked.can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
 
 
 @dataclass
@@ -159,7 +159,7 @@ def test_exact_is_kept_as_given() -> None:
 @pytest.fixture
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Simulate a machine without a compiler and without cached libraries."""
-    caches = (cpu_attention._compiled, prepacked._compiled, prepacked._works)
+    caches = (cpu_attention._compiled, prepacked._compiled)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "_WARNED", {"compiler"})
@@ -185,9 +185,9 @@ def test_exact_bits_without_a_compiler_are_refused() -> None:
 @needs_kernels
 def test_models_partly_computed_by_torch_are_refused_by_name() -> None:
     refusals = {
-        "gemma2": "torch computes its attention, which caps scores",
-        "mixtral": "some of its weights are packed, or not those of a linear layer",
-        "gpt2": "not those of a linear layer",
+        "gemma2": "torch computes its attention, which has soft caps",
+        "mixtral": "some of its weights are packed, or do not belong to a linear layer",
+        "gpt2": "do not belong to a linear layer",
         "phi3_long": "its rotary frequencies depend on the length of the text",
     }
     for kind, why in refusals.items():
@@ -195,7 +195,7 @@ def test_models_partly_computed_by_torch_are_refused_by_name() -> None:
             Target(tiny_model(kind).bfloat16(), exact="bits")
     with pytest.raises(UserError, match="some of its weights are packed"):
         Target(packed_model(tiny_model("llama").bfloat16(), 8), exact="bits")
-    with pytest.raises(UserError, match=r"in float16\. Use --dtype bfloat16, or leave out"):
+    with pytest.raises(UserError, match=r"support float16\. Use --dtype bfloat16, or leave out"):
         Target(tiny_model("llama").half(), exact="bits")
 
 
@@ -203,7 +203,7 @@ def test_models_partly_computed_by_torch_are_refused_by_name() -> None:
 def test_model_changed_later_is_refused_at_the_next_text() -> None:
     target = Target(tiny_model("llama"), exact="bits")
     target.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output)
-    with pytest.raises(UserError, match="has hooks or a forward of somebody else's"):
+    with pytest.raises(UserError, match="has hooks or a forward from other code"):
         target.new_cache(1, 8)
     target.exact = "tokens"
     assert target.new_cache(1, 8).rows == 1

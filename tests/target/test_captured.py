@@ -23,7 +23,7 @@ from headstart.eval.environment import environment
 from headstart.kernels.prepacked import MAX_ROWS
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.replay.recorded import Captured, Recorded
+from headstart.replay.recorded import Recorded, Replay
 from headstart.replay.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
@@ -49,10 +49,10 @@ def through_modules(target: Target) -> Iterator[None]:
         target._recorded = recorded
 
 
-def captured_by(target: Target) -> Captured:
+def captured_by(target: Target) -> Replay:
     target.record()
-    assert target._recorded.captured is not None, target.eager
-    return target._recorded.captured
+    assert target._recorded.replay is not None, target.eager
+    return target._recorded.replay
 
 
 def tree(width: int, seed: int = 0) -> Tree:
@@ -254,17 +254,17 @@ def test_data_dependent_code_is_not_recorded() -> None:
 
     layer.__class__ = Looking
     target = Target(model)
-    assert target.eager is not None and "looks at numbers" in target.eager
+    assert target.eager is not None and "reads tensor values" in target.eager
     assert rounds(target, 2, 4)
 
 
 def test_wrong_replay_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Captured.__call__
+    own = Replay.__call__
 
-    def wrong(self: Captured, *args: Any) -> dict[int, Tensor]:
+    def wrong(self: Replay, *args: Any) -> dict[int, Tensor]:
         return {layer: state + 1 for layer, state in own(self, *args).items()}
 
-    monkeypatch.setattr(Captured, "__call__", wrong)
+    monkeypatch.setattr(Replay, "__call__", wrong)
     target = Target(tiny_model("llama"))
     assert target.eager is not None and "differ" in target.eager
 
@@ -282,7 +282,7 @@ def test_reports_and_costs_name_the_kind_of_forward() -> None:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Log each recording: whether it runs in inference mode."""
-    return spy(monkeypatch, Captured, "__init__", lambda *_: torch.is_inference_mode_enabled())
+    return spy(monkeypatch, Replay, "__init__", lambda *_: torch.is_inference_mode_enabled())
 
 
 def test_reading_states_records_nothing(recordings: list[bool]) -> None:
@@ -325,9 +325,9 @@ def test_targets_with_another_tokenizer_share_the_recording(recordings: list[boo
 
 def test_second_thread_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     target, begun, second_begins = Target(tiny_model("llama")), list[int](), threading.Event()
-    record = Captured.__init__
+    record = Replay.__init__
 
-    def slow(self: Captured, *args: Any) -> None:
+    def slow(self: Replay, *args: Any) -> None:
         begun.append(threading.get_ident())
         if len(begun) == 1:
             second_begins.wait(0.3)  # without the lock, the second begins at once
@@ -335,7 +335,7 @@ def test_second_thread_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) 
             second_begins.set()
         record(self, *args)
 
-    monkeypatch.setattr(Captured, "__init__", slow)
+    monkeypatch.setattr(Replay, "__init__", slow)
     with ThreadPoolExecutor(2) as pool:
         decoded = [pool.submit(DecodeLoop(target).generate, [TEXTS[0]], DecodeOptions(8)) for _ in range(2)]
     assert decoded[0].result()[0].tokens == decoded[1].result()[0].tokens
@@ -366,11 +366,11 @@ def test_sizes_become_formulas() -> None:
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (lambda recorder, x_T: x_T if x_T.sum() > 100 else -x_T, "looks at numbers"),
-        (lambda recorder, x_T: x_T[x_T > 3], "looks at numbers"),
-        (lambda recorder, x_T: x_T + x_T.nonzero().shape[0], "looks at numbers"),
+        (lambda recorder, x_T: x_T if x_T.sum() > 100 else -x_T, "reads tensor values"),
+        (lambda recorder, x_T: x_T[x_T > 3], "reads tensor values"),
+        (lambda recorder, x_T: x_T + x_T.nonzero().shape[0], "reads tensor values"),
         (lambda recorder, x_T: x_T * 2 if x_T.shape[0] > 12 else x_T + 2, "depend on the number"),
-        (lambda recorder, x_T: x_T + x_T.shape[0] // 2, "of some tokens"),
+        (lambda recorder, x_T: x_T + x_T.shape[0] // 2, "depending on the number"),
     ],
 )
 def test_unrecordable_code_is_refused(code: Callable[..., Any], reason: str) -> None:

@@ -36,7 +36,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: bool) -> list[torch.Tensor]:
     """Return logits and states of two rounds, with a commit in between."""
     aux_layers = (1, target.num_layers)
-    captured = target._recorded.captured
+    captured = target._recorded.replay
     assert captured is not None
     held, captured.graphs = captured.graphs, captured.graphs if graphs else None
     try:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from headstart.kernels import prepacked
-from headstart.kernels.prepacked import in_panels, prepack, product
+from headstart.kernels.prepacked import can_pack, prepack, product
 from headstart.model.model import Target
-from headstart.replay import rewrites
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(
-    not in_panels(torch.zeros(32, 32), int8=True), reason="this CPU has no products in 8 bits"
+    not can_pack(torch.zeros(32, 32), int8=True), reason="this CPU has no products in 8 bits"
 )
 
 
@@ -73,9 +72,10 @@ def test_fused_norm_gate_and_sum(rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, norm_I, weight = (torch.randn(*shape).to(dtype) for shape in ((1, rows, 48), (48,), (128, 48)))
     packed, added = prepack(weight, int8=True), torch.randn(1, rows, 128).to(dtype)
-    plain = product(rewrites.normed(x, norm_I, 1e-5), packed, None)
+    plain = product(product(x, prepack(torch.eye(48, dtype=dtype)), None, norm=(norm_I, 1e-5)), packed, None)
     assert torch.equal(product(x, packed, None, norm=(norm_I, 1e-5), added=added), added + plain)
-    assert torch.equal(product(x, packed, None, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
+    gated = product(plain, prepack(torch.eye(128, dtype=dtype)), None, gates=True)
+    assert torch.equal(product(x, packed, None, (norm_I, 1e-5), gates=True), gated)
 
 
 def test_sizes_not_divisible_by_four_are_not_rounded() -> None:
@@ -145,7 +145,7 @@ def test_unsupported_target_returns_itself(monkeypatch: pytest.MonkeyPatch) -> N
     target = Target(tiny_model("llama"))
     assert target.in_int8() is target, "weights are not prepacked"
     monkeypatch.undo()
-    monkeypatch.setattr("headstart.model.model.in_panels", lambda *_, **__: False)
+    monkeypatch.setattr("headstart.model.model.can_pack", lambda *_, **__: False)
     target = Target(tiny_model("llama"))
     assert target.in_int8() is target, "a processor without products in 8 bits"
     monkeypatch.undo()

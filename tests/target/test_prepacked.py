@@ -15,22 +15,17 @@ from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
 from headstart.kernels import prepacked as module
-from headstart.kernels.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
+from headstart.kernels.prepacked import MAX_ROWS, PackedCopy, copy_of, multiplied
 from headstart.model.model import Target
-from headstart.replay import rewrites
-from headstart.replay.products import Matrix, can_prepack
+from headstart.replay.products import PackedLinear, can_prepack
 from headstart.replay.recorded import Recorded
 from headstart.tree.tree import Tree, TreeBatch
 from tests.spies import spy
 from tests.tiny import tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not can_prepack(nn.Linear(32, 32)), reason="this build of torch has no oneDNN, so nothing is prepacked"
-)
+pytestmark = pytest.mark.skipif(not can_prepack(nn.Linear(32, 32)), reason="C for AVX2 and AVX-512")
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """For sums of 64 numbers of size 1 in another order; in bfloat16 one unit in the last place."""
-IN_PANELS = [dtype for dtype in ROUNDING if in_panels(torch.zeros(32, 32, dtype=dtype))]
-"""Dtypes with C kernels, which need AVX2 or AVX-512."""
 
 
 def logits(target: Target) -> Tensor:
@@ -44,11 +39,9 @@ def logits(target: Target) -> Tensor:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
 def test_logits_match(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases and without."""
-    if not can_prepack(nn.Linear(32, 32, dtype=dtype)):
-        pytest.skip(f"oneDNN prepacks no {dtype} on this CPU")
     packed = Target(tiny_model(kind).to(dtype))
     assert packed.prepacked
-    assert any(isinstance(layer.bias, Tensor) for layer in packed._fitting.matrices) == (kind == "gpt_neox")
+    assert any(isinstance(layer.bias, Tensor) for layer in packed._patch.matrices) == (kind == "gpt_neox")
     monkeypatch.setattr("headstart.replay.patch.fits", lambda _: False)
     plain = Target(tiny_model(kind).to(dtype))
     assert not plain.prepacked
@@ -65,7 +58,7 @@ def test_stock_forwards_do_not_use_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen
 
 
-@pytest.mark.parametrize("dtype", IN_PANELS)
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 5, 13, 40, 70])
 def test_fused_norm_gate_and_sum(rows: int, threads: int, dtype: torch.dtype) -> None:
@@ -76,15 +69,16 @@ def test_fused_norm_gate_and_sum(rows: int, threads: int, dtype: torch.dtype) ->
     for outputs in (128, 70):
         weight, bias = torch.randn(outputs, 48).to(dtype), torch.randn(outputs).to(dtype)
         packed, added = module.prepack(weight), torch.randn(1, rows, outputs).to(dtype)
-        normed = rewrites.normed(x, norm_I, 1e-5)
+        normed = module.product(x, module.prepack(torch.eye(48, dtype=dtype)), None, norm=(norm_I, 1e-5))
         plain = module.product(normed, packed, bias)
         assert torch.equal(module.product(x, packed, bias, norm=(norm_I, 1e-5), added=added), added + plain)
         assert module.can_gate([weight]) == (outputs == 128)
         if outputs == 128:
-            assert torch.equal(module.product(x, packed, bias, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
+            gated = module.product(plain, module.prepack(torch.eye(outputs, dtype=dtype)), None, gates=True)
+            assert torch.equal(module.product(x, packed, bias, (norm_I, 1e-5), gates=True), gated)
 
 
-@pytest.mark.parametrize("dtype", IN_PANELS)
+@pytest.mark.parametrize("dtype", ROUNDING)
 def test_few_rows_have_the_bits_of_single_rows(dtype: torch.dtype) -> None:
     """For every number of rows, and over more inputs than one partial sum (see `weights_dense.h`)."""
     torch.manual_seed(0)
@@ -95,7 +89,7 @@ def test_few_rows_have_the_bits_of_single_rows(dtype: torch.dtype) -> None:
         assert torch.equal(module.product(x[:count], packed, None), alone[:count]), f"{count} rows"
 
 
-@pytest.mark.parametrize("dtype", IN_PANELS)
+@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_rows_have_the_bits_of_single_rows(threads: int, dtype: torch.dtype) -> None:
     """In groups of unequal size, beside NaN and infinite rows, with inputs that do not fill a tile."""
@@ -113,7 +107,6 @@ def test_many_rows_have_the_bits_of_single_rows(threads: int, dtype: torch.dtype
             assert found[20].isnan().all() and not found[40].isfinite().any()
 
 
-@pytest.mark.skipif(torch.float32 not in IN_PANELS, reason="C for AVX2 and AVX-512")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("outputs", [192, 70])
 def test_bfloat16_values_take_half_the_memory_with_the_same_bits(outputs: int, threads: int) -> None:
@@ -296,7 +289,7 @@ def test_foreign_forward_still_runs() -> None:
     logits(target)
     assert calls
     target.release()
-    assert not isinstance(vars(layer)["forward"], Matrix)
+    assert not isinstance(vars(layer)["forward"], PackedLinear)
 
 
 def test_no_copies_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:

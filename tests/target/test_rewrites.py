@@ -10,19 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.kernels.cpu_attention import few_tokens_attention, joined_attention
 from headstart.kernels.prepacked import can_pack
 from headstart.model.model import Target
 from headstart.replay import products, rewrites, tape
 from headstart.replay.tape import record
-from headstart.support.compiled import compiler
 from headstart.tree.tree import TreeBatch
 from tests.spies import spy
 from tests.standin import CUDA, StandIn
 from tests.target.test_captured import TEXTS, captured_by, check_replay, rounds, through_modules
 from tests.tiny import tiny_model
 
-needs_compiler = pytest.mark.skipif(not compiler(), reason="this machine has no C compiler")
+needs_compiler = pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
@@ -41,7 +39,7 @@ def test_other_operators_keep_their_bits(kind: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4), ("gemma3", 6)])
 def test_norms_and_rotations_become_short_calls(kind: str, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setattr(rewrites, "call_c", lambda graph: None)
+    monkeypatch.setattr(rewrites, "_call_instead", lambda *_: None)
     for name in ("inverse_rms", "rotated"):
         spy(monkeypatch, rewrites, name, lambda *_, name=name: called.append(name))
     target = Target(tiny_model(kind))
@@ -66,21 +64,19 @@ def test_norms_and_rotations_become_short_calls(kind: str, norms: int, monkeypat
         ("phi3", (1, 0, 0, 6, 6, 0)),
     ],
 )
-def test_operators_between_products_run_in_c(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_operators_around_products_are_joined(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
     """Counts calls of norms, gates and attention, and of norms, sums and gates fused into products; a batch and a tree
     match the same operators on torch."""
-    if rewrites._compiled(dtype) is None:
-        pytest.skip("C for AVX2 and AVX-512")
     model = tiny_model(kind).to(dtype)
     in_c = Target(model)
     called = called_by(in_c)
     functions = [getattr(function, "__name__", type(function).__name__) for function, _ in called]
-    around = [args[1:] for function, args in called if isinstance(function, products.Merged) and len(args) > 1]
+    around = [args[1:] for function, args in called if isinstance(function, products.MergedLinear) and len(args) > 1]
     norms, _, gates, sums = zip(*around, strict=True)
-    alone = tuple(functions.count(name) for name in ("normed", "gated", "JoinedSite"))
+    alone = tuple(functions.count(name) for name in ("normed", "gated", "JoinedAttention"))
     assert (*alone, *(len(values) - values.count(None) for values in (norms, sums)), sum(gates)) == calls
     on_torch = Target(tiny_model(kind).to(dtype))
-    with mock.patch.object(rewrites, "call_c"):
+    with mock.patch.object(rewrites, "_call_instead"):
         on_torch.record()
     # In bfloat16 a sum in another order may round to a neighbouring number, in each of 3 layers.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
@@ -101,36 +97,6 @@ def called_by(target: Target) -> list[tuple[Any, Any]]:
     return list(called[0])
 
 
-@needs_compiler
-@pytest.mark.parametrize(("normed", "masked"), [(False, False), (True, False), (False, True), (True, True)])
-def test_joined_attention(normed: bool, masked: bool) -> None:
-    """Results and cache writes match the separate steps: bit-exact without norms, which torch sums in another order."""
-    if rewrites._compiled(torch.bfloat16) is None:
-        pytest.skip("C for AVX2 and AVX-512")
-    torch.manual_seed(0)
-    rows, tokens, heads, key_heads, size, first = 2, 3, 4, 2, 32, 2
-    joined = torch.randn(rows, tokens, heads + 2 * key_heads, size, dtype=torch.bfloat16)
-    cos, sin = torch.randn(2, 1, 1, rows * tokens, size, dtype=torch.bfloat16)
-    norms = (*torch.randn(2, size, dtype=torch.bfloat16), 1e-5)
-    kept = torch.randn(2, rows, key_heads, 20, size, dtype=torch.bfloat16)
-    slots = torch.tensor([9, 17])
-    mask = {"mask_B1TC": torch.randn(rows, 1, tokens, 17 - first, dtype=torch.bfloat16), "first": first}
-    sight: dict[str, Any] = mask if masked else {}
-    wanted, parts = kept.clone(), list(joined.split((heads, key_heads, key_heads), dim=2))
-    for number in range(2):
-        if normed:
-            parts[number] = rewrites.normed(parts[number], norms[number], norms[2])
-        flat = parts[number].reshape(1, rows * tokens, -1, size).transpose(1, 2)
-        turned = rewrites.rotated(flat, cos, sin, size // 2)
-        parts[number] = turned.transpose(1, 2).reshape(rows, tokens, -1, size)
-    for row, last in enumerate(slots.tolist()):
-        for store, part in zip(wanted, parts[1:], strict=True):
-            store[row, :, last - tokens : last] = part[row].transpose(0, 1)
-    found = few_tokens_attention(parts[0].transpose(1, 2), *wanted, slots, 0.1, **sight)
-    got = joined_attention(joined, (cos, sin), heads, *kept, slots, 0.1, norms if normed else None, **sight)
-    assert torch.equal(kept, wanted) and found is not None and got is not None and torch.equal(got, found)
-
-
 @pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4)])
 def test_norm_is_one_operator_on_a_gpu(kind: str, norms: int) -> None:
     with StandIn():
@@ -145,26 +111,23 @@ def test_norm_is_one_operator_on_a_gpu(kind: str, norms: int) -> None:
 
 @needs_compiler
 def test_values_with_other_readers_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    if rewrites._compiled(torch.float32) is None:
-        pytest.skip("C for AVX2 and AVX-512")
-    call_c = rewrites.call_c
+    shorten = rewrites.shorten_rotations
 
     def with_a_reader(graph: Any) -> None:
         query = next(node for node in graph.nodes if rewrites._part(node) is not None)
         with graph.inserting_after(query):
             tape.call(graph, torch.neg, (query,)).meta["writes"] = True
-        call_c(graph)
+        shorten(graph)
 
-    monkeypatch.setattr(rewrites, "call_c", with_a_reader)
+    monkeypatch.setattr(rewrites, "shorten_rotations", with_a_reader)
     target = Target(tiny_model("llama"))
     functions = [type(function) for function, _ in called_by(target)]
-    assert (functions.count(rewrites.JoinedSite), functions.count(rewrites.Site)) == (target.num_layers - 1, 1)
+    counts = functions.count(rewrites.JoinedAttention), functions.count(rewrites.AttentionCall)
+    assert counts == (target.num_layers - 1, 1)
 
 
 @needs_compiler
-def test_norms_of_products_run_in_c_and_the_models_splits_stay() -> None:
-    if rewrites._compiled(torch.bfloat16) is None:
-        pytest.skip("C for AVX2 and AVX-512")
+def test_norms_of_products_are_one_call_and_the_models_splits_stay() -> None:
     matrix_OI, weight_O = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
 
     def code(recorder: Any, x_TI: Tensor) -> list[Tensor]:
@@ -225,4 +188,4 @@ def test_layers_with_one_input_are_merged() -> None:
 def test_large_layers_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_MERGED", 1)
     weights = [torch.zeros(4, 4)] * 3
-    assert products.Merged.groups(weights, [None, None, torch.zeros(4)]) == [[0], [1], [2]]
+    assert products.MergedLinear.groups(weights, [None, None, torch.zeros(4)]) == [[0], [1], [2]]

@@ -156,10 +156,10 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
 
     served, again = tmp_path / "served", tmp_path / "again"
     said = " ".join(works("export", place.run, "--format", "speculators", "--out", served).stdout.split())
-    assert "is not tuned yet" in said and "An untuned chain" in said and "vllm serve" in said
+    assert "is not tuned yet" in said and "The number of drafts is untuned" in said and "vllm serve" in said
     said = works("export", "--check", served, "--engine", "speculators,vllm", "--against", place.run).stdout
     assert "is complete" in said
-    assert "measures how many pay" in (served / "README.md").read_text()
+    assert "finds the best number" in (served / "README.md").read_text()
     assert "a chain of 3 drafts, untuned" in (place.run / "heads" / "README.md").read_text()
     assert "headstart export" in refused("tune", place.run), "export works without the target"
 

@@ -8,8 +8,6 @@ such call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from headstart.adapt.gate import rounds_of, tokens_per_round
 from headstart.adapt.update import Update
 from headstart.data.prompts.loading import LeftOut
@@ -29,36 +27,12 @@ _LOST = 0.1
 """Tolerated shortfall, relative: engines round differently and draft past the end of a text."""
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """Tokens per round of an engine with chains of `drafts` tokens; `expected` by update number."""
+def check_engine(url: str, update: Update) -> tuple[str, bool]:
+    """Send the newest logged prompts to an engine, one by one, and compare its tokens per round with a replay.
 
-    tokens_per_round: float
-    drafts: int
-    expected: dict[int, float]
-
-    @property
-    def told_apart(self) -> bool:
-        """Whether the updates' expected tokens per round differ enough to identify the drafting one."""
-        rates = self.expected.values()
-        return len(rates) == 1 or max(rates) > (1 + _CLOSE) * min(rates)
-
-    def is_of(self, number: int) -> bool:
-        """Whether the engine drafts with this update, as far as the updates can be told apart."""
-        nearest = min(self.expected, key=lambda update: abs(self.expected[update] - self.tokens_per_round))
-        heads = self.tokens_per_round > (1 - _LOST) * self.expected[number]
-        return heads and (nearest == number or not self.told_apart)
-
-    def __str__(self) -> str:
-        each = ", ".join(f"{rate:.2f} by update {number}" for number, rate in self.expected.items())
-        return (
-            f"{self.tokens_per_round:.2f} tokens a round with {self.drafts} drafts; expected on these answers: {each}"
-            + ("" if self.told_apart else ", too close to tell which of them drafts")
-        )
-
-
-def drafting(url: str, update: Update) -> Drafting:
-    """Send the newest logged prompts to an engine, one by one, and measure its tokens per round.
+    Returns:
+        A sentence with the figures, and whether the engine drafts with the heads in service, as far as these can be
+        told apart from the previous ones.
 
     Raises:
         UserError: the engine does not answer, drafts nothing, or served other requests meanwhile.
@@ -79,11 +53,18 @@ def drafting(url: str, update: Update) -> Drafting:
     drafts = max(1, round(counted["draft_tokens"] / counted["drafts"]))
     written = sum(sum(text.supervised) for text in texts)
     if counted["drafts"] + counted["accepted_tokens"] > written + len(texts) * drafts:
-        raise UserError(f"{url} answered others meanwhile.", "Ask it while it is idle.")
+        raise UserError(f"{url} answered other requests meanwhile.", "Try again while it is idle.")
     service, expected = update.service, {}
-    for number in dict.fromkeys((service.serving, service.earlier)):
+    serving = service.serving
+    for number in dict.fromkeys((serving, service.earlier)):
         if number is not None:
             heads = read_heads(service.heads(number), target)[0]
             rounds = rounds_of(target, heads, texts, TreeShape.chain(min(drafts, heads.draft_steps)).paths)
             expected[number] = tokens_per_round(rounds)
-    return Drafting(1 + counted["accepted_tokens"] / counted["drafts"], drafts, expected)
+    rate = 1 + counted["accepted_tokens"] / counted["drafts"]
+    told_apart = len(expected) == 1 or max(expected.values()) > (1 + _CLOSE) * min(expected.values())
+    nearest = min(expected, key=lambda number: abs(expected[number] - rate))
+    serves = rate > (1 - _LOST) * expected[serving] and (nearest == serving or not told_apart)
+    each = ", ".join(f"{tokens:.2f} by update {number}" for number, tokens in expected.items())
+    figures = f"{rate:.2f} tokens per round with {drafts} drafts; expected on these answers: {each}"
+    return figures if told_apart else f"{figures}, too close to identify the heads", serves

@@ -37,7 +37,7 @@ def rounds_of(
     paths: Sequence[RankPath],
     console: Console | None = None,
 ) -> Rounds:
-    """Replay decoding with a static tree of these heads; texts too short to draft in are omitted."""
+    """Replay decoding with a static tree of the heads; skips texts too short to draft in."""
     try:
         drafts = measure_drafts(target, heads, texts, 1 + max(max(path) for path in paths), console)
     except UserError:
@@ -50,7 +50,7 @@ def rounds_of(
 def tokens_per_round(rounds: Rounds) -> float:
     """Average over all texts. Raises UserError if none was long enough to draft in."""
     if not rounds:
-        raise UserError("No answer is long enough to draft in.", "Let the target write longer ones.")
+        raise UserError("No answer is long enough to draft in.", "Log longer answers.")
     tokens, count = map(sum, zip(*rounds.values(), strict=True))
     return float(tokens / count)
 
@@ -83,17 +83,16 @@ def refusals(later: dict[str, Any], original: dict[str, dict[str, Any]], fall: f
     if low is None or low <= 0:
         reasons.append(f"On {later['texts']} later requests they are not clearly better: {in_words(later)}.")
     for name, figures in original.items():
-        low, where = figures["change"]["low"], f"On the run's own validation texts, beside {name}"
+        low, where = figures["change"]["low"], f"On the run's own validation texts, compared with {name}"
         if low is None:
             few = f"{figures['texts']} are long enough to draft in, and an interval needs {LEAST_UNITS}"
             reasons.append(f"{where}: {few} (data.validation and data.max_new_tokens of the run).")
         elif low < -fall:
-            allowed = f"a fall of more than {100 * fall:g} % is not excluded"
-            reasons.append(f"{where}, {allowed}: {in_words(figures)}.")
+            reasons.append(f"{where}, a fall of more than {100 * fall:g} % is not excluded: {in_words(figures)}.")
     return reasons
 
 
 def in_words(figures: dict[str, Any]) -> str:
     before, after, change = figures["before"]["mean"], figures["after"]["mean"], figures["change"]
     interval = "" if change["low"] is None else f", {100 * change['low']:+.1f} to {100 * change['high']:+.1f} %"
-    return f"{before:.3f} to {after:.3f} tokens a round ({100 * change['mean']:+.1f} %{interval})"
+    return f"{before:.3f} to {after:.3f} tokens per round ({100 * change['mean']:+.1f} %{interval})"

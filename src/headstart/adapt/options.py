@@ -15,10 +15,10 @@ LEAST = 16
 class AdaptOptions:
     """Options of an update, and of the gate that it must pass."""
 
-    requests: int = option(256, "New requests that an update waits for.", minimum=4 * LEAST)
-    recent: int = option(2048, "Most requests that an update is made of, the newest.", minimum=4 * LEAST)
-    per_source: int = option(64, "Most requests of one source (the user that a request names) in it.", minimum=1)
-    mix: float = option(0.5, "Share of the run's own conversations among those that are learnt; below 1.", minimum=0)
+    requests: int = option(256, "Minimum number of new requests for an update.", minimum=4 * LEAST)
+    recent: int = option(2048, "Maximum number of requests in an update, newest first.", minimum=4 * LEAST)
+    per_source: int = option(64, "Maximum number of requests of one source (the request's user).", minimum=1)
+    mix: float = option(0.5, "Fraction of the run's own conversations in the training texts; below 1.", minimum=0)
     fall: float = option(
-        0.02, "Largest fall on the run's own validation texts, as a share, that the interval may reach.", minimum=0
+        0.02, "Largest relative fall on the run's validation texts that the interval may include.", minimum=0
     )

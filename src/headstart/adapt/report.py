@@ -55,7 +55,7 @@ def show_update(update: Mapping[str, Any], console: Console) -> None:
     )
     tell(console, f"    later requests: {in_words(update['later'])}")
     for name, figures in update["own"].items():
-        tell(console, f"    the run's own texts, beside {name}: {in_words(figures)}")
+        tell(console, f"    the run's own texts, compared with {name}: {in_words(figures)}")
     for reason in update["why"]:
         tell(console, f"    {reason}", style="yellow")
 
@@ -64,12 +64,12 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     for update in found["updates"]:
         show_update(update, console)
     if found["served"]:
-        table = Table("day", "heads", "requests", "tokens a round", box=None)
+        table = Table("day", "heads", "requests", "tokens per round", box=None)
         for row in found["served"]:
             table.add_row(row["day"], row["heads"] or "none", str(row["requests"]), f"{row['tokens_per_round']:.3f}")
         console.print(table)
     tell(
         console,
-        f"Update {found['serving']} ({found['version']}) serves, {found['link']}; training took "
-        f"{format_seconds(found['training_seconds'])} in all.",
+        f"In service: update {found['serving']} ({found['version']}), {found['link']}; training took "
+        f"{format_seconds(found['training_seconds'])} in total.",
     )

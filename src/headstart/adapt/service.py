@@ -11,8 +11,7 @@ never modified.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from headstart.support.lock import locked
 _FOLDER = "adapt"
 _HISTORY = "service.json"
 _FIGURES = "update.json"
-BUSY = "Wait for it, or stop it: what it has made is kept."
+BUSY = "Wait for it, or stop it: it resumes where it stopped."
 """Remedy while another process adapts."""
 
 
@@ -50,32 +49,26 @@ class Service:
         run = recipe_of(run).parent.resolve()
         self.folder = run / _FOLDER
         self.link = self.folder / "heads"
-        if not self._changes() or self.link.resolve() != self.heads(self.serving).resolve():
-            with self.held():
-                self._begin(heads_folder(run))
+        if self._changes() and self.link.resolve() == self.heads(self.serving).resolve():
+            return
+        with self.held():  # begins with the run's own heads, and repairs the state after a killed process
+            check_folder(heads_folder(run))
+            if not self.heads(0).is_dir():
+                give(heads_folder(run), self.heads(0))
+            if not self._changes():
+                self._note(0, "the heads of the run")
+            point(self.link, self.heads(self.serving))
 
-    def _begin(self, heads: Path) -> None:
-        """Serve the run's own heads if none are in service, and repair the state after a killed process."""
-        check_folder(heads)
-        if not self.heads(0).is_dir():
-            give(heads, self.heads(0))
-        if not self._changes():
-            self._note(0, "the heads of the run")
-        point(self.link, self.heads(self.serving))
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[None]:
         """Hold the lock on the service. Raises Busy (a UserError) if another process has it."""
-        with locked(self.folder, BUSY):
-            yield
+        return locked(self.folder, BUSY)
 
     def check_current(self) -> None:
         """Raise UserError if the run was trained again since adapting began."""
         run = self.folder.parent
         if version_of(heads_folder(run)) != version_of(self.heads(0)):
             raise UserError(
-                f"The heads of {run} are others than when adapting began.",
-                f"To begin anew with them: rm -r {self.folder}",
+                f"The heads of {run} have changed since adapting began.", f"To start over: rm -r {self.folder}"
             )
 
     def heads(self, number: int) -> Path:
@@ -95,7 +88,6 @@ class Service:
         return [{"number": int(file.parent.name), **read_json(file)} for file in files]
 
     def add(self, number: int, heads: Path, figures: dict[str, Any]) -> None:
-
         def fill(partial: Path) -> None:
             give(heads, partial / "heads")
             write_json(partial / _FIGURES, figures)
@@ -126,9 +118,7 @@ class Service:
     def back(self) -> None:
         """Put the heads that served before back in service."""
         if (number := self.earlier) is None:
-            raise UserError(
-                f"No heads served before those of update {self.serving}.", "There is nothing to go back to."
-            )
+            raise UserError(f"No heads served before update {self.serving}.", "Use: headstart adapt swap RUN NUMBER")
         self.serve(number, "back")
 
     def _update(self, number: int) -> Path:

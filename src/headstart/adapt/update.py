@@ -6,7 +6,7 @@ Its files are in the folder of the log, so that deleting the log deletes them to
     LOG/update/plan.json                       written after these: their provenance
     LOG/update/states, train, heads            hidden states, training, and the trained heads
 
-Each step completes what exists: a killed update resumes. Once judged, the update moves to the run's folder and this
+A killed update resumes. Once judged, the update moves to the run's folder and this
 folder is deleted.
 """
 
@@ -27,7 +27,7 @@ from headstart.adapt.options import LEAST, AdaptOptions
 from headstart.adapt.service import BUSY, Service
 from headstart.data.conversations.records import Conversation, read_conversations, tokens_key, write_conversations
 from headstart.data.prompts.loading import LeftOut
-from headstart.data.prompts.sources import drawn
+from headstart.data.prompts.sources import shuffled
 from headstart.data.served.log import PLAN, UPDATE, Served, delete_update
 from headstart.data.served.reading import as_conversation, chosen, read_log
 from headstart.data.states.shards import StateKind, Work, build_store
@@ -97,7 +97,7 @@ class Update:
             if self.planned and read_json(self.folder / PLAN)["of"] != version_of(self.service.heads(0)):
                 raise UserError(
                     f"The update under way in {self.log} is of the heads of another run.",
-                    "Have that judged first (headstart adapt gate), or use a log of its own.",
+                    "Judge that update first (headstart adapt gate), or use a separate log.",
                 )
             yield
 
@@ -131,9 +131,7 @@ class Update:
         service = self.service
         with self._held(), service.held():
             if not self.trained:
-                raise UserError(
-                    "There is no update to judge.", "Make one first: headstart adapt train RUN --log FOLDER."
-                )
+                raise UserError("There is no update to judge.", "Train one: headstart adapt train RUN --log FOLDER.")
             plan = read_json(self.folder / PLAN)
             judged = next((each for each in service.updates() if each["plan"] == plan), None)
             if judged is None:
@@ -153,7 +151,7 @@ class Update:
         new = sum(item.time > before for item in served)
         if new < self.options.requests:
             raise Waiting(
-                f"{new} requests are new in {self.log}, and an update waits for {self.options.requests}. "
+                f"{new} requests are new in {self.log}, and an update needs {self.options.requests}. "
                 f"{left_out.notice}".strip(),
                 "Serve more, or lower --requests.",
             )
@@ -161,18 +159,21 @@ class Update:
         first_later = len(recent) - len(recent) // _LATER
         learnt = chosen(recent[:first_later], self.options.per_source, left_out)
         own, share = conversations(self.run, "train"), self.options.mix / (1 - self.options.mix)
-        own = drawn(own, self.service.next_number)[: round(share * len(learnt))]
+        own = shuffled(own, self.service.next_number)[: round(share * len(learnt))]
         texts = {"traffic": list(map(as_conversation, learnt)), "own": own}
-        held = self._share_held([text for part in texts.values() for text in part])
+        data = self.run.recipe.data
+        kind = StateKind(self.target, tuple(aux_layers(self.run)), data.states_dtype)
+        needed = sum(kind.bytes(len(text.tokens)) for part in texts.values() for text in part)
+        held = min(1.0, 1e9 * data.cache_gigabytes / max(needed, 1))
         if held < 1:  # the same share of both, keeping the newest requests
             texts = {name: part[len(part) - int(held * len(part)) :] for name, part in texts.items()}
-            left_out.add("that data.cache_gigabytes has no room for", count=len(learnt) - len(texts["traffic"]))
+            left_out.add("beyond data.cache_gigabytes", count=len(learnt) - len(texts["traffic"]))
         splits: dict[str, list[Conversation]] = {"train": [], "validation": []}
         for part in texts.values():
             for place, text in enumerate(part):
                 splits["validation" if place % _VALIDATION == _VALIDATION - 1 else "train"].append(text)
         if not all(splits.values()):
-            raise Waiting(f"{len(texts['traffic'])} requests can be learnt from. {left_out.notice}", "Serve more.")
+            raise Waiting(f"{len(texts['traffic'])} requests are usable. {left_out.notice}", "Serve more.")
         delete_update(self.log)
         for split, part in splits.items():
             write_conversations(self._made() / f"{split}.jsonl", part)
@@ -187,19 +188,10 @@ class Update:
             "left_out": left_out.counts,
         }
         write_json(self.folder / PLAN, plan)
-        tell(
-            self.run.console,
-            f"An update of {plan['requests']} requests and {plan['own_conversations']} conversations of the run.",
-        )
+        learnt_again = plan["own_conversations"]
+        tell(self.run.console, f"An update of {plan['requests']} requests and {learnt_again} conversations of the run.")
         if left_out.notice:
             tell(self.run.console, f"    {left_out.notice}")
-
-    def _share_held(self, texts: Sequence[Conversation]) -> float:
-        """Return the fraction of the texts that fits data.cache_gigabytes as hidden states."""
-        data = self.run.recipe.data
-        kind = StateKind(self.target, tuple(aux_layers(self.run)), data.states_dtype)
-        needed = sum(kind.bytes(len(text.tokens)) for text in texts)
-        return min(1.0, 1e9 * data.cache_gigabytes / max(needed, 1))
 
     def _recipe(self, plan: dict[str, Any]) -> Recipe:
         """Return the run's recipe with the `adapt` recipe's training, started from the heads in service."""
@@ -260,7 +252,8 @@ class Update:
                 left_out.add("too short to draft in")
         if len(later) < LEAST:
             raise Waiting(
-                f"{len(later)} usable requests came after those that were learnt, and {LEAST} judge. {left_out.notice}",
+                f"{len(later)} usable requests came after the training texts, and the gate needs {LEAST}. "
+                f"{left_out.notice}",
                 "Serve more, then judge again: headstart adapt gate RUN --log FOLDER.",
             )
         own = conversations(self.run, "validation")
@@ -269,9 +262,10 @@ class Update:
         paths = (shape if shape.size > 1 else TreeShape.chain(old.draft_steps)).paths
         of_new = rounds_of(target, new, [*later, *own], paths, console)
         of_old = rounds_of(target, old, [*later, *own], paths, console)
-        beside = {f"those in service (update {serving})": compared(of_new, of_old, own)}
+        beside = {f"the heads in service (update {serving})": compared(of_new, of_old, own)}
         if serving:  # so that undetected small falls do not add up
-            beside["those of the run"] = compared(of_new, rounds_of(target, self._read(0)[0], own, paths, console), own)
+            of_run = rounds_of(target, self._read(0)[0], own, paths, console)
+            beside["the run's heads"] = compared(of_new, of_run, own)
         on_later = compared(of_new, of_old, later, traffic=True)
         reasons = refusals(on_later, beside, self.options.fall)
         result = read_json(self.folder / "train" / RESULT)

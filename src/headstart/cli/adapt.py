@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 adapt_app = typer.Typer(
     cls=Group,
     no_args_is_help=True,
-    help="Heads that go on learning from what is served, and serve only when they are better.\n\n"
+    help="Keep training heads on served requests, and serve new heads only if they are better.\n\n"
     "Example: headstart adapt watch runs/quickstart --log traffic",
 )
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run that trained the heads.")]
-LogFolder = Annotated[Path, typer.Option(help="The log: a folder that a decoder, or an engine's JSONL, is kept in.")]
+LogFolder = Annotated[Path, typer.Option(help="Folder of the request log, from a decoder or an engine's JSONL.")]
 
 
 @adapt_app.command("log")
 def log(
     run: RunFolder,
     log: LogFolder,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete all that was kept of what was served.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete all logged requests.")] = False,
 ) -> None:
-    """Say what a log holds and what of it cannot be learnt from, or delete it.
+    """Summarise a request log and the requests unusable for training, or delete it.
 
     Example: headstart adapt log runs/quickstart --log traffic --delete
     """
@@ -48,13 +48,13 @@ def log(
     if delete:
         if not log.is_dir():
             raise no_folder(log, "Check the path: nothing was deleted.")
-        with locked(log, "Wait for it, or stop it and delete then."):  # the bounds stay: a decoder may still write
+        with locked(log, "Wait for it, or stop it first."):  # the bounds stay: a decoder may still write
             delete_update(log)
             for path in segments(log):
                 remove(path)
         others = sorted(file.name for file in log.glob("*.jsonl"))
-        kept = f" Not written by headstart, so left there: {', '.join(others)}." if others else ""
-        tell(console, f"Deleted the log in {log} and what an update had made of it.{kept}")
+        kept = f" Kept, not written by headstart: {', '.join(others)}." if others else ""
+        tell(console, f"Deleted the log in {log} and its unfinished update.{kept}")
         return
     prune(log)
     served, left_out = read_log(log, _update(run, log).target)
@@ -63,11 +63,11 @@ def log(
     cut, drawn = sum(item.finish == "length" for item in served), sum(bool(item.sampling) for item in served)
     tell(
         console,
-        f"Requests: {len(served)}, with {tokens} answer tokens, {format_bytes(size)}; "
-        f"{cut} were cut by their length and {drawn} were sampled, and count as the others do.",
+        f"Requests: {len(served)}, with {tokens} answer tokens, {format_bytes(size)}; {cut} were cut by their length "
+        f"limit and {drawn} were sampled.",
     )
     for reason, count in left_out.counts.items():
-        tell(console, f"    {count} left out: {reason} (the first: {left_out.examples[reason]})")
+        tell(console, f"    {count} left out: {reason} (first: {left_out.examples[reason]})")
 
 
 @adapt_app.command("train")
@@ -75,7 +75,7 @@ def log(
 def train(run: RunFolder, log: LogFolder, overrides: Overrides = None, options: AdaptOptions = AdaptOptions()) -> None:
     """Train an update of the heads in service, from recent requests and the run's own conversations.
 
-    Settings are those of a recipe's `train`: headstart recipes show adapt --all.
+    Takes the settings of a recipe's `train`: headstart recipes show adapt --all.
 
     Example: headstart adapt train runs/quickstart --log traffic train.epochs=2
     """
@@ -86,9 +86,9 @@ def train(run: RunFolder, log: LogFolder, overrides: Overrides = None, options: 
 @adapt_app.command("gate")
 @with_options(without=("requests", "mix"))
 def gate(run: RunFolder, log: LogFolder, options: AdaptOptions = AdaptOptions()) -> None:
-    """Judge the update: it serves if it is better on later requests and no worse on the run's own texts.
+    """Judge the update: serve it if it is better on later requests and no worse on the run's own texts.
 
-    Exits with 1 where it is refused.
+    Exits with 1 if it is refused.
 
     Example: headstart adapt gate runs/quickstart --log traffic
     """
@@ -102,9 +102,9 @@ def gate(run: RunFolder, log: LogFolder, options: AdaptOptions = AdaptOptions())
 
 @adapt_app.command("swap")
 def swap(
-    run: RunFolder, update: Annotated[int, typer.Argument(help="Number of the update; 0 are the heads of the run.")]
+    run: RunFolder, update: Annotated[int, typer.Argument(help="Number of the update; 0 for the heads of the run.")]
 ) -> None:
-    """Have the heads of an update serve, whatever the gate said of them.
+    """Serve the heads of an update, even if the gate refused them.
 
     Example: headstart adapt swap runs/quickstart 2
     """
@@ -113,7 +113,7 @@ def swap(
 
 @adapt_app.command("back")
 def back(run: RunFolder) -> None:
-    """Have the heads serve that served before.
+    """Serve the previous heads again.
 
     Example: headstart adapt back runs/quickstart
     """
@@ -136,12 +136,12 @@ def _serve(run: Path, update: int | None) -> None:
 @adapt_app.command("report")
 def report(
     run: RunFolder,
-    log: Annotated[Path | None, typer.Option(help="Also say what each version was worth in service.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Also report acceptance in service from this log.")] = None,
     json: JsonFile = None,
 ) -> None:
-    """Print what serves, every update with its figures, and acceptance in service by day and version.
+    """Print the heads in service, every update with its figures, and acceptance in service by day and version.
 
-    The first time, the heads of the run are what serves.
+    At first the heads of the run serve.
 
     Example: headstart adapt report runs/quickstart --log traffic
     """
@@ -159,19 +159,19 @@ def report(
 def engine(
     run: RunFolder,
     log: LogFolder,
-    out: Annotated[Path, typer.Option(help="Write them into a folder of their own in this one.")],
-    format: Annotated[FormatName, typer.Option(help="What the engine reads.")] = "vllm",
-    server: Annotated[str | None, typer.Option(help="Address of a running engine, to see what it drafts with.")] = None,
+    out: Annotated[Path, typer.Option(help="Write them into a new subfolder of this folder.")],
+    format: Annotated[FormatName, typer.Option(help="Format of the engine.")] = "vllm",
+    server: Annotated[str | None, typer.Option(help="Address of a running engine, to check its heads.")] = None,
 ) -> None:
-    """Write the heads in service for a serving engine, beside those that it has, and see whether it drafts with them.
+    """Export the heads in service for a serving engine, and check whether a running engine drafts with them.
 
-    No engine takes new heads from a folder while it runs: the command that starts it with them is printed. Which heads
-    a running one drafts with shows in what it accepts of drafts for the newest requests. Exits with 1 where it is not
-    those in service: restart it then.
+    Engines do not reload heads, so the command that starts the engine with them is printed. The heads of a running
+    engine are identified by its acceptance on the newest requests. Exits with 1 if they are not the heads in service:
+    restart the engine then.
 
     Example: headstart adapt engine runs/quickstart --log traffic --out served --server http://localhost:8000
     """
-    from headstart.adapt.engine import drafting
+    from headstart.adapt.engine import check_engine
     from headstart.hub.engines.export import export_for
 
     console, update = Console(), _update(run, log)
@@ -181,9 +181,9 @@ def engine(
     say(console, *((f"Start {name} with", command) for name, command in exported.commands.items()))
     if server is None:
         return
-    found = drafting(server, update)
-    say(console, ("Engine", found))
-    if not found.is_of(number):
+    figures, serves = check_engine(server, update)
+    say(console, ("Engine", figures))
+    if not serves:
         raise typer.Exit(1)
 
 
@@ -193,13 +193,13 @@ def watch(
     run: RunFolder,
     log: LogFolder,
     overrides: Overrides = None,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks at the log.")] = 60.0,
-    once: Annotated[bool, typer.Option("--once", help="End when there is nothing to do.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Polling interval in seconds.")] = 60.0,
+    once: Annotated[bool, typer.Option("--once", help="Exit when there is nothing to do.")] = False,
     options: AdaptOptions = AdaptOptions(),
 ) -> None:
-    """Go on making updates while requests come, and have those serve that the gate lets pass.
+    """Train an update whenever there are enough new requests, and serve it if it passes the gate.
 
-    It takes what others leave of the processors (nice 19), and goes on where it was when it is started again.
+    Runs at low priority (nice 19). If killed, it resumes where it stopped.
 
     Example: headstart adapt watch runs/quickstart --log traffic
     """

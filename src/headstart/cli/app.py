@@ -15,9 +15,8 @@ from rich.console import Console
 from headstart.cli.adapt import adapt_app
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
-from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
+from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder, race
 from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, TrustOption, with_options
-from headstart.cli.race import race
 from headstart.cli.report import report_app
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
@@ -61,7 +60,7 @@ app.add_typer(recipes_app, name="recipes")
 
 @app.command()
 def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """Train heads from nothing and measure them: write data, train, tune, export, report.
+    """Train and measure heads: write data, train, tune, export, report.
 
     Finished stages are skipped; an interrupted run continues where it stopped.
 
@@ -115,21 +114,20 @@ def list_runs(folder: Runs = Path("runs")) -> None:
 @app.command()
 def gc(
     folder: Runs = Path("runs"),
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without confirmation.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
     states_gigabytes: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="Keep at most this many GB of hidden states; the least recently read ones of finished trainings are "
-            "deleted first.",
+            help="Keep at most this many GB of hidden states; deletes the least recently read states of finished "
+            "trainings first.",
         ),
     ] = None,
 ) -> None:
-    """List files that no run uses any more, with their sizes, and delete them after asking.
+    """List unused files with their sizes, and delete them after confirmation.
 
-    No other command deletes files that runs share. (Training drops its own older checkpoints, see
-    train.keep_checkpoints, and newer heads and reports replace those in a run's folder.)
+    No other command deletes files that runs share. Training deletes its older checkpoints (train.keep_checkpoints).
 
     Example: headstart gc --dry-run
 
@@ -165,10 +163,10 @@ def plan(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Estimate the memory, disk space, network traffic and time that a run will take.
+    """Estimate memory, disk space, network traffic and time of a run.
 
-    Times are estimated from about half a minute of decoding, reading and training, if the target's weights are on this
-    machine. Sizes follow from its config.json.
+    Times come from about half a minute of decoding, prefill and training, if the target's weights are on this machine.
+    Sizes come from its config.json.
 
     Example: headstart plan quickstart data.conversations=5000
 
@@ -280,10 +278,7 @@ def tune(
     folder = Path(path).expanduser()
     in_run = not options.engine and (folder / "recipe.yaml").is_file()
     if options.engine and (unused := _given(loading, but=("target",))):
-        raise UserError(
-            f"{unused[0]} says how headstart's decoder loads the target, not how an engine does.",
-            "Pass the engine its own with --engine-arguments='...'.",
-        )
+        raise UserError(f"{unused[0]} is for headstart's decoder.", "For an engine use --engine-arguments='...'.")
     if in_run and (unused := [*_given(loading, but=("device",)), *["--conversations"] * bool(conversations)]):
         raise UserError(
             f"{unused[0]} is not for a run, which is tuned as its recipe says.",
@@ -314,13 +309,13 @@ def push(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder of heads, or the folder of a run.")],
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
     private: Annotated[bool, typer.Option(help="Make the repository private.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="List what would be uploaded, and upload nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="List the files, and upload nothing.")] = False,
     revision: Annotated[
         str | None, typer.Option(help="Upload to this branch; it is created if missing.", show_default="main")
     ] = None,
     message: Annotated[
-        str | None, typer.Option(help="Message of the commit.", show_default="Upload draft heads with headstart")
-    ] = None,
+        str, typer.Option(help="Commit message.", show_default="Upload draft heads with headstart")
+    ] = "",
     conversations: Annotated[
         bool, typer.Option("--conversations", help="Upload the conversations of a run instead, as a dataset.")
     ] = False,
@@ -331,13 +326,19 @@ def push(
 
     Example: headstart push runs/quickstart user/texts --conversations
     """
-    from headstart.hub.push import DATA_MESSAGE, MESSAGE, push_conversations
-    from headstart.hub.push import push as push_heads
+    from headstart.hub.push import push as upload
     from headstart.support.files import format_bytes
 
     console = Console()
-    upload, usual = (push_conversations, DATA_MESSAGE) if conversations else (push_heads, MESSAGE)
-    done = upload(heads, repo_id, private=private, dry_run=dry_run, revision=revision, message=message or usual)
+    done = upload(
+        heads,
+        repo_id,
+        conversations=conversations,
+        private=private,
+        dry_run=dry_run,
+        revision=revision,
+        message=message,
+    )
     for name, size in done.files:
         tell(console, f"  {name}  {format_bytes(size)}")
     for name in done.left_out:
@@ -375,7 +376,7 @@ def recipes(ctx: typer.Context) -> None:
     table = Table(box=None)
     table.add_column("recipe", style="bold")
     table.add_column("target")
-    table.add_column("what it is")
+    table.add_column("description")
     for name in packaged_recipes():
         values = read_values(name)  # loads neither torch nor transformers
         table.add_row(name, values["target"]["spec"], values["description"])
@@ -390,7 +391,7 @@ def recipes_show(
         bool, typer.Option("--all", help="List every setting with its value, default and meaning.")
     ] = False,
 ) -> None:
-    """Print a recipe with every setting filled in but those that follow from its minutes, ready to save and edit.
+    """Print a recipe to save and edit, with all settings except those derived from its minutes.
 
     Example: headstart recipes show quickstart > mine.yaml
     """
@@ -454,9 +455,9 @@ def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) ->
 def main() -> None:
     """Run the console script.
 
-    OpenMP threads spin while they wait, so a thread without its core delays all others at every product. Unless the
-    environment configures waiting, they sleep sooner here; not at once, for the case (`active`) of a second Python
-    thread with OpenMP threads of its own.
+    OpenMP threads spin while they wait, so a preempted thread delays all others at every matmul. Unless the environment
+    configures waiting, they sleep sooner here; not at once (`active`), since a second Python thread may have its own
+    OpenMP threads.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")

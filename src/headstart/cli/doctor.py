@@ -23,14 +23,14 @@ def doctor(
     ],
     run_dir: RunDir = None,
     questions: Annotated[
-        Path | None, typer.Option(help="JSONL with questions that people will ask: check acceptance on them, too.")
+        Path | None, typer.Option(help="JSONL with questions from production: check acceptance on them, too.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the findings as JSON to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Check only a sample.")] = False,
     target: TargetOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Explain low acceptance: name the stages that disagree and how to fix them. Exits with 1 if any do.
+    """Diagnose low acceptance: check every stage and print the fixes. Exits with 1 if a check fails.
 
     Example: headstart doctor runs/quickstart
     """

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headstart.model.frozen import FrozenModel
 
 VLLM_ON_A_CPU = (
-    "On a CPU vLLM also needs --dtype bfloat16 --no-enable-prefix-caching. Where its vllm command finds no package of "
-    "that name, put `python -m vllm.entrypoints.openai.api_server --model` in the place of `vllm serve`."
+    "On a CPU vLLM also needs --dtype bfloat16 --no-enable-prefix-caching. If its vllm command does not find its "
+    "package, replace `vllm serve` with `python -m vllm.entrypoints.openai.api_server --model`."
 )
 
 
@@ -42,7 +42,7 @@ def export(
     target: TargetOption = None,
     trust_remote_code: TrustOption = False,
     check: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, no matter who wrote it.")
+        Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads from any source.")
     ] = None,
     engine: Annotated[list[str] | None, names(f"With --check: {KNOWN_ENGINES}.")] = None,
     against: Annotated[
@@ -66,7 +66,7 @@ def export(
         missing = "HEADS" if heads is None else "--out"
         raise UserError(f"{missing} is missing.", f"For example: {program()} export runs/quickstart --out my-heads")
     if engine or against:
-        raise UserError("--engine and --against belong to --check.", "Choose what is written with --format.")
+        raise UserError("--engine and --against belong to --check.", "Choose the format to write with --format.")
     from headstart.hub.pull import locate
 
     console = Console()
@@ -75,13 +75,10 @@ def export(
     formats = listed(format) or ("headstart",)
     if alone := next((name for name in formats if name in ("headstart", "checkpoint")), None):
         if len(formats) > 1:
-            raise UserError(
-                f"The format {alone} has its own config.json, which goes with no other format.",
-                "Write it to a folder of its own.",
-            )
+            problem = f"The format {alone} has its own config.json, so it goes with no other format."
+            raise UserError(problem, "Write it to a separate folder.")
         if dtype is not None:
-            kept = "the heads have" if alone == "headstart" else "each tensor of the checkpoint has"
-            raise UserError(f"The format {alone} keeps the dtype that {kept}.", "Leave out --dtype.")
+            raise UserError(f"The format {alone} keeps the dtype of each tensor.", "Leave out --dtype.")
     if alone == "checkpoint":
         from headstart.hub.engines.into_checkpoint import export_checkpoint
 

@@ -1,4 +1,4 @@
-"""Commands that take heads: eval, audit, generate, chat. Imports inside functions, as in `headstart.cli.app`."""
+"""Commands that take heads: eval, audit, generate, chat, race. Imports inside functions, as in `headstart.cli.app`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from headstart.cli.options import Heads, Loading, Overwrite, listed, with_options
+from headstart.cli.options import HEADS, Heads, Loading, Overwrite, listed, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditOptions, EvalOptions
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 _TOGETHER = 32
 """Prompts of a file decoded together; their answers are written before the next batch."""
-_CHAT_HELP = (
-    "/new starts over, /drafts colours the words that were drafted, /help shows this, an empty line or Ctrl-D quits."
-)
+_CHAT_HELP = "/new starts over, /drafts colours accepted drafts, /help shows this, an empty line or Ctrl-D quits."
 
 
 @with_options(without=("stop", "raw"))
@@ -130,7 +128,7 @@ def audit(
 @with_options()
 def generate(
     heads: Heads,
-    prompt: Annotated[str | None, typer.Option(help="What the user says; - reads it from standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; - reads it from standard input.")] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Instead: JSONL of any shape that data.prompts takes. Answers are JSON lines in its order."),
@@ -162,16 +160,16 @@ def chat(
     options: DecodeOptions = DecodeOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     log: Annotated[
-        Path | None, typer.Option(help="Keep token ids of what is asked and answered in this folder, to learn from.")
+        Path | None, typer.Option(help="Log token ids of requests and answers in this folder, for headstart adapt.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Where HEADS is a link that `headstart adapt` moves: take newer heads.")
+        bool, typer.Option("--follow", help="If HEADS is a link that `headstart adapt` moves: switch to newer heads.")
     ] = False,
     loading: Loading = Loading(),
 ) -> None:
     """Chat with the target. Each answer is followed by its tokens/s and its tokens per round (τ).
 
-    With --raw each line is a text of its own, which the target continues.
+    With --raw the target continues each line as plain text.
 
     Example: headstart chat runs/quickstart
     """
@@ -211,6 +209,55 @@ def chat(
             console.print("\nStopped this answer.", style="dim")
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+@with_options()
+def race(
+    heads: Annotated[str | None, HEADS] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt; - reads it from standard input.")] = None,
+    results: Annotated[
+        Path | None, typer.Option("--from", help="Show a race from this results.json of a report instead.")
+    ] = None,
+    prompt_id: Annotated[
+        str | None, typer.Option(help="With --from: show this prompt, by default the prompt with the median speed-up.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the race to this file, as an animated SVG.")] = None,
+    options: DecodeOptions = DecodeOptions(),
+    loading: Loading = Loading(),
+) -> None:
+    """Watch plain decoding and drafting side by side. Each decodes alone first; both then replay at measured speed.
+
+    Example: headstart race runs/quickstart --prompt "Why is the sky blue?"
+
+    Example: headstart race --from report/results.json --out race.svg
+    """
+    if (heads is None) == (results is None):
+        raise UserError("A race needs heads or a report.", "Give HEADS and --prompt, or --from results.json.")
+    from headstart.eval.race import conditions, read_race, run_race, show_race
+
+    console = Console()
+    if results is not None:
+        shown, where = read_race(results, prompt_id)
+    else:
+        assert heads is not None
+        if prompt is None:
+            raise UserError("There is no prompt.", "Give a question: --prompt TEXT.")
+        from headstart.eval.environment import environment
+
+        question = read_prompt(prompt, options.raw)
+        decoder = load_decoder(heads, loading, options)
+        tokens = decoder.tokens(question, options.raw, options.tools, options.chat_template_kwargs)
+        with Console(stderr=True).status("decoding, plainly and with drafts"):
+            shown = run_race(decoder, tokens, question, options)
+        where = conditions(decoder.target.name, environment(decoder.target))
+    show_race(shown, console)
+    if out is not None:
+        from headstart.eval.race_svg import race_svg
+        from headstart.support.files import write_text
+        from headstart.support.provenance import typed
+
+        write_text(out, race_svg(shown, where, typed()))
+        say(console, ("Picture", out))
 
 
 def read_prompt(prompt: str, raw: bool) -> str:

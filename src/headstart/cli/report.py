@@ -24,7 +24,7 @@ def diff(
         list[Path],
         typer.Argument(
             metavar="REPORT",
-            help="Folders of reports or runs, or files results.json; the first is the base of the others.",
+            help="Folders of reports or runs, or files results.json; the first is the baseline.",
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Also write a page to this file.", metavar="FILE.html")] = None,
@@ -32,14 +32,14 @@ def diff(
         str,
         typer.Option(
             metavar="PERCENT",
-            help="Exit with 1 where tokens per round or the speed-up over plain decoding fall by more than this, and "
+            help="Exit with 1 if tokens per round or the speed-up over plain decoding falls by more than this, and "
             "the interval of the change excludes zero.",
         ),
     ] = "3%",
 ) -> None:
     """Compare reports with the first one, prompt by prompt. Exits with 1 for a regression.
 
-    Only ratios within each report are compared, never tokens per second: machines have better and worse hours.
+    Compares ratios within each report, not tokens per second: machine speed varies between reports.
 
     Example: headstart report diff runs/before runs/after
 

@@ -55,10 +55,9 @@ def template(subject: Subject) -> Finding:
     if "strftime_now" in str(tokenizer.chat_template):
         return unknown(f"The chat template writes the date. {where}")
     return bad(
-        f"The chat template or the tokenizer has changed since the data were written. {where} When decoding, the heads "
-        "read other prompts than they were trained on.",
-        "Decode with the tokenizer and template that wrote the data (those in target/tokenizer of the run), or write "
-        "the data again in another --run-dir.",
+        f"The chat template or the tokenizer has changed since the data were written. {where} Prompts in decoding "
+        "differ from the training prompts.",
+        "Decode with the run's target/tokenizer, or write the data again in another --run-dir.",
     )
 
 
@@ -105,16 +104,12 @@ def teacher(subject: Subject) -> Finding:
     if excess > _EXCESS if kind == "sampled" else agreement < least:
         reason = {
             "greedy": f"they are marked as greedy, but {choice}",
-            "given": f"they came with the prompts, and {choice}; heads learn to draft text that it would not write",
+            "given": f"they came with the prompts, and {choice}",
             "sampled": f"they are marked as sampled from the target, but surprise it by {excess:.2f} nats per token "
-            f"more than its own samples would ({tokens} tokens checked)",
+            f"more than its own samples ({tokens} tokens checked)",
         }[kind]
-        return bad(
-            f"The answers are off-policy: {reason}.",
-            "Set data.regenerate=true: the target then answers the same prompts itself, in the dtype it decodes in. "
-            "Then train again.",
-            **figures,
-        )
+        remedy = "Set data.regenerate=true: the target then answers the same prompts itself. Then train again."
+        return bad(f"The answers are off-policy: {reason}.", remedy, **figures)
     return good(f"The answers are {kind}, and {choice}.", **figures)
 
 
@@ -177,8 +172,7 @@ def mask(subject: Subject) -> Finding:
         )
     if all(item.expected is None for item in items):
         return unknown(
-            "Where the answers begin is unknown, because the template now gives other tokens (see template); "
-            f"{share:.0%} of the tokens are supervised.",
+            f"Not checked: the template now gives other tokens (see template). {share:.0%} of tokens are supervised.",
             **figures,
         )
     return good(f"Exactly the assistant's tokens are supervised: {share:.0%} of all.", **figures)
@@ -203,9 +197,9 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
             tokens = sample.tokens_T.tolist()
             if tokens != list(item.tokens):
                 raise UserError(
-                    f"The store {folder} was built from other conversations than {file} holds: number {index} parts "
-                    f"at token {common_beginning([tokens, item.tokens])}.",
-                    "Remove the shards that its manifest names and build the states again (headstart data build).",
+                    f"The store {folder} was built from other conversations than {file}: number {index} differs from "
+                    f"token {common_beginning([tokens, item.tokens])} on.",
+                    "Remove the shards in its manifest and build the states again (headstart data build).",
                 )
             yield _Masked(str(folder), item.id, tokens, sample.supervised_T.tolist(), expected)
 
@@ -218,7 +212,7 @@ def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
     if late > 0 and item.mask == padding + expected[:-late]:
         return f"The mask is {size} late: the beginning of each answer is not learned.", late
     if late < 0 and item.mask == expected[-late:] + padding:
-        return f"The mask is {size} early: the heads learn what the template writes before each answer.", late
+        return f"The mask is {size} early: the heads learn the template's text before each answer.", late
     index = common_beginning([[int(flag) for flag in flags] for flags in (item.mask, expected)])
     if not item.mask[index]:
         if not any(expected[index + 1 : index + 2]):
@@ -237,8 +231,8 @@ def states(subject: Subject) -> Finding:
     for store in subject.stores.values():
         if store.target_fingerprint not in (None, target.identity().fingerprint):
             return bad(
-                f"The states in {store.folder} are those of another model than {target.name}, or of other weights.",
-                "Use the target that the data were written with, or build the data again in another --run-dir.",
+                f"The states in {store.folder} are from another model than {target.name}, or from other weights.",
+                "Use the target that wrote the data, or build the data again in another --run-dir.",
             )
         for index in spread(len(store), 8 if subject.quick else len(store)):
             for aux_layer, state_TE in store.get(index).states.items():
@@ -257,11 +251,9 @@ def states(subject: Subject) -> Finding:
     if problems:
         return bad(
             f"{'; '.join(problems.values())}.",
-            "Remove the shards that its manifest names and build the states again (headstart data build), with "
-            "target.dtype=float32 if numbers stay infinite; then train again.",
+            "Remove the shards in its manifest and build the states again (headstart data build), with "
+            "target.dtype=float32 if they stay infinite; then train again.",
             **figures,
         )
     notices = [store.notice for store in subject.stores.values() if store.not_finite]
-    return good(
-        " ".join(["The stored states are the target's own at the layers they are filed under.", *notices]), **figures
-    )
+    return good(" ".join(["The stored states are the target's own at their layers.", *notices]), **figures)

@@ -87,7 +87,7 @@ def weights(subject: Subject) -> Finding:
             )
         untaught = bad(
             "The heads equal the warm start: training never improved them.",
-            "Look at train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
+            "See train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
         )
         return replace(untaught, stage="training")
     return good("Training changed the weights.")
@@ -121,13 +121,13 @@ def equality(subject: Subject) -> Finding:
                 largest = max(largest, difference)
                 if difference > _TOLERANCE:
                     return bad(
-                        f"Decoding does not draft what training taught: after the prefill and {rounds} committed "
+                        f"Drafting does not match training: after the prefill and {rounds} committed "
                         f"rounds, the logits of draft {step + 1} of {heads.draft_steps} differ from the training "
                         f"unroll at the same position ({difference:.1%} of the largest; token {origin} of "
                         f"{item.id!r}).",
-                        "Fix the family in heads/. A first draft that is wrong right after the prefill lies in "
-                        "`prefill` or `unroll`, one that is wrong after a committed round in `commit`, a later draft "
-                        "in `draft_step` (tokens, positions, norms, what is fed back).",
+                        "Fix the family in heads/: `prefill` or `unroll` if the first draft after the prefill is "
+                        "wrong, `commit` if it is wrong after a committed round, `draft_step` (tokens, positions, "
+                        "norms, feedback) if a later draft is wrong.",
                         step=step,
                         origin=origin,
                         observed_rounds=rounds,
@@ -217,14 +217,14 @@ def acceptance(subject: Subject) -> Finding:
         return bad(
             f"Only decoding is low: on the same texts the training forward predicts {real.predicted:.2f} accepted of "
             f"{drafts}, decoding accepts {real.accepted:.2f}. Training is not the problem.",
-            "Drafting does not match training: see equality; and load the heads with the target they were trained on.",
+            "Drafting does not match training: see equality, and load the heads with the target they were trained on.",
             **figures,
         )
     if real.first < _LOW:
         low = bad(
             f"Training accuracy itself is low: on answers to held-out prompts the first draft is right in "
-            f"{real.first:.0%} of cases, {real.predicted:.2f} of {drafts} would be accepted; decoding accepts "
-            f"{real.accepted:.2f}, so it does what training taught.",
+            f"{real.first:.0%} of cases, and {real.predicted:.2f} of {drafts} would be accepted. Decoding matches: it "
+            f"accepts {real.accepted:.2f}.",
             "Train longer (train.minutes, train.steps) while validation improves (train/metrics.jsonl), then on more "
             "conversations (data.conversations), or another family or depth.",
             **figures,
@@ -236,7 +236,7 @@ def acceptance(subject: Subject) -> Finding:
         if asked.accepted < 0.6 * real.accepted - 0.05:
             narrow = bad(
                 f"The data are too narrow for these questions: {asked.accepted:.2f} of {drafts} are accepted on them, "
-                f"{real.accepted:.2f} on prompts like those of the training.",
+                f"{real.accepted:.2f} on held-out prompts of the run.",
                 "Train on prompts like these: data.prompts=FILE, data.seed_prompts=broad, or more data.conversations.",
                 **figures,
             )
@@ -270,7 +270,7 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     rows = [loop.generate([prompt], options)[0] for prompt in prompts]
     if error := next((row.drafter_error for row in rows if row.drafter_error), None):
         raise UserError(
-            f"The drafter fails in decoding ({error}); decoding then goes on plainly.",
+            f"The drafter fails in decoding ({error}); decoding then continues without drafts.",
             "Fix the family's prefill, draft_step (depth_logits) or commit.",
         )
     accepted = [done.emitted - 1 for row in rows for done in row.rounds]
@@ -304,7 +304,7 @@ def breadth(subject: Subject) -> Finding:
         return by_kind(_measured(target, heads, texts), [item.category for item in texts])
 
     others = fares(subject.other_answers)[0]
-    what = "the questions" if subject.question_prompts else "everyday requests that no data are made from"
+    what = "the questions" if subject.question_prompts else "everyday requests outside the data"
     figures: dict[str, Any] = {"others": others}
     sentence = f"A chain gives {_in_words(others)} on answers to {what}"
     if own:
@@ -317,4 +317,4 @@ def breadth(subject: Subject) -> Finding:
 
 
 def _in_words(row: Mapping[str, Any]) -> str:
-    return f"{row['tau']:.2f} tokens a round ({row['entropy']:.2f} nats)"
+    return f"{row['tau']:.2f} tokens per round ({row['entropy']:.2f} nats)"

@@ -68,7 +68,7 @@ def _outcome(check: Check, subject: Subject, reported: Sequence[str]) -> Finding
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return bad(
             f"This check failed with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
-            "Fix the findings above first. If none explains it, the checked files are damaged or this head family has "
-            "a bug: --json writes the full traceback.",
+            "Fix the findings above first. Otherwise the checked files are damaged or this head family has a bug: "
+            "--json writes the full traceback.",
             traceback="".join(traceback.format_exception(error)),
         )

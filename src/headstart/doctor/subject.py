@@ -145,7 +145,7 @@ def find_subject(
         raise no_folder(run_dir, "Give the folder of a run, such as runs/quickstart.")
     recipe, run, heads_folder = _located(path, run_dir)
     if recipe is None:
-        assert heads_folder is not None, "what is no recipe and no run is heads"
+        assert heads_folder is not None, "_located finds a recipe or heads"
         return Subject(_target_of_heads(heads_folder, target, trust_remote_code), None, run, heads_folder, asked, quick)
     trained = [run / HEADS, run / TRAIN / "best"] if run else []
     heads_folder = heads_folder or next((folder for folder in trained if folder.is_dir()), None)

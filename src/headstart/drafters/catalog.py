@@ -34,8 +34,8 @@ def make_drafters(
 ) -> tuple[Drafter, ...]:
     """Make the drafters that a name joins; none for plain decoding.
 
-    `heads` serve the name "heads". `answers` is the file of earlier answers for "memory", which a joined name
-    drops if there is none. `models` caches drafters with a model of their own, by name, between calls.
+    `heads` serve the name "heads". `answers` is the file of earlier answers for "memory"; without it a joined name
+    drops "memory". `models` caches drafters with a model of their own, by name, between calls.
 
     Raises:
         UserError: an unknown name or argument, no heads for "heads", an unsuitable draft model, or no answers.

@@ -53,7 +53,7 @@ class DraftModelDrafter:
         if draft.chains_only:
             raise UserError(
                 f"{draft.name} has layers with running states, which cannot forget what was rejected.",
-                "Use a draft model whose layers all have attention.",
+                "Use a draft model with attention in all layers.",
             )
         draft.record()  # now, so that no first answer is delayed
         self.draft = draft

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -63,33 +63,28 @@ class Growing:
         self.level = level if drafted else [leaf._replace(column=column) for column, leaf in enumerate(level)]
 
 
+@dataclass(eq=False)
 class Draws:
-    """Children of all rows that wait for their tokens, each drawn with its row's random numbers."""
+    """Children of all rows that wait for their tokens, each drawn with its row's random numbers; `tokens_M` are the
+    drawn tokens, on the device."""
 
-    tokens_M: Tensor
-    """The drawn tokens, on the device."""
-
-    def __init__(
-        self,
-        rows: Sequence[Growing],
-        children: Sequence[Undrawn],
-        logits_BWD: Tensor,
-        draft_to_target_D: Tensor,
-        request: Request,
-    ) -> None:
-        self._rows, self._children, self._logits_BWD = rows, children, logits_BWD
-        self._draft_to_target_D, self._request = draft_to_target_D, request
-        self._q_draft: list[Tensor] = []
-        self._drafted = False
+    rows: Sequence[Growing]
+    children: Sequence[Undrawn]
+    logits_BWD: Tensor
+    draft_to_target_D: Tensor
+    request: Request
+    tokens_M: Tensor = field(init=False)
+    _q_draft: list[Tensor] = field(default_factory=list)
+    _drafted: bool = False
 
     def put(self, buffer_BX: Tensor, numbers_BX: Tensor) -> None:
         """Draw, then overwrite a buffer with integers, each row's first ones being the level's tokens, drawn ones
         included; one upload."""
-        columns = {(number, leaf.node): leaf.column for number, row in enumerate(self._rows) for leaf in row.level}
+        columns = {(number, leaf.node): leaf.column for number, row in enumerate(self.rows) for leaf in row.level}
         width = numbers_BX.shape[1]
         places = [
             (index, child.row * width + columns[child.row, child.node])
-            for index, child in enumerate(self._children)
+            for index, child in enumerate(self.children)
             if (child.row, child.node) in columns
         ]
         known = numbers_BX.flatten().clamp(min=0).tolist()  # padding rows hold UNKNOWN as well
@@ -97,7 +92,7 @@ class Draws:
         which_K, place_K = rest_X[: 2 * len(places)].view(-1, 2).unbind(1)
         buffer_BX.copy_(rest_X[2 * len(places) :].view(buffer_BX.shape))
         # The host removes a node without a token once it knows.
-        tokens_K = self.tokens_M if len(places) == len(self._children) else self.tokens_M[which_K]
+        tokens_K = self.tokens_M if len(places) == len(self.children) else self.tokens_M[which_K]
         buffer_BX.view(-1).index_copy_(0, place_K, tokens_K.clamp(min=0))
         self._drafted = True
 
@@ -106,21 +101,21 @@ class Draws:
         if tokens is None:
             self._draw()
             tokens = self.tokens_M.tolist()
-        for child, q_draft_D, token in zip(self._children, self._q_draft, tokens, strict=True):
-            tree = self._rows[child.row].tree
+        for child, q_draft_D, token in zip(self.children, self._q_draft, tokens, strict=True):
+            tree = self.rows[child.row].tree
             tree.tokens[child.node] = token
-            tree.drawn[child.node] = Drawn(q_draft_D, self._draft_to_target_D)
-        for row in self._rows:
+            tree.drawn[child.node] = Drawn(q_draft_D, self.draft_to_target_D)
+        for row in self.rows:
             if UNKNOWN in row.tree.tokens:
                 row.keep(_without_unknown(row.tree), self._drafted)
 
     def _draw(self, beside: Sequence[int] = ()) -> Tensor:
         """Draw on the device; return `beside` as a tensor, sent in the same upload."""
-        request, children, logits_BWD = self._request, self._children, self._logits_BWD
+        request, children, logits_BWD = self.request, self.children, self.logits_BWD
         assert request.warp is not None, "drawing needs a distribution"
         device, (_, width, size) = logits_BWD.device, logits_BWD.shape
         logits_XD = logits_BWD.flatten(0, 1)
-        tokens_D1 = F.pad(self._draft_to_target_D, (0, 1), value=UNKNOWN)
+        tokens_D1 = F.pad(self.draft_to_target_D, (0, 1), value=UNKNOWN)
         parts = in_parts(len(children), size, device)
         at = [child.row * width + child.column for child in children]
         siblings = [

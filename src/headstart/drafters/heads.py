@@ -15,7 +15,7 @@ Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter, mul
@@ -50,7 +50,6 @@ class HeadDrafter:
     """Draft with trained heads of any family.
 
     Args:
-        heads: the trained heads.
         shape: the static tree, at most as deep as the heads and as wide as their draft vocabulary.
         tree: "static" drafts `shape`; "dynamic" chooses nodes each round; "chain" the best draft of each depth of
             `shape`.
@@ -98,9 +97,8 @@ class HeadDrafter:
             tree = self.heads.draft_tree(session, roots.root_tokens[0], request, MAX_RANK)
             if tree is not None:
                 return [tree]
-        depth_logits = self.heads.depth_logits if isinstance(self.heads, OneForwardHead) else None
         graphs = self._graphs if self._graphs and self._graphs.ready(session, len(roots.trees), nodes) else None
-        return grow(self.heads, session, roots, request, depth_logits=depth_logits, graphs=graphs)
+        return grow(self.heads, session, roots, request, graphs=graphs)
 
     @property
     def forwards(self) -> str:
@@ -151,8 +149,8 @@ class ShippedDrafter(HeadDrafter):
 
 
 _Candidate = tuple[int, int, float, float, float]
-"""A possible child: its index in the draft vocabulary, its token, its acceptance probability given its parent, the one
-of a child drawn in its place, and its probability under the heads; the last two matter where children are drawn."""
+"""A possible child: index in the draft vocabulary, token, and acceptance probability given its parent; for drawing also
+the acceptance probability of a child drawn in its place, and its probability under the heads."""
 
 
 @torch.no_grad()
@@ -162,15 +160,15 @@ def grow(
     roots: TreeBatch,
     request: Request,
     max_rank: int = MAX_RANK,
-    depth_logits: Callable[[Any, Tensor, range], Tensor] | None = None,
     graphs: DraftGraphs | None = None,
 ) -> list[Tree]:
     """Draft a tree after each row's root, level by level, of the request's `shape` or with at most `max_rank` children
-    a node. `depth_logits` comes from a `OneForwardHead`; `graphs` capture levels of other heads.
+    a node. `graphs` replay the levels, if given.
 
     The host waits for the device once a level, or once for a `OneForwardHead`; plus once where children are drawn.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
+    depth_logits = heads.depth_logits if isinstance(heads, OneForwardHead) else None
     rows = [Growing(Tree([token], accept_probs=[1.0]), [Leaf(0)]) for token in roots.root_tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.draft_to_target_D.numel())
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
@@ -324,7 +322,9 @@ def _worth_it(
     grown: list[tuple[float, int, int]] = []  # (-path probability, parent's index, rank), best first
     for above, leaf in enumerate(row.level):
         path_prob = _prob(row.tree, leaf.node)
-        for rank, marginal in enumerate(_marginals(tables[above], request.draws)):
+        candidates = tables[above]
+        marginals = _marginals(candidates) if request.draws else [prob for _, _, prob, _, _ in candidates]
+        for rank, marginal in enumerate(marginals):
             accept_prob = path_prob * marginal
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
@@ -357,12 +357,9 @@ def _in_room(grown: list[tuple[float, int, int]], below: Sequence[float], room: 
     return grown
 
 
-def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterable[float]:
-    """Return how much each further child adds to the probability that one is accepted, never increasing."""
-    return _with_drawn(candidates) if draws else [prob for _, _, prob, _, _ in candidates]
-
-
-def _with_drawn(candidates: Sequence[_Candidate]) -> Iterator[float]:
+def _marginals(candidates: Sequence[_Candidate]) -> Iterator[float]:
+    """Yield how much each further child adds to the probability that one is accepted if the last is drawn, never
+    increasing."""
     before, marginal = 0.0, 1.0
     for count in range(1, len(candidates) + 1):
         together = sum(_probs(candidates[:count], True))

@@ -1,12 +1,12 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): drafting without a draft model, from the target's own guesses.
 
-A window of guessed tokens is part of every verified tree. The target's token after each guess (a Jacobi step) makes the
-next guesses and fills a pool of n-grams; n-grams that begin with the root token are the drafts.
+A window of guessed tokens is part of every verified tree. The target's token after each guess (a Jacobi step) extends
+the guesses and fills a pool of n-grams; n-grams that begin with the root token are the drafts.
 
 The window has W columns. Column j is a guess of the tokens j, j+1, ..., j+n-2 after the root, each entry a Jacobi
-iteration newer than the one above it, and the first entries of the columns follow each other. As a tree this is a trunk
-with a branch at each of its nodes, which gives every guess exactly the context it has in the paper's two-dimensional
-attention mask; for W = 3 columns a, b, c of n = 3 (two entries each):
+iteration newer than the previous entry; the first entries of the columns follow each other. As a tree this is a trunk
+with a branch at each node, which gives every guess the context of the paper's two-dimensional attention mask. For W = 3
+columns a, b, c of n = 3 (two entries each):
 
     root - a0 - b0 - c0 - c1     after a1, b1, c1 the target says a2, b2, c2:
             |    |               the pool learns (a0 a1 a2), (b0 b1 b2), (c0 c1 c2), and

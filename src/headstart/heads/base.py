@@ -26,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from headstart.errors import UserError, nearest
 from headstart.heads.exchange.published import SHARED, Layout, Published, detached, fill
 from headstart.heads.int8_weights import drop_int8
-from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import Finish
 from headstart.model.model import Target
@@ -71,8 +70,8 @@ class HeadBatch:
         supervised_BT: the loss mask, true where the token was written by the target; false on padding.
         states: {layer: [B, T, E]}; state t was computed after reading token t.
         subsampled_steps_BT: number of draft steps that learn from each origin; 0 for none, None for all steps.
-        starts_BT: in packed rows, the start of each token's conversation, whose first token is not supervised so that
-            no draft crosses a boundary. None: one conversation per row.
+        starts_BT: in packed rows, the start of each token's conversation. Its first token is not supervised, so that no
+            draft crosses a boundary. None: one conversation per row.
     """
 
     tokens_BT: Tensor
@@ -82,7 +81,6 @@ class HeadBatch:
     starts_BT: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> HeadBatch:
-        """Apply `change` to every tensor."""
         optional = (self.subsampled_steps_BT, self.starts_BT)
         return HeadBatch(
             change(self.tokens_BT),
@@ -94,7 +92,7 @@ class HeadBatch:
 
 @dataclass
 class StepPrediction:
-    """Predictions of one draft step (or head) over a batch; a loss computes the logits a few rows at a time.
+    """Predictions of one draft step (or head) over a batch; a loss computes the logits in chunks.
 
     Attributes:
         hidden_MH: input of the LM head.
@@ -103,7 +101,7 @@ class StepPrediction:
         origin_M: flat index b * T + t of the draft's origin t: step k (from 0) predicts token t + k + 2.
         feature_ME: predicted FINAL state at `teacher_M`, for families that draft features.
         bias_D, finish: bias and logit post-processing of the target's LM head, for heads that use it.
-        frozen_columns: number of leading LM head columns that are frozen while the others train.
+        frozen_columns: number of leading LM head columns that stay frozen.
         confidence_M: logit of the acceptance probability, for families with a confidence head.
     """
 
@@ -203,8 +201,6 @@ class DraftHead(nn.Module, ABC):
 
     def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Embed tokens [...] as the target does, [..., E], in the dtype and on the device of `like`."""
-        if (table_VE := self.embedding_table(like)) is not None and (functions := draft_kernels.serves(like)):
-            return draft_kernels.embedding(functions, table_VE, tokens)
         table_VE = self.target_embeddings
         return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
 
@@ -286,8 +282,7 @@ class DraftHead(nn.Module, ABC):
         """Settings of heads that can hold the published tensors."""
         shared = {name: getattr(published, name) for name in SHARED}
         given = {**published.head_settings, **shared, "draft_steps": published.steps}
-        own = {name: value for name, value in given.items() if name in cls.Config.model_fields}
-        return {**own, "family": cls.family}
+        return {name: value for name, value in given.items() if name in cls.Config.model_fields}
 
     @classmethod
     @torch.no_grad()
@@ -345,8 +340,8 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting after a prefill of these prompts with states {layer: [B, T, E]}, padded on the right; the
-        returned session is passed to `draft_step`, `commit` and `reorder`."""
+        """Start drafting after a prefill with states {layer: [B, T, E]}, padded on the right; the returned session is
+        passed to `draft_step`, `commit` and `reorder`."""
 
     def read_text(self, session: Any, check: Callable[[], None] | None) -> None:
         """Read a long pending prompt piece by piece, calling `check` before each; a no-op if `prefill` has read it."""
@@ -358,7 +353,7 @@ class DraftHead(nn.Module, ABC):
         Args:
             tokens_BW: tokens of the nodes to expand; level 0 is the root alone. Rows with fewer nodes are padded.
             parents_BW: index of each node's parent in the previous level, on the host; 0 at level 0.
-            depth: level of these nodes, from 0 to `draft_steps` - 1.
+            depth: level of the nodes, from 0 to `draft_steps` - 1.
 
         Returns:
             Logits [B, W, D] of the children; [B, 1, D] if all nodes of a level share them.
@@ -415,7 +410,7 @@ class DraftHead(nn.Module, ABC):
 
 
 class OneForwardHead(DraftHead):
-    """A family whose drafts do not depend on the drafted path: one forward serves all depths.
+    """A family with drafts independent of the path: one forward serves all depths.
 
     On a GPU all depths are read back at once. On a CPU depths are computed on demand, which skips unused LM heads.
     """
@@ -432,7 +427,7 @@ class OneForwardHead(DraftHead):
 
 
 def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:
-    """Flat indices b * T + t whose tokens t + 1 .. t + step + 2 are all supervised: one answer, as in decoding."""
+    """Flat indices b * T + t with tokens t + 1 .. t + step + 2 all supervised: one answer, as in decoding."""
     window = step + 2
     if supervised_BT.shape[1] <= window:
         return torch.zeros(0, dtype=torch.long, device=supervised_BT.device)
@@ -456,7 +451,8 @@ H = TypeVar("H", bound=type[DraftHead])
 
 
 def register(head: H) -> H:
-    """Class decorator: register a family under its `family` name."""
+    """Class decorator: register a family under the name in its config."""
+    head.family = head.Config.model_fields["family"].default
     _FAMILIES[head.family] = head
     return head
 

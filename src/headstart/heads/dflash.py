@@ -47,7 +47,6 @@ class DFlashConfig(BlockConfig):
 class DFlashHead(SolvedBlockHead, OneForwardHead):
     """Block drafter that reads its slots with the target's LM head; see `parts.block`."""
 
-    family: ClassVar[str] = "dflash"
     Config: ClassVar[type[HeadConfig]] = DFlashConfig
     publishes: ClassVar[Layout | None] = Layout.DFLASH
     config: DFlashConfig

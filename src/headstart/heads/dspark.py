@@ -68,7 +68,6 @@ class DSparkConfig(BlockConfig):
 class DSparkHead(SolvedBlockHead):
     """Block drafter with the target's LM head, plus a low-rank correction by the preceding token."""
 
-    family: ClassVar[str] = "dspark"
     Config: ClassVar[type[HeadConfig]] = DSparkConfig
     publishes: ClassVar[Layout | None] = Layout.DSPARK
     config: DSparkConfig

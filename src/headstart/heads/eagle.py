@@ -21,12 +21,13 @@ from headstart.errors import UserError
 from headstart.heads.base import register
 from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, detached, other_embeddings, same_numbers
 from headstart.heads.int8_weights import Linear
-from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
+from headstart.heads.parts.final_state import FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
+from headstart.heads.parts.recurrent import RecurrentConfig
 from headstart.model.model import Target
 
 
-class EagleConfig(FinalStateConfig):
+class EagleConfig(RecurrentConfig):
     """Settings of EAGLE-1 heads."""
 
     family: str = "eagle"
@@ -44,7 +45,6 @@ class EagleConfig(FinalStateConfig):
 class EagleHead(FinalStateHead):
     """Joining map and one decoder layer under the target's LM head."""
 
-    family: ClassVar[str] = "eagle"
     Config: ClassVar[type[LayerConfig]] = EagleConfig
     publishes: ClassVar[Layout | None] = Layout.EAGLE
     config: EagleConfig
@@ -60,14 +60,6 @@ class EagleHead(FinalStateHead):
 
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         return torch.cat([self._normed(embedded), feedback], dim=-1)
-
-    @property
-    def output_norm(self) -> None:
-        return None
-
-    @property
-    def feeds_normed(self) -> bool:
-        return False
 
     def _normed(self, embedded: Tensor) -> Tensor:
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded

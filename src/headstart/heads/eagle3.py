@@ -70,7 +70,7 @@ class Eagle3Config(RecurrentConfig):
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
-        description="Target layers whose outputs are read, as transformers' hidden_states; (2, L // 2, L - 3), and "
+        description="Target layers to read, as indices of transformers' hidden_states; (2, L // 2, L - 3), and "
         "(2, L // 2, L - 1) with heads.init=transition.",
     )
     aux_norms: bool = Field(False, description="Normalise each aux hidden state before the fusion (EAGLE-3.1).")
@@ -99,7 +99,7 @@ class Eagle3Config(RecurrentConfig):
             return {**values, "aux_layers": (2, middle, last - 3)}
         own_heads = own_position.heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
         enough, size = own_heads + min(values["num_key_value_heads"], max(1, own_heads // 2)), target.hidden_size
-        # Engines read configs with transformers, whose Llama needs a number of heads that divides the hidden size.
+        # Engines read configs with transformers: its Llama needs a number of heads that divides the hidden size.
         heads = next((count for count in range(enough, size + 1) if size % count == 0), enough)
         return {
             **values,
@@ -140,7 +140,6 @@ class Eagle3Config(RecurrentConfig):
 class Eagle3Head(RecurrentHead):
     """Fusion, decoder layers, norm and LM head."""
 
-    family: ClassVar[str] = "eagle3"
     Config: ClassVar[type[LayerConfig]] = Eagle3Config
     publishes: ClassVar[Layout | None] = Layout.EAGLE3
     config: Eagle3Config

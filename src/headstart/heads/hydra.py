@@ -91,16 +91,12 @@ class HydraStep(nn.Module):
 class HydraHead(ResidualHead):
     """K heads; each reads one drafted token more than its predecessor."""
 
-    family: ClassVar[str] = "hydra"
     Config: ClassVar[type[HeadConfig]] = HydraConfig
     config: HydraConfig
-    lm_head_DE: Tensor
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         self.heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
-        if config.shared_lm_head:
-            self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
@@ -120,8 +116,7 @@ class HydraHead(ResidualHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map to h_{t+k+1}, the state from which the target predicts head k's token (ridge
-        regression)."""
+        """Fit head k's input map by ridge regression to h_{t+k+1}: from it the target predicts head k's token."""
         if self.config.init == "random":
             return
         size = self.config.hidden_size
@@ -136,11 +131,6 @@ class HydraHead(ResidualHead):
         maps = LinearStart(widths, size, self.target_embeddings.device).solve(batches, read)
         for head, map_EF in zip(self._heads(), maps, strict=False):
             head.input_EF.copy_(map_EF)
-
-    def bind(self, target: FrozenModel) -> None:
-        self._embedding_VE = target.embedding_weight.detach()
-        if self.config.shared_lm_head:
-            self.lm_head_DE = self.frozen_lm_head(target, self._heads()[0].input_EF)
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)

@@ -91,7 +91,9 @@ def to_int8(heads: nn.Module) -> bool:
     kept. Training mode drops them."""
     weights = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
     for weight in weights:
-        if not _is_int8(weight):
+        known: Int8Weight | list[Int8Weight] | None = getattr(weight, _NAME, None)
+        first = known[0] if isinstance(known, list) else known
+        if first is None or first.version != _version(weight):
             setattr(weight, _NAME, _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)])
     return bool(weights)
 
@@ -111,12 +113,6 @@ def _matrices(heads: nn.Module) -> list[Tensor]:
         and weight.shape[-2:].numel() >= _MIN
         and not weight.shape[-1] % _BLOCK
     ]
-
-
-def _is_int8(weight: Tensor) -> bool:
-    known: Int8Weight | list[Int8Weight] | None = getattr(weight, _NAME, None)
-    first = known[0] if isinstance(known, list) else known
-    return first is not None and first.version == _version(weight)
 
 
 def _version(weight: Tensor) -> int:

@@ -48,7 +48,7 @@ def save_heads(heads: DraftHead, folder: Path) -> None:
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
-        write_json(partial / CONFIG, settings_of(heads))
+        write_json(partial / CONFIG, heads.config.model_dump(mode="json"))
         write_weights(heads, partial / WEIGHTS)
 
     write_atomic(folder, write)
@@ -70,11 +70,6 @@ def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.de
 def is_exported(config: Any) -> bool:
     """Whether a config.json was written by an export (and names the target) rather than by training."""
     return isinstance(config, dict) and "format" in config
-
-
-def settings_of(heads: DraftHead) -> dict[str, Any]:
-    """Settings for `build_heads`: the family and its config."""
-    return {**heads.config.model_dump(mode="json"), "family": heads.family}
 
 
 def write_weights(heads: DraftHead, path: Path) -> None:

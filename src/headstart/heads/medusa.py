@@ -78,7 +78,6 @@ class MedusaConfig(ResidualConfig):
 class MedusaHead(ResidualHead, OneForwardHead):
     """K stacks of residual blocks, each with its own LM head or the target's."""
 
-    family: ClassVar[str] = "medusa"
     Config: ClassVar[type[HeadConfig]] = MedusaConfig
     publishes: ClassVar[Layout | None] = Layout.MEDUSA
     config: MedusaConfig
@@ -91,9 +90,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
         # Blocks start as the identity: x + SiLU(0) = x.
         self.block_weight_KLEE = nn.Parameter(torch.zeros(config.num_heads, config.num_layers, size, size))
         self.block_bias_KLE = nn.Parameter(torch.zeros(config.num_heads, config.num_layers, size))
-        if config.shared_lm_head:
-            self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
-        else:
+        if not config.shared_lm_head:
             self.lm_head_KDE = nn.Parameter(torch.zeros(config.num_heads, config.draft_width, size))
 
     def warm_start(self, target: FrozenModel) -> None:
@@ -106,8 +103,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map (without maps, its LM head) to h_{t+k+1}, the state from which the target predicts
-        its token (ridge regression). Unfitted, a head confidently predicts the target's next token."""
+        """Fit head k's input map (without maps, its LM head) by ridge regression to h_{t+k+1}: from it the target
+        predicts head k's token. Unfitted, a head confidently predicts the target's next token."""
         if self.input_KEF is None and self.config.shared_lm_head:
             return
         size = self.config.hidden_size
@@ -125,9 +122,9 @@ class MedusaHead(ResidualHead, OneForwardHead):
                 self.lm_head_KDE.data[step] = self.lm_head_KDE.data[step] @ map_EF.to(self.lm_head_KDE)
 
     def bind(self, target: FrozenModel) -> None:
-        self._embedding_VE = target.embedding_weight.detach() if self.config.see_root else None
-        if self.config.shared_lm_head:
-            self.lm_head_DE = self.frozen_lm_head(target, self.block_weight_KLEE)
+        super().bind(target)
+        if not self.config.see_root:
+            self._embedding_VE = None
 
     def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
         """Input of every head, [M, F]: the final state and, with `see_root`, the root's embedding."""

@@ -2,7 +2,7 @@
 
 The module norms the next token's embedding and the current state, joins them by a linear map (`eh_proj`), runs a
 decoder layer and norms its output for the target's frozen LM head. One module serves all draft steps, as in serving
-engines: its output stands in for the next final state and is fed back, see `headstart.heads.parts.recurrent`. On tokens
+engines: its output replaces the next final state and is fed back, see `headstart.heads.parts.recurrent`. On tokens
 a b c d e (positions 0-4), the draft from the state after `b`:
 
     step 0   state(b), emb(c) -> d               sees the entries of a, b (b's is step 0)
@@ -27,25 +27,23 @@ from headstart.errors import UserError
 from headstart.heads.base import make_config, register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
-from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed_beside
+from headstart.heads.parts.final_state import FinalStateHead
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_scale, normed_beside
 from headstart.heads.parts.native_module import (
     Attend,
     NativeModule,
-    NativeRotary,
     NativeSettings,
     native_fields,
-    other_weights,
-    state_layer,
 )
-from headstart.heads.parts.recurrent import UnrolledText
+from headstart.heads.parts.recurrent import RecurrentConfig, UnrolledText
 from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.model.frozen import FrozenModel
 from headstart.model.shipped import shipped_files
 from headstart.recipes.sections import FromTarget
+from headstart.replay.patch import FINAL
 
 
-class MtpConfig(FinalStateConfig):
+class MtpConfig(RecurrentConfig):
     """Settings of MTP heads."""
 
     family: str = "mtp"
@@ -55,7 +53,7 @@ class MtpConfig(FinalStateConfig):
         "multi-token-prediction module that the target ships (native), which keeps its own kind of layer.",
     )
     native: Annotated[NativeSettings | None, FromTarget(settable=False)] = Field(
-        None, description="With init=native, what the target's module is like."
+        None, description="With init=native, the architecture of the target's module."
     )
 
     @property
@@ -111,7 +109,6 @@ def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
 class MtpHead(FinalStateHead):
     """One module; embeddings and LM head are the target's or the module's own."""
 
-    family: ClassVar[str] = "mtp"
     Config: ClassVar[type[LayerConfig]] = MtpConfig
     config: MtpConfig
 
@@ -120,7 +117,7 @@ class MtpHead(FinalStateHead):
             super().__init__(config, MtpModule(config))
         else:
             super().__init__(config, cast(DraftLayer, NativeModule(config.native)))
-            self._rotary = NativeRotary(config, config.native)
+            self._rotary = Rotary(config, config.native.rotary)
 
     @property
     def module(self) -> MtpModule:
@@ -134,14 +131,11 @@ class MtpHead(FinalStateHead):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        return (state_layer(self.config.native),)
+        return (FINAL if self.config.native is None else self.config.native.state_layer,)
 
     @property
     def joining_map(self) -> Linear:
         return self.module.eh_proj
-
-    def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        return states[state_layer(self.config.native)]
 
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         return normed_beside([self.module.enorm, self.module.hnorm], [embedded, feedback])
@@ -166,14 +160,14 @@ class MtpHead(FinalStateHead):
         hidden = self.native.norm(stream)
         return hidden, hidden
 
-    def stream_for(self, final_ME: Tensor) -> Tensor:
-        return final_ME / self.module.norm.weight.float()
-
     def bind(self, target: FrozenModel) -> None:
         super().bind(target)
         if self.native is None:
             return
-        lm_head_VE, embedding_VE = other_weights(target)
+        try:
+            lm_head_VE, embedding_VE = shipped_files(target).other_weights()
+        except UserError:  # no files: an in-memory target, or only sizes are needed
+            return
         if lm_head_VE is not None:
             self._frozen_DE = lm_head_VE.to(self._frozen_DE)
         if embedding_VE is not None:
@@ -230,7 +224,7 @@ class MtpHead(FinalStateHead):
     def _run_native(
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the target's own module; returns its stream, and the keys and values of these entries."""
+        """Run the target's own module; returns its stream, keys and values."""
         assert self.native is not None, "the module is the target's"
         joined, _ = self.layer_input(feedback, self.embedded(tokens, feedback))
         kept: list[tuple[Tensor, Tensor]] = []

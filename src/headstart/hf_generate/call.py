@@ -64,13 +64,11 @@ def generate(
     heads = _caller_argument("custom_generate")
     if not isinstance(heads, str):
         raise UserError(
-            "Which heads to use is not known outside a call of model.generate.",
+            "The heads are unknown outside a call of model.generate.",
             "Use model.generate(..., custom_generate=headstart.custom_generate(heads)).",
         )
     if getattr(model.generation_config, "stop_strings", None):
-        raise UserError(
-            "model.generation_config has stop strings.", "Set them to None there, and give stop_strings to generate."
-        )
+        raise UserError("model.generation_config has stop strings.", "Give stop_strings to generate instead.")
     if generation_config is not None and generation_config.stop_strings is not None:
         # With stop strings set, transformers requires a tokenizer, but passes none on to a callable.
         generation_config = copy.deepcopy(generation_config)
@@ -171,7 +169,7 @@ class _Text:
         self._prompt_BL = input_ids_BL
         self._ending = ending
         if pad is None and rows > 1 and ending.criteria:
-            raise UserError("Rows can end at different places and there is no pad token.", "Give pad_token_id.")
+            raise UserError("Rows can end at different lengths and there is no pad token.", "Give pad_token_id.")
         self._pad = 0 if pad is None else int(pad)
         self._streamer = streamer
         self._streamed = 0

@@ -76,7 +76,7 @@ def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) 
         raise _cannot("Heads cannot use a model that is sharded over processes.", "Load it in one process")
     for name in _OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name, None):
-            raise _cannot(f"{name} is not available: of a verified round only tokens are kept.")
+            raise _cannot(f"{name} is not available: verified rounds keep only tokens.")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Prompts:
                 raise _cannot(f"{name} cannot be given together with heads.")
         cache = model_kwargs.get("past_key_values")
         if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
-            raise _cannot("Heads cannot go on from past_key_values.", "Give the whole text as input_ids")
+            raise _cannot("Heads cannot continue from past_key_values.", "Give the full text as input_ids")
         rows, length = input_ids_BL.shape
         mask_BL = model_kwargs.get("attention_mask")
         mask_BL = torch.ones_like(input_ids_BL) if mask_BL is None else mask_BL.to(input_ids_BL.device)
@@ -102,14 +102,11 @@ class Prompts:
         padding_B = length - mask_BL.sum(-1)
         index_L = torch.arange(length, device=mask_BL.device)
         if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, index_L >= padding_B[:, None]):
-            raise UserError(
-                "The attention mask leaves out tokens that are not padding on the left.",
-                "Tokenize with padding_side='left'.",
-            )
+            raise UserError("The attention mask has gaps or right padding.", "Tokenize with padding_side='left'.")
         positions_BL = model_kwargs.get("position_ids")
         usual_BL = (index_L - padding_B[:, None]).clamp(min=0)
         if positions_BL is not None and not bool((positions_BL.to(usual_BL.device) == usual_BL)[mask_BL].all()):
-            raise UserError("position_ids are not those of a text read from its start.", "Leave them out.")
+            raise UserError("position_ids do not count from the first token of each row.", "Leave them out.")
         padding = padding_B.tolist()
         return cls([ids[skip:] for ids, skip in zip(input_ids_BL.tolist(), padding, strict=True)], padding)
 
@@ -209,7 +206,7 @@ def _check_processor(processor: Any, prompts: Prompts) -> None:
     if isinstance(processor, _WHOLE_BATCH) and len(prompts.rows) > 1:
         raise _cannot(f"{name} tells rows apart by their index in the batch.", "Give one prompt a call")
     if isinstance(ignored, Tensor) and ignored.tolist() != prompts.padding:
-        raise _cannot(f"{name} ignores a number of tokens of its own in each row.", "Give one number")
+        raise _cannot(f"{name} ignores a different number of tokens in each row.", "Give one number")
 
 
 def _usual(warper: Any) -> bool:

@@ -40,30 +40,27 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     """
     config = read_json(folder / "config.json")
     spec = config["target"]["spec"]
-    write_text(
-        folder / "README.md",
-        environment()
-        .get_template("README.md.j2")
-        .render(
-            metadata=yaml.safe_dump(_metadata(config), sort_keys=False, allow_unicode=True),
-            target=config["target"],
-            hub_id=spec if is_hub_id(spec) else None,
-            loadable=spec in PACKAGED or is_hub_id(spec),
-            packaged=spec in PACKAGED,
-            heads=config["heads"],
-            version=config["headstart_version"],
-            origin=origin(),
-            tree=TreeShape.from_paths(read_json(folder / "tree.json")["paths"]),
-            untuned=is_untuned(folder),
-            weight_bytes=format_bytes((folder / "heads.safetensors").stat().st_size),
-            measurements=[
-                {"name": entry["name"], "setting": _setting(entry["results"]), "rows": _rows(entry["results"])}
-                for entry in facts.get("measurements", ())
-            ],
-            training=facts.get("training", {}),
-            **_engine_figures(read_engine_tunings(folder)),
-        ),
+    text = _rendered(
+        "README.md.j2",
+        read_engine_tunings(folder),
+        metadata=_metadata(config),
+        target=config["target"],
+        hub_id=spec if is_hub_id(spec) else None,
+        loadable=spec in PACKAGED or is_hub_id(spec),
+        packaged=spec in PACKAGED,
+        heads=config["heads"],
+        version=config["headstart_version"],
+        origin=origin(),
+        tree=TreeShape.from_paths(read_json(folder / "tree.json")["paths"]),
+        untuned=is_untuned(folder),
+        weight_bytes=format_bytes((folder / "heads.safetensors").stat().st_size),
+        measurements=[
+            {"name": entry["name"], "setting": _setting(entry["results"]), "rows": _rows(entry["results"])}
+            for entry in facts.get("measurements", ())
+        ],
+        training=facts.get("training", {}),
     )
+    write_text(folder / "README.md", text)
 
 
 def is_untuned(folder: Path) -> bool:
@@ -73,7 +70,7 @@ def is_untuned(folder: Path) -> bool:
 
 def add_engine_figures(folder: Path) -> None:
     """Replace the measurements in serving engines in a folder's card."""
-    section = environment().get_template("engines.md.j2").render(**_engine_figures(read_engine_tunings(folder)))
+    section = _rendered("engines.md.j2", read_engine_tunings(folder))
     text = _ENGINES_SECTION.sub("", (folder / "README.md").read_text(encoding="utf-8"))
     before, heading, after = text.partition("## Training\n")
     write_text(folder / "README.md", f"{before}{section}{heading}{after}" if heading else f"{text}\n{section}")
@@ -104,14 +101,15 @@ def write_engine_card(
         "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
     }
     if not measured:
-        rows["drafts a round"] = "as many as usual: `headstart tune HEADS --engine NAME` measures how many pay"
+        rows["drafts a round"] = "the default: `headstart tune HEADS --engine NAME` finds the best number"
     if published.block_size:
         rows["block"] = f"{published.block_size} inputs, the mask token is {published.mask_token_id}"
     if published.aux_layers:
         rows["reads the layers"] = ", ".join(map(str, published.aux_layers)) + " (transformers' hidden_states)"
-    card = environment().get_template("engine.md.j2")
-    text = card.render(
-        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
+    text = _rendered(
+        "engine.md.j2",
+        measured,
+        metadata=metadata,
         mark=ENGINE_MARK,
         name=facts.name,
         kind=kind_of(published),
@@ -120,14 +118,8 @@ def write_engine_card(
         commands={engine: shlex.join(words) for engine, words in commands.items()},
         plain_is_faster=[name for name, tuning in measured.items() if name in commands and not tuning.drafts],
         rows=rows,
-        **_engine_figures(measured),
     )
     write_text(folder / "README.md", text)
-
-
-def _engine_figures(measured: Mapping[str, EngineTuning]) -> dict[str, Any]:
-    """Return the template variables for measurements in serving engines."""
-    return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +133,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _license_and_base(spec: str) -> dict[str, str]:
-    """Return the licence (that of a packaged target) and the target's Hub id."""
+    """Return the licence of the target, if it is packaged, and its Hub id."""
     licence = {"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": OF_THE_TARGET}
     return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
@@ -195,15 +187,11 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     if summary.get("tokens_per_round") is not None:
         rows.append(("tokens per forward of the target (τ)", f"{summary['tokens_per_round']:.2f}"))
     for position, pair in enumerate(accepted(summary), start=1):
-        rows.append((f"draft {position} accepted, when those before it were", acceptance(*pair)))
+        rows.append((f"draft {position} accepted, given the earlier drafts were", acceptance(*pair)))
     divergences = summary.get("divergences")
     if divergences and divergences.get("prompts"):
-        rows.append(
-            (
-                f"prompts answered in other words than without drafts, of {divergences['prompts']}",
-                f"{divergences['count']}, of which {divergences['unexplained']} not explained by rounding",
-            )
-        )
+        label = f"prompts answered differently than without drafts, of {divergences['prompts']}"
+        rows.append((label, f"{divergences['count']}, {divergences['unexplained']} not explained by rounding"))
     return rows
 
 
@@ -213,8 +201,9 @@ def _interval(ratio: Mapping[str, float | None]) -> str:
     return f"{ratio['mean']:.2f}x{interval}"
 
 
-def environment() -> Environment:
-    environment = Environment(  # Markdown, not HTML: nothing to escape but the bars of its tables
+def _rendered(template: str, measured: Mapping[str, EngineTuning], metadata: Any = None, **variables: Any) -> str:
+    """Render a template with YAML metadata and measurements in serving engines."""
+    environment = Environment(  # Markdown, not HTML: escapes only the bars of tables
         loader=PackageLoader("headstart.hub"),
         autoescape=False,
         undefined=StrictUndefined,
@@ -223,4 +212,9 @@ def environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
-    return environment
+    return environment.get_template(template).render(
+        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
+        engine_rows=engine_rows(measured),
+        engine_setting=setting_of(measured),
+        **variables,
+    )

@@ -111,7 +111,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Compared:
-    """Measurement of a number of drafts, its answers' tokens, and how many equal those of plain decoding."""
+    """Measurement of a number of drafts, its answers' tokens, and the count of answers equal to plain decoding."""
 
     row: DraftsRow
     drafted: Sequence[tuple[int, ...]]
@@ -163,9 +163,7 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
             answers[which].extend(servers[which].answers(together, asked.max_new_tokens))
             counted += servers[which].counters() - before
     if not counted["drafts"] or not counted["draft_tokens"]:
-        raise UserError(
-            f"{drafted.engine.name} loaded the heads and drafted nothing.", f"Its log, {drafted.log}, may say why."
-        )
+        raise UserError(f"{drafted.engine.name} loaded the heads and drafted nothing.", f"See its log: {drafted.log}")
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
     plain_seconds, seconds = (sum(answer.seconds for answer in given) for given in answers)
     plain_ms = 1e3 * (plain_seconds - reading_seconds[0]) / max(1, plain_tokens - len(prompts))
@@ -188,7 +186,7 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
     return Compared(row, texts[1], same=sum(map(eq, *texts)))
 
 
-# -- beside the heads --------------------------------------------------------------------------------------------------
+# -- stored with the heads ---------------------------------------------------------------------------------------------
 
 
 def write_engine_tuning(folder: Path, tuning: EngineTuning) -> None:
@@ -198,7 +196,7 @@ def write_engine_tuning(folder: Path, tuning: EngineTuning) -> None:
 
 
 def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
-    """Read the tunings of these heads by engine; a UserError for an invalid file."""
+    """Read a folder's tunings by engine; a UserError for an invalid file."""
     file = folder / FILE
     if not file.is_file():
         return {}
@@ -208,11 +206,6 @@ def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
         first = error.errors()[0]
         problem = f"{file} cannot be read ({'.'.join(map(str, first['loc']))}: {first['msg']})."
         raise UserError(problem, "Delete it and tune for the engines again.") from None
-
-
-def tuned_drafts(measured: Mapping[str, EngineTuning]) -> dict[str, dict[int, int]]:
-    """Return the best chain length by engine and concurrent requests, for engines where drafting pays."""
-    return {name: tuning.drafts for name, tuning in measured.items() if tuning.drafts}
 
 
 def engine_rows(measured: Mapping[str, EngineTuning]) -> list[dict[str, str]]:

@@ -29,7 +29,7 @@ import headstart
 from headstart.data.prompts.chat import has_variable, template_kwargs, with_template_kwargs
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
-from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, version_of, write_weights
+from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, version_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.hub.engine_tuning import read_engine_tunings
@@ -127,7 +127,7 @@ def export_heads(
             **({} if adapter is None else {"adapter": {"spec": "" if bundled else adapter.spec, "hash": adapter.hash}}),
             **({"chat_template_kwargs": variables} if variables else {}),
         },
-        "heads": settings_of(heads),
+        "heads": heads.config.model_dump(mode="json"),
         "training": dict(facts.get("training") or {}),
     }
 
@@ -246,7 +246,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} has format version {version}, written by headstart {config.get('headstart_version')}; "
             f"headstart {headstart.__version__} reads up to version {FORMAT_VERSION}.",
-            "Upgrade headstart, from where you have it.",
+            "Upgrade headstart.",
         )
     try:
         HeadsTarget.model_validate(config.get("target"))
@@ -261,8 +261,8 @@ def no_heads(place: Path | str) -> UserError:
     """Build the error for a model, or heads in an engine's format, in place of heads."""
     return UserError(
         f"{place} holds no heads in headstart's own format.",
-        "A model without heads decodes with --drafter ngram (in Python load(target=...)). To heads that others have "
-        "published add their model with --target.",
+        "A model without heads decodes with --drafter ngram (in Python load(target=...)). For heads in another format "
+        "add their model with --target.",
     )
 
 
@@ -278,7 +278,6 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
 
 
 def _absolute(spec: str) -> str:
-    """Make the path of a local target absolute."""
     path = Path(spec).expanduser()
     return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
 

@@ -20,33 +20,25 @@ class LoadOptions:
     dtype: Dtype = option(
         "auto", "Dtype to compute in; auto is bfloat16 where the machine is fast at it, else float32."
     )
-    device: str = option(
-        "auto", "Where to compute; auto is a GPU where there is one, all spreads the target over all of them."
-    )
-    any_target: bool = option(False, "Accept a target that the heads were not trained on, if its sizes fit.")
+    device: str = option("auto", "Where to compute; auto is a GPU if available, all spreads the target over all GPUs.")
+    any_target: bool = option(False, "Accept a target that the heads were not trained on, if its sizes match.")
     exact: Exact = option(
         "auto",
-        "bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs with compiled kernels). "
-        "tokens, which auto takes: equal up to rounding at near-ties.",
+        "bits: greedy text in bfloat16 equals plain decoding token for token (CPUs with compiled kernels). "
+        "tokens (auto): equal up to rounding at near-ties.",
     )
     quantization: Quantization | None = option(
         None, "Quantise the target's linear layers (needs torchao).", shown="as when the heads were exported or tuned"
     )
     revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
     trust_remote_code: bool = option(False, "Run Python code from the target's folder or repository.")
-    token: str | bool | None = option(
-        None, "Of the Hub; by default the one of `hf auth login` or HF_TOKEN.", typed=False
-    )
-    tokenizer: Any = option(None, "Of a target that is a loaded transformers model.", typed=False)
+    token: str | bool | None = option(None, "Hub token; by default from `hf auth login` or HF_TOKEN.", typed=False)
+    tokenizer: Any = option(None, "Tokenizer of a target that is a loaded transformers model.", typed=False)
     log: Any = option(
-        None,
-        "Folder, or headstart.data.served.log.RequestLog, that takes what is answered; None keeps nothing.",
-        typed=False,
+        None, "Folder, or headstart.data.served.log.RequestLog, to log requests and answers in.", typed=False
     )
     follow: bool = option(
-        False,
-        "Where heads is a link that `headstart adapt` moves: go on with newer heads, between requests.",
-        typed=False,
+        False, "If heads is a link that `headstart adapt` moves: switch to newer heads between requests.", typed=False
     )
 
 

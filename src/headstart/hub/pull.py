@@ -19,12 +19,19 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """user/name on the Hub."""
 
 
-def fetch(repo_id: str, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """Download a repository of heads into the Hub's cache; returns its folder."""
+OURS = ["*.json", WEIGHTS, CARD, ANSWERS, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
+"""Patterns of our files in a repository."""
+
+
+def fetch(
+    repo_id: str, revision: str | None = None, token: str | bool | None = None, files: list[str] | None = OURS
+) -> Path:
+    """Download the files of a repository that match patterns into the Hub's cache; returns its folder.
+
+    By default only heads: the id of a model, given by mistake, costs a few kilobytes.
+    """
     with explained("Cannot fetch", repo_id, revision):
-        # Only our files: the id of a model, given by mistake, costs a few kilobytes.
-        ours = ["*.json", WEIGHTS, CARD, ANSWERS, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
-        return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=ours))
+        return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=files))
 
 
 def has_heads(path: str) -> bool:

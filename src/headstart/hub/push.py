@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,17 @@ from headstart.model.loading import PACKAGED
 from headstart.recipes.recipe import load_recipe
 from headstart.support.hub_errors import LOGIN, explained
 
-MESSAGE = "Upload draft heads with headstart"
-DATA_MESSAGE = "Upload conversations with headstart"
+Contents = dict[str, bytes | Path]
+"""Content, or file, by path in the repository."""
 _CONVERSATIONS = Path("data", "conversations")
 _DATA_CARD = """---
 {metadata}---
 
 # Conversations of {target}
 
-Draft heads for this model learn from them with headstart. A line has `messages`, its token ids as the model's tokenizer
-has them (`tokens`), and which runs of these heads learn (`supervised`): the model's own answers, unless the recipe took
-given ones. The licence of the prompts holds for them.
+Training data for draft heads of this model, written by headstart. A line has `messages`, their token ids (`tokens`),
+and the supervised spans (`supervised`): the model's own answers, unless the recipe used given ones. The licence of the
+prompts applies.
 """
 
 
@@ -53,51 +53,75 @@ def push(
     folder: Path,
     repo_id: str,
     *,
+    conversations: bool = False,
     private: bool = False,
     dry_run: bool = False,
     revision: str | None = None,
-    message: str = MESSAGE,
+    message: str = "",
 ) -> Upload:
     """Upload an exported folder in one commit; creates the repository and the branch `revision` if missing.
 
     Uploads only files written by headstart, without local paths: a local target keeps its name and fingerprint, and
     users of the heads pass its location. A dry run needs no token.
 
+    With `conversations`, upload a run's training and validation conversations as a dataset with a card instead.
+    Recipes read it as `data.prompts=user/name`.
+
     A UserError where the folder is incomplete, the token lacks write access, or an existing repository is public and
     `private` is set.
     """
-    folder = heads_folder(folder)
-    ours: Sequence[str] = FILES
-    if is_engine_folder(folder):
-        ours = ENGINE_FILES
-        for finding in check_export(folder):
-            raise UserError(f"{finding.engine} cannot serve {folder}: {finding.problem}", finding.remedy)
-    else:
+    kind = "dataset" if conversations else "model"
+    contents, left_out, gone = _conversations(folder) if conversations else _heads(heads_folder(folder))
+    if not HUB_ID.fullmatch(repo_id):
+        raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
+    files = tuple(
+        (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
+        for name, content in contents.items()
+    )
+    if dry_run:
+        return Upload(repo_id, files, left_out)
+    if huggingface_hub.get_token() is None:
+        raise UserError(f"Pushing to {repo_id} needs a Hub token.", LOGIN)
+    with explained("Cannot push to", repo_id):
+        url = huggingface_hub.create_repo(repo_id, private=private, exist_ok=True, repo_type=kind)
+        if private and not huggingface_hub.repo_info(repo_id, repo_type=kind).private:
+            raise UserError(f"{repo_id} exists and is public.", "Make it private, or choose another name.")
+        if revision is not None:
+            huggingface_hub.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=kind)
+        existing = huggingface_hub.list_repo_files(repo_id, revision=revision, repo_type=kind) if gone else ()
+        commit = huggingface_hub.create_commit(
+            repo_id,
+            [
+                *(huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()),
+                *(huggingface_hub.CommitOperationDelete(name) for name in sorted(gone.intersection(existing))),
+            ],
+            commit_message=message or f"Upload {'conversations' if conversations else 'draft heads'} with headstart",
+            revision=revision,
+            repo_type=kind,
+        )
+    return Upload(repo_id, files, left_out, url=str(url), commit=str(commit.oid))
+
+
+def _heads(folder: Path) -> tuple[Contents, tuple[str, ...], set[str]]:
+    """Check a folder of heads. Returns its contents, its files that are not ours, and files to delete on the Hub."""
+    if not is_engine_folder(folder):
         check_folder(folder)
         if not (folder / CARD).is_file():
             raise UserError(f"{folder} has no {CARD}.", "Export the heads again; the model card is written with them.")
-    contents, left_out = _contents(folder, ours), _left_out(folder, ours)
+        return _contents(folder, FILES), _left_out(folder, FILES), set()
+    for finding in check_export(folder):
+        raise UserError(f"{finding.engine} cannot serve {folder}: {finding.problem}", finding.remedy)
+    contents = _contents(folder, ENGINE_FILES)
     # Files of other engine formats from an earlier push: the new card does not mention them.
-    gone = set(ENGINE_FILES) - set(contents) if ours is ENGINE_FILES else set[str]()
-    how = _How(private, dry_run, revision, message)
-    return replace(_upload(repo_id, contents, how, gone), left_out=left_out)
+    return contents, _left_out(folder, ENGINE_FILES), set(ENGINE_FILES) - set(contents)
 
 
-def push_conversations(
-    run: Path,
-    repo_id: str,
-    *,
-    private: bool = False,
-    dry_run: bool = False,
-    revision: str | None = None,
-    message: str = DATA_MESSAGE,
-) -> Upload:
-    """Upload a run's training and validation conversations as a dataset with a card; other arguments as in `push`.
-    Recipes read it as `data.prompts=user/name`."""
+def _conversations(run: Path) -> tuple[Contents, tuple[str, ...], set[str]]:
+    """Return the conversations of a run with a card, in the form of `_heads`."""
     folder = run / _CONVERSATIONS
     splits = [split for split in ("train", "validation") if (folder / f"{split}.jsonl").is_file()]
     if not splits:
-        raise UserError(f"{run} has no conversations.", "Name the folder of a run that has written some.")
+        raise UserError(f"{run} has no conversations.", "Write them first: headstart data build RECIPE")
     target = load_recipe(str(run / RUN_RECIPE)).target.spec
     metadata = {
         "license": "other",
@@ -108,57 +132,10 @@ def push_conversations(
     }
     name = Path(target).name if Path(target).is_dir() else target
     card = _DATA_CARD.format(metadata=yaml.safe_dump(metadata, sort_keys=False), target=name)
-    contents: dict[str, bytes | Path] = {"README.md": card.encode()}
-    contents |= {f"{split}.jsonl": folder / f"{split}.jsonl" for split in splits}
-    return _upload(repo_id, contents, _How(private, dry_run, revision, message, "dataset"))
+    return {"README.md": card.encode(), **{f"{split}.jsonl": folder / f"{split}.jsonl" for split in splits}}, (), set()
 
 
-@dataclass(frozen=True)
-class _How:
-    """Options of an upload; `kind` is the Hub's repository type."""
-
-    private: bool
-    dry_run: bool
-    revision: str | None
-    message: str
-    kind: str = "model"
-
-
-def _upload(repo_id: str, contents: Mapping[str, bytes | Path], how: _How, gone: Collection[str] = ()) -> Upload:
-    """Upload files by name in the repository, and delete the `gone` ones that exist there."""
-    if not HUB_ID.fullmatch(repo_id):
-        raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
-    files = tuple(
-        (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
-        for name, content in contents.items()
-    )
-    if how.dry_run:
-        return Upload(repo_id, files)
-    if huggingface_hub.get_token() is None:
-        raise UserError(f"Pushing to {repo_id} needs a Hub token, and there is none.", LOGIN)
-    with explained("Cannot push to", repo_id):
-        url = huggingface_hub.create_repo(repo_id, private=how.private, exist_ok=True, repo_type=how.kind)
-        if how.private and not huggingface_hub.repo_info(repo_id, repo_type=how.kind).private:
-            raise UserError(
-                f"{repo_id} already exists and is public.", "Make it private in its settings, or choose another name."
-            )
-        if how.revision is not None:
-            huggingface_hub.create_branch(repo_id, branch=how.revision, exist_ok=True, repo_type=how.kind)
-        there = huggingface_hub.list_repo_files(repo_id, revision=how.revision, repo_type=how.kind) if gone else ()
-        commit = huggingface_hub.create_commit(
-            repo_id,
-            [
-                *(huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()),
-                *(huggingface_hub.CommitOperationDelete(name) for name in sorted({*there} & {*gone})),
-            ],
-            commit_message=how.message,
-            revision=how.revision,
-            repo_type=how.kind,
-        )
-    return Upload(repo_id, files, url=str(url), commit=str(commit.oid))
-
-
-def _contents(folder: Path, ours: Sequence[str]) -> dict[str, bytes | Path]:
+def _contents(folder: Path, ours: Sequence[str]) -> Contents:
     """Map paths in the repository to their content: binary files unchanged, texts without local paths."""
     files = [name for name in ours if (folder / name).is_file()]
     texts = {

@@ -38,7 +38,7 @@ class TargetFacts:
     folder: str = ""
     gguf: Path | None = None
     architectures: tuple[str, ...] = ()
-    tokens: Mapping[str, int] | None = None
+    tokens: Mapping[str, int] = field(default_factory=dict)
     trust_remote_code: bool = False
     context: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-/* Attention of a few new tokens per row over the slots in sight. */
+/* Attention of a few new tokens per row over the visible slots. */
 
 #include "panels.h"
 #if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2
@@ -16,7 +16,7 @@
 
 #if LANES == 16
 /* Transpose sixteen vectors of sixteen floats, or pairs. */
-static inline __attribute__((always_inline)) void turn_vectors(__m512i x[16]) {
+static inline __attribute__((always_inline)) void transpose_vectors(__m512i x[16]) {
     __m512i y[16];
     for (int k = 0; k < 16; k += 2) {
         y[k] = _mm512_unpacklo_epi32(x[k], x[k + 1]);
@@ -42,14 +42,14 @@ static inline __attribute__((always_inline)) void turn_vectors(__m512i x[16]) {
 /* Transpose keys of `count` slots, at most PANEL, into a zero-padded panel; prefetches `next`. */
 static void to_panel(const number *keys, int64_t count, int64_t size, const number *next, number *panel) {
     int64_t done = 0;
-#if LANES == 16 && (STEP == 2 || !defined(BFLOAT16)) /* sixteen slots of sixteen floats, or pairs, at a time */
+#if LANES == 16 && (STEP == 2 || !defined(BFLOAT16)) /* 16 slots of 16 floats, or pairs */
     for (int v = 0; v < VECTORS; v++)
         for (done = 0; done + 16 * STEP <= size; done += 16 * STEP) {
             __m512i x[16];
             for (int s = 0; s < 16; s++) __builtin_prefetch(next + (v * 16 + s) * size + done);
             for (int s = 0; s < 16; s++)
                 x[s] = v * 16 + s < count ? _mm512_loadu_si512(keys + (v * 16 + s) * size + done) : _mm512_setzero_si512();
-            turn_vectors(x);
+            transpose_vectors(x);
             number *to = panel + done * PANEL + v * 16 * STEP;
             for (int j = 0; j < 16; j++) _mm512_storeu_si512(to + j * STEP * PANEL, x[j]);
         }
@@ -83,26 +83,26 @@ static void to_panel(const number *keys, int64_t count, int64_t size, const numb
 
 typedef struct {
     const number *keys, *values; /* of a row and head, from the first visible slot */
-    const number *then;          /* keys of the next task, to prefetch */
+    const number *next_keys;     /* keys of the next task, to prefetch */
     int64_t seen, size, out_size;
     float scaling, *scores; /* [MOST, room] */
     int64_t room;
     number *panels; /* of keys */
     int64_t apart;  /* numbers between panels; 0: they share a buffer */
-    int turned;     /* whether panels are filled already */
-} sight;
+    int transposed; /* whether panels are filled already */
+} kv_view;
 
-static inline __attribute__((always_inline)) void score(const int queries, const sight *of, const float *x,
+static inline __attribute__((always_inline)) void score(const int queries, const kv_view *of, const float *x,
                                                         const number *panel, int64_t slot) {
     lanes sums[MOST][VECTORS];
     clear(queries, sums);
-    add_products(queries, WHOLE, x, panel, of->size, (ahead){(const char *)panel, 0}, sums);
+    add_products(queries, FULL, x, panel, of->size, (ahead){(const char *)panel, 0}, sums);
     for (int q = 0; q < queries; q++) memcpy(of->scores + q * of->room + slot, sums[q], sizeof sums[q]);
 }
 
 #ifdef LONGEST
 /* Scores of at most MOST queries. Tile rows are slots, straight from the cache; columns are queries. */
-static void score_by_tiles(const sight *of, int64_t count, const float *x) {
+static void score_by_tiles(const kv_view *of, int64_t count, const float *x) {
     number last[OF_TILE * LONGEST];
     float found[OF_TILE * OF_TILE] __attribute__((aligned(LINE)));
     for (int64_t s = 0; s < of->seen; s += OF_TILE) {
@@ -121,7 +121,7 @@ static void score_by_tiles(const sight *of, int64_t count, const float *x) {
         _tile_stored(0, found, OF_TILE * sizeof *found);
         __m512i rows[16];
         for (int k = 0; k < 16; k++) rows[k] = _mm512_load_si512(found + k * OF_TILE);
-        turn_vectors(rows);
+        transpose_vectors(rows);
         for (int q = 0; q < MOST; q++)
             if (q < count) _mm512_storeu_si512(of->scores + q * of->room + s, rows[q]);
     }
@@ -129,19 +129,20 @@ static void score_by_tiles(const sight *of, int64_t count, const float *x) {
 #endif
 
 /* Weighted sums of values, `vectors` vectors from number `at` on. */
-static inline __attribute__((always_inline)) void mix(const int queries, const int vectors, const sight *of, int64_t at,
-                                                      const float *total, number *const *out) {
+static inline __attribute__((always_inline)) void add_values(const int queries, const int vectors, const kv_view *of,
+                                                             int64_t at, const float *total, number *const *out) {
     lanes sums[MOST][WIDE];
     for (int q = 0; q < queries; q++)
         for (int v = 0; v < vectors; v++) sums[q][v] = (lanes){0};
     for (int64_t s = 0; s < of->seen; s++) {
         int64_t after = s + SLOTS_AHEAD - of->seen;
-        const number *next = after < 0 ? of->values + (s + SLOTS_AHEAD) * of->out_size + at : of->then + after * of->size;
+        const number *next = of->next_keys + after * of->size;
+        if (after < 0) next = of->values + (s + SLOTS_AHEAD) * of->out_size + at;
         for (int v = 0; v < vectors; v += LINE / (int)sizeof(number) / LANES) __builtin_prefetch(next + v * LANES);
         lanes value[WIDE];
         for (int v = 0; v < vectors; v++) value[v] = widened(of->values + s * of->out_size + at + v * LANES);
         for (int q = 0; q < queries; q++) {
-            lanes share = everywhere(of->scores[q * of->room + s]);
+            lanes share = broadcast(of->scores[q * of->room + s]);
             for (int v = 0; v < vectors; v++) sums[q][v] += value[v] * share;
         }
     }
@@ -150,7 +151,8 @@ static inline __attribute__((always_inline)) void mix(const int queries, const i
 }
 
 /* Attend with `count` queries, interleaved in x, each with its mask (or NULL) and output. */
-static void attend_queries(const sight *of, int64_t count, const float *x, const number *const *masks, number *const *out) {
+static void attend_queries(const kv_view *of, int64_t count, const float *x, const number *const *masks,
+                           number *const *out) {
 #ifdef LONGEST
     if (BY_TILES(of->size)) score_by_tiles(of, count, x);
     else
@@ -158,7 +160,7 @@ static void attend_queries(const sight *of, int64_t count, const float *x, const
         for (int64_t s = 0; s < of->seen; s += PANEL) {
             number *panel = of->panels + s / PANEL * of->apart;
             const number *next = s + PANEL < of->seen ? of->keys + (s + PANEL) * of->size : of->values;
-            if (!of->turned) to_panel(of->keys + s * of->size, of->seen - s, of->size, next, panel);
+            if (!of->transposed) to_panel(of->keys + s * of->size, of->seen - s, of->size, next, panel);
 #define SCORE(count) score(count, of, x, panel, s)
             OF_ROWS(count, SCORE)
         }
@@ -185,16 +187,16 @@ static void attend_queries(const sight *of, int64_t count, const float *x, const
     int64_t at = 0;
     if (count <= MOST / 2)
         for (; at + WIDE * LANES <= of->out_size; at += WIDE * LANES) {
-#define MIX_WIDE(count) mix(count, WIDE, of, at, total, out)
-            OF_ROWS(count, MIX_WIDE)
+#define ADD_VALUES_WIDE(count) add_values(count, WIDE, of, at, total, out)
+            OF_ROWS(count, ADD_VALUES_WIDE)
         }
     for (; at + VECTORS * LANES <= of->out_size; at += VECTORS * LANES) {
-#define MIX(count) mix(count, VECTORS, of, at, total, out)
-        OF_ROWS(count, MIX)
+#define ADD_VALUES(count) add_values(count, VECTORS, of, at, total, out)
+        OF_ROWS(count, ADD_VALUES)
     }
     for (; at + LANES <= of->out_size; at += LANES) {
-#define MIX_ONE(count) mix(count, 1, of, at, total, out)
-        OF_ROWS(count, MIX_ONE)
+#define ADD_VALUES_ONE(count) add_values(count, 1, of, at, total, out)
+        OF_ROWS(count, ADD_VALUES_ONE)
     }
     for (; at < of->out_size; at++)
         for (int64_t q = 0; q < count; q++) {
@@ -242,7 +244,7 @@ int attend(const number *queries, const int64_t *query_strides, const number *ke
                 to[q] = out + ((row * tokens + token) * heads * groups + of_head) * out_size;
             }
             side_by_side(from, count, size, x);
-            sight of = {keys + row * key_strides[0] + head * key_strides[1] + unseen * size,
+            kv_view of = {keys + row * key_strides[0] + head * key_strides[1] + unseen * size,
                         values + row * value_strides[0] + head * value_strides[1] + unseen * out_size,
                         keys + after / heads * key_strides[0] + after % heads * key_strides[1] + unseen * size,
                         slots[row] - unseen, size, out_size, scaling, x + MOST * size, room,
@@ -259,7 +261,7 @@ int attend(const number *queries, const int64_t *query_strides, const number *ke
 }
 
 /* Apply rotary positions to a head in place; the sines' first half is negated. Rounds where torch rounds. */
-static void turn(number *x, const number *restrict cos, const number *restrict sin, int64_t size) {
+static void rotate(number *x, const number *restrict cos, const number *restrict sin, int64_t size) {
     number *restrict low = x, *restrict high = x + size / 2;
     for (int64_t d = 0; d < size / 2; d++) {
         float a = read_number(low[d]), b = read_number(high[d]);
@@ -284,7 +286,7 @@ int attend_joined(number *joined, const number *query_norm, const number *key_no
         for (number *head = of_token; head < value; head += size) {
             const number *norm = head < key ? query_norm : key_norm;
             if (norm) norm_row(head, norm, head, size, eps);
-            turn(head, cos + m * size, sin + m * size, size);
+            rotate(head, cos + m * size, sin + m * size, size);
         }
         int64_t row = m / tokens, at = (slots[row] - tokens + m % tokens) * size;
         for (int64_t head = 0; head < heads; head++) {

@@ -3,7 +3,7 @@
 A layer takes 36 us for a tree of 8 nodes after 250 tokens (9 heads, bfloat16, two threads), and torch 75 us. The next
 token of a row and head takes 5 us on one core, and torch 13 us. Torch is the fallback if the C code does not compile.
 
-Shape suffixes: B rows, Q query heads, T new tokens, H key-value heads, S slots in sight, C slots of a mask, D size of
+Shape suffixes: B rows, Q query heads, T new tokens, H key-value heads, S visible slots, C slots of a mask, D size of
 a query and key, E size of a value.
 """
 
@@ -68,47 +68,6 @@ def few_tokens_attention(
     return out
 
 
-def joined_attention(
-    joined_BTXD: Tensor,
-    angles_MD: tuple[Tensor, Tensor],
-    heads: int,
-    key_BHCD: Tensor,
-    value_BHCD: Tensor,
-    slots_B: Tensor,
-    scaling: float,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    mask_B1TC: Tensor | None = None,
-    first: int = 0,
-    window: int | None = None,
-) -> Tensor | None:
-    """`few_tokens_attention` of joined queries, keys and values, X = Q + 2 H.
-
-    First applies RMS norms (weights [D] and an epsilon) and rotary positions (cosines and sines [.., D], the sines'
-    first half negated) in place, and writes keys and values to the row's last slots in sight. Returns None, with
-    nothing written, if the kernel does not serve it."""
-    (rows, tokens, _, size), dtype = joined_BTXD.shape, joined_BTXD.dtype
-    norms_D = [] if norms is None else norms[:2]
-    parts = [joined_BTXD, *angles_MD, key_BHCD, value_BHCD, *norms_D, *([] if mask_B1TC is None else [mask_B1TC])]
-    together = all(part.stride()[2:] == (size, 1) for part in (key_BHCD, value_BHCD)) and joined_BTXD.is_contiguous()
-    whole = all(part.numel() == rows * tokens * size for part in angles_MD) and all(len(x) == size for x in norms_D)
-    read = together and whole and all(part.dtype == dtype for part in parts) and _reads(dtype, joined_BTXD.device)
-    functions = _compiled(dtype) if read else None
-    if functions is None:
-        return None
-    key_heads = key_BHCD.shape[1]
-    out = joined_BTXD.new_empty(rows, tokens, heads, size)
-    query_norm, key_norm, eps = (
-        (None, None, 0.0) if norms is None else (*(part.data_ptr() for part in norms[:2]), norms[2])
-    )
-    joined = joined_BTXD.data_ptr(), query_norm, key_norm, eps, *(part.data_ptr() for part in angles_MD)
-    kept = *_kept(key_BHCD), *_kept(value_BHCD), *masked(mask_B1TC)
-    functions.attend_joined(
-        *(*joined, *kept, slots_B.data_ptr(), out.data_ptr(), rows, key_heads, heads // key_heads, tokens, size),
-        *(first, window or 0, scaling, torch.get_num_threads()),
-    )
-    return out
-
-
 def _kept(part_BHCD: Tensor) -> tuple[int, Any]:
     """Address, and strides of rows and heads."""
     return part_BHCD.data_ptr(), _Strides2(*part_BHCD.stride()[:2])
@@ -122,7 +81,7 @@ def masked(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
 
 
 def attender(dtype: torch.dtype) -> int:
-    """Address of the C function behind `joined_attention` (see `steps`)."""
+    """Address of the C attention over merged qkv products (see `steps`)."""
     return ctypes.cast(_compiled(dtype).attend_joined, ctypes.c_void_p).value or 0
 
 
@@ -141,7 +100,5 @@ def _compiled(dtype: torch.dtype) -> Any:
     functions.threads = with_threads is not None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     functions.attend.argtypes = [*[pointer] * 10, *[whole] * 8, ctypes.c_float, ctypes.c_int]
-    before, after = (*[pointer] * 3, ctypes.c_float), (*[whole] * 7, ctypes.c_float, ctypes.c_int)
-    functions.attend_joined.argtypes = [*before, *[pointer] * 10, *after]
-    functions.attend.errcheck = functions.attend_joined.errcheck = check_status
+    functions.attend.errcheck = check_status
     return functions

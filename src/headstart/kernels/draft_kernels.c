@@ -8,7 +8,7 @@
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
 #if LANES == 16
-#define NOTHING _mm512_setzero_si512()
+#define ZERO _mm512_setzero_si512()
 #define WIDENED(from) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from)))
 #ifdef __AVX512VNNI__
 #define ADD_PAIRS(sums, a, b) _mm512_dpwssd_epi32(sums, a, b)
@@ -16,7 +16,7 @@
 #define ADD_PAIRS(sums, a, b) _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
 #endif
 #elif defined(__AVX2__)
-#define NOTHING _mm256_setzero_si256()
+#define ZERO _mm256_setzero_si256()
 #define WIDENED(from) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(from)))
 #define ADD_PAIRS(sums, a, b) _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
 #else
@@ -62,15 +62,15 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     lanes totals[MOST][VECTORS];
     clear(rows, totals);
     for (int64_t start = 0; start < of->inputs; start += STRETCH) {
-        wholes sums[MOST][VECTORS];
+        ints sums[MOST][VECTORS];
         for (int m = 0; m < rows; m++)
-            for (int v = 0; v < VECTORS; v++) sums[m][v] = NOTHING;
+            for (int v = 0; v < VECTORS; v++) sums[m][v] = ZERO;
         for (int64_t i = start; i < of->inputs && i < start + STRETCH; i += 2, weight += 2 * PANEL, x += rows) {
-            wholes read[VECTORS];
+            ints read[VECTORS];
             __builtin_prefetch(weight + AHEAD);
             for (int v = 0; v < VECTORS; v++) read[v] = WIDENED(weight + v * 2 * LANES);
             for (int m = 0; m < rows; m++) {
-                wholes of_row = EVERYWHERE(x[m]);
+                ints of_row = BROADCAST(x[m]);
                 for (int v = 0; v < VECTORS; v++) sums[m][v] = ADD_PAIRS(sums[m][v], read[v], of_row);
             }
         }
@@ -135,17 +135,6 @@ int product(const map *of, const number *x, number *out, int64_t rows, int threa
 
 int64_t outputs_of_a_panel(void) { return PANEL; }
 
-/* -- embeddings ---------------------------------------------------------------------------------------------------- */
-
-/* Returns 0 if an index is out of range. */
-int gather(const number *table, const int64_t *index, number *out, int64_t count, int64_t rows, int64_t size) {
-    for (int64_t m = 0; m < count; m++) {
-        if (index[m] < 0 || index[m] >= rows) return 0;
-        memcpy(out + m * size, table + index[m] * size, size * sizeof(number));
-    }
-    return 1;
-}
-
 /* -- norms --------------------------------------------------------------------------------------------------------- */
 
 void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t size, int64_t out_stride,
@@ -166,7 +155,7 @@ void norm(const number *x, const number *weight, number *out, int64_t rows, int6
 enum { ROW, SLOT, POSITION, BEFORE, FURTHER };
 
 /* Apply rotary positions to a head, and scale it. */
-static inline void turn(const number *x, const number *cos, const number *sin, float scaling, int64_t size, float *out) {
+static inline void rotate(const number *x, const number *cos, const number *sin, float scaling, int64_t size, float *out) {
     int64_t half = size / 2;
     for (int64_t d = 0; d < half; d++) {
         float a = read_number(x[d]), b = read_number(x[d + half]);
@@ -193,19 +182,19 @@ typedef struct {
     number *keys, *values;
     const int64_t *entries, *last;
     int64_t positions, slots, count, further, asks, heads, key_heads, size, row_stride, head_stride;
-} sight;
+} kv_view;
 
-static inline int64_t asked(const sight *of, int64_t index) {
+static inline int64_t asked(const kv_view *of, int64_t index) {
     return of->last ? index * (of->count / of->asks) + of->last[index] : index;
 }
 
-static inline int64_t angle_of(const sight *of, const int64_t *entry) {
+static inline int64_t angle_of(const kv_view *of, const int64_t *entry) {
     return (entry[POSITION] < of->positions ? entry[POSITION] : of->positions - 1) * of->size;
 }
 
 /* Write keys and values of all entries, and attend: out [asks, heads * size]. qkv has joined queries, keys and values of an
-   entry. The first `own` key heads return their own value; qkv has only their values, and the cache nothing of them. */
-static int attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
+   entry. The first `own` key heads return their own value: qkv has no queries and keys of them, and the cache nothing. */
+static int attend_beside(int64_t own, const number *qkv, const kv_view *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
     const int64_t *entries = of->entries;
@@ -213,7 +202,7 @@ static int attend_beside(int64_t own, const number *qkv, const sight *of, number
     int64_t key_heads = of->key_heads - own, heads = groups * key_heads, found = of->heads * size;
     int64_t width = (heads + 2 * key_heads + own) * size, fields = FURTHER + further;
     int64_t most_queries = groups > QUERIES ? groups : QUERIES, room = of->slots + further;
-    float turned[size], scaling = 1 / __builtin_sqrtf(size);
+    float rotated_key[size], scaling = 1 / __builtin_sqrtf(size);
     int64_t of_scores = threads * most_queries * room * sizeof(float);
     float *all_scores = thread_scratch(1, of_scores);
     if (!all_scores) return NO_MEMORY;
@@ -222,8 +211,8 @@ static int attend_beside(int64_t own, const number *qkv, const sight *of, number
         int64_t place = entry[ROW] * of->row_stride + entry[SLOT] * size, angle = angle_of(of, entry);
         const number *key = qkv + m * width + heads * size, *value = key + (key_heads + own) * size;
         for (int64_t n = 0; n < key_heads; n++, place += of->head_stride) {
-            turn(key + n * size, cos + angle, sin + angle, 1, size, turned);
-            for (int64_t d = 0; d < size; d++) keys[place + d] = rounded(turned[d]);
+            rotate(key + n * size, cos + angle, sin + angle, 1, size, rotated_key);
+            for (int64_t d = 0; d < size; d++) keys[place + d] = rounded(rotated_key[d]);
             memcpy(values + place, value + n * size, size * sizeof(number));
         }
     }
@@ -250,7 +239,8 @@ static int attend_beside(int64_t own, const number *qkv, const sight *of, number
             const number *value = values + row * of->row_stride + n * of->head_stride;
             for (int64_t i = 0; i < queries; i++) {
                 int64_t m = asked(of, at + i / groups), angle = angle_of(of, entries + m * fields);
-                turn(qkv + m * width + (n * groups + i % groups) * size, cos + angle, sin + angle, scaling, size, query[i]);
+                const number *of_query = qkv + m * width + (n * groups + i % groups) * size;
+                rotate(of_query, cos + angle, sin + angle, scaling, size, query[i]);
             }
             for (int64_t s = 0; s < before; s++)
                 for (int64_t i = 0; i < queries; i++) scores[i * room + s] = dot(key + s * size, query[i], size);
@@ -281,13 +271,13 @@ static int attend_beside(int64_t own, const number *qkv, const sight *of, number
     return 0;
 }
 
-int attend(const number *qkv, const sight *of, number *out, int threads) {
+int attend(const number *qkv, const kv_view *of, number *out, int threads) {
     return attend_beside(0, qkv, of, out, threads);
 }
 
 /* -- levels -------------------------------------------------------------------------------------------------------- */
 
-/* Norms may be NULL; `gate_up` is that of a SwiGLU MLP. The first `own` key heads attend only to their own position. */
+/* Norms may be NULL; `gate_up` belongs to a SwiGLU MLP. The first `own` key heads attend only to their own position. */
 typedef struct {
     map qkv, output, gate_up, down;
     const number *input_norm, *query_norm, *key_norm, *mlp_norm;
@@ -296,7 +286,7 @@ typedef struct {
 } layer_weights;
 
 /* Run a layer: out [asks, size], from the attention input and the residual stream. Rounds where torch rounds. */
-static int layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
+static int layer(const layer_weights *of, const number *read, const number *stream, const kv_view *at, number *out,
                  int threads) {
     int64_t inputs = of->qkv.inputs, size = of->output.outputs, inner = of->down.inputs, found = of->output.inputs;
     int64_t key_heads = at->key_heads - of->own, heads = at->heads / at->key_heads * key_heads;
@@ -352,7 +342,7 @@ typedef struct {
    `above` of their parents, by index; without parents, `above` is the fusion's input, one row per token. Returns NO_TOKEN
    for a token outside the table. */
 int level(const recurrent *of, const number *read, const number *stream, const int64_t *tokens, const int64_t *parents,
-          const number *above, const sight *at, number *feedback, number *logits, int threads) {
+          const number *above, const kv_view *at, number *feedback, number *logits, int threads) {
     int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].asks;
     for (int64_t m = 0; m < entries && tokens; m++)
         if (tokens[m] < 0 || tokens[m] >= of->vocabulary) return NO_TOKEN;
@@ -360,7 +350,8 @@ int level(const recurrent *of, const number *read, const number *stream, const i
     number *both = thread_scratch(3, bytes);
     if (!both) return NO_MEMORY;
     int status = 0;
-    number *first = both + 2 * entries * size, *between = first + entries * size, *last = between + entries * size, *hidden = last + rows * size;
+    number *first = both + 2 * entries * size, *between = first + entries * size, *last = between + entries * size;
+    number *hidden = last + rows * size;
     if (tokens) {
         number *fused = hidden + rows * size;
         if (!parents) status = product(&of->fusion, above, fused, entries, threads), above = fused;

@@ -2,8 +2,8 @@
 in 8 bits, whole levels and trees. Also an argmax over any number of rows.
 
 A draft level has a few rows and eighty operators, so torch spends most of it on dispatch; its 8-bit product is three
-times slower. The kernels run in inference mode only. Torch is the reference elsewhere, equal up to rounding, and the
-fallback without a compiler or AVX2. See `draft_kernels.c`.
+times slower. The kernels run in inference mode only. Torch is the reference, equal up to rounding, and the fallback
+without a compiler or AVX2. See `draft_kernels.c`.
 
 Shape suffixes: B rows of a batch, W new entries of each, F numbers of an entry, I inputs, N outputs, E hidden size, H
 all heads, P positions, R ranks, D draft vocabulary, V rows of a table, d head size.
@@ -63,7 +63,7 @@ class _Recurrent(ctypes.Structure):
     ]
 
 
-class _Sight(ctypes.Structure):
+class _KVView(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _P) for name in ("cos", "sin", "keys", "values", "entries", "last")),
         *((name, _N) for name in ("positions", "slots", "count", "further", "asks", "heads", "key_heads", "size")),
@@ -116,14 +116,10 @@ def in_panels(functions: Any, int8_NI: Tensor) -> Tensor:
     return int8_NI.view(-1, functions.outputs_of_a_panel(), int8_NI.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
+@cache
 def compiled(dtype: torch.dtype) -> Any:
     """Compile the kernels for a dtype; None if unsupported."""
-    return _compiled(dtype) if dtype in (torch.bfloat16, torch.float32) else None
-
-
-@cache
-def _compiled(dtype: torch.dtype) -> Any:
-    functions = vector_library(SOURCE, dtype)
+    functions = vector_library(SOURCE, dtype) if dtype in (torch.bfloat16, torch.float32) else None
     if functions is None:
         return None
     for name, arguments in {
@@ -132,7 +128,6 @@ def _compiled(dtype: torch.dtype) -> Any:
         "attend": [*[_P] * 3, ctypes.c_int],
         "level": [*[_P] * 9, ctypes.c_int],
         "grow": [*[_P] * 8, ctypes.c_int],
-        "gather": [*[_P] * 3, *[_N] * 3],
         "best": [_P, *[_N] * 3, *[_P] * 2],
         "argmax_rows": [_P, _P, _N, _N, ctypes.c_int],
         "outputs_of_a_panel": [],
@@ -166,16 +161,6 @@ def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:
     return out
 
 
-def embedding(functions: Any, table_VE: Tensor, index_BW: Tensor) -> Tensor:
-    """Look up rows of a table: [B, W, E]. Raises IndexError for an invalid id."""
-    index_BW = index_BW.long().contiguous()
-    out = table_VE.new_empty(*index_BW.shape, table_VE.shape[1])
-    pointers = (part.data_ptr() for part in (table_VE, index_BW, out))
-    if not functions.gather(*pointers, index_BW.numel(), *table_VE.shape):
-        raise IndexError(f"the table has {len(table_VE)} rows")
-    return out
-
-
 def norms(functions: Any, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
     """Concatenate the `F.rms_norm` of several [.., I], each with its own weight."""
     size, count = parts[0].shape[-1], len(parts)
@@ -194,14 +179,13 @@ class Layer:
     Args:
         maps: qkv, attention output, gate and up, down.
         norms: input, query, key and MLP norms; None to skip one.
-        eps: of the norms.
         own_heads: number of leading key heads that attend only to their own position.
     """
 
     def __init__(
         self, maps: Sequence[Int8Matrix], norms: Sequence[Tensor | None], eps: float, own_heads: int = 0
     ) -> None:
-        self._kept, self.own_heads = (maps, norms), own_heads  # keeps the weights alive
+        self._kept = maps, norms  # keeps the weights alive
         self.weights = _LayerWeights(*map(_map, maps), *map(_pointer, norms), own_heads, eps)
 
 
@@ -255,11 +239,9 @@ class Recurrent:
     """Recurrent heads with all weights in 8 bits.
 
     Args:
-        layers: in order.
         lm_head: over the draft vocabulary.
         norm_E: weight of the final norm, if any.
         feeds_normed: whether the feedback is the normed stream or the raw one.
-        eps: of the norms.
         entering: input of the first layer; None if the caller computes it.
     """
 
@@ -322,7 +304,7 @@ class Recurrent:
             IndexError: the table has no such token.
         """
         above_1PX, most = above_1PX.contiguous(), how.request.max_nodes
-        at = (_Sight * len(views))(*(sight.for_c(above_1PX.dtype) for sight in views))
+        at = (_KVView * len(views))(*(view.for_c(above_1PX.dtype) for view in views))
         nodes, probs, drafted = array("q", bytes(8 * 4 * most)), array("d", bytes(8 * 2 * most)), ctypes.c_int64()
         nodes[0] = pending[-1]
         weights, rules = ctypes.byref(self._weights), ctypes.byref(how.for_c())
@@ -347,7 +329,7 @@ class Recurrent:
             like.new_empty(shape[0], asks, size) for size in (self._weights.lm_head.inputs, self._lm_head.outputs)
         )
         pointers = (part.buffer_info()[0] if isinstance(part, array) else _pointer(part) for part in inputs)
-        at = (_Sight * len(views))(*(sight.for_c(like.dtype) for sight in views))
+        at = (_KVView * len(views))(*(view.for_c(like.dtype) for view in views))
         outputs = feedback.data_ptr(), logits.data_ptr(), torch.get_num_threads()
         if functions.level(ctypes.byref(self._weights), *pointers, at, *outputs):
             raise IndexError(f"the table has {self._weights.vocabulary} rows")
@@ -381,23 +363,23 @@ class KVView(NamedTuple):
     angles: tuple[Tensor, Tensor]
     heads: int
 
-    def for_c(self, dtype: torch.dtype) -> _Sight:
-        """Convert for C; `dtype` is that of the activations."""
+    def for_c(self, dtype: torch.dtype) -> _KVView:
+        """Convert for C, with activations of this dtype."""
         (keys, values), (cos, sin), (entries, (rows, width, fields)) = self.kv, self.angles, self.entries
         assert dtype == cos.dtype == keys.dtype, "all in one dtype"
         _, key_heads, slots, size = keys.shape
         last, asks = (None, rows * width) if self.last_B is None else (self.last_B.buffer_info()[0], rows)
         pointers = (part.data_ptr() for part in (cos, sin, keys, values))
         sizes = len(cos), slots, rows * width, fields - FIELDS, asks, self.heads, key_heads, size, *keys.stride()[:2]
-        return _Sight(*pointers, entries.buffer_info()[0], last, *sizes)
+        return _KVView(*pointers, entries.buffer_info()[0], last, *sizes)
 
 
-def attend(functions: Any, qkv_BWHd: Tensor, sight: KVView) -> Tensor:
+def attend(functions: Any, qkv_BWHd: Tensor, view: KVView) -> Tensor:
     """Attend with joined queries, keys and values: [B, asked of a row, heads * d]."""
     qkv_BWHd = qkv_BWHd.contiguous()
     rows, width, _, size = qkv_BWHd.shape
-    found = qkv_BWHd.new_empty(rows, width if sight.last_B is None else 1, sight.heads * size)
-    reference = ctypes.byref(sight.for_c(qkv_BWHd.dtype))
+    found = qkv_BWHd.new_empty(rows, width if view.last_B is None else 1, view.heads * size)
+    reference = ctypes.byref(view.for_c(qkv_BWHd.dtype))
     functions.attend(qkv_BWHd.data_ptr(), reference, found.data_ptr(), torch.get_num_threads())
     return found
 

@@ -49,7 +49,7 @@ static double accepted(const curves *of, int64_t depth, double log_prob) {
 /* Return the number of nodes, or the status of `level` if not 0. Fills tokens (tokens[0] is the root's, given) and parents,
    [2, 2 * max_nodes], probabilities, and the number of drafted levels. `at`, `pending` and `above` describe the pending
    entries, see `level`. */
-int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t *pending, const number *above,
+int64_t grow(const recurrent *heads, const growth *how, kv_view *at, const int64_t *pending, const number *above,
              int64_t *tokens, double *probs, int64_t *drafted, int threads) {
     int64_t most = how->max_nodes, ranks = how->ranks, nodes = 1, slots = 0, width = 1, *parents = tokens + 2 * most;
     int64_t of_level[most], columns[most], entries[most * (FURTHER + DEEPEST)], renumbered[2 * most];

@@ -36,13 +36,13 @@ typedef float lanes __attribute__((vector_size(4 * LANES)));
 
 /* LANES 32-bit integers. */
 #if LANES == 16
-typedef __m512i wholes;
-#define EVERYWHERE(x) _mm512_set1_epi32(x)
+typedef __m512i ints;
+#define BROADCAST(x) _mm512_set1_epi32(x)
 #define AS_FLOATS(x) _mm512_cvtepi32_ps(x)
 #elif defined(__AVX2__)
 #include <immintrin.h>
-typedef __m256i wholes;
-#define EVERYWHERE(x) _mm256_set1_epi32(x)
+typedef __m256i ints;
+#define BROADCAST(x) _mm256_set1_epi32(x)
 #define AS_FLOATS(x) _mm256_cvtepi32_ps(x)
 #endif
 
@@ -78,7 +78,7 @@ static inline void write_rounded(lanes x, number *to) {
 }
 
 /* Storage of a panel's weights. */
-#define WHOLE 0  /* in full */
+#define FULL 0  /* in full */
 #define HALVES 1 /* upper halves of floats with zero lower halves */
 
 #if STEP == 2
@@ -105,7 +105,7 @@ static inline void add_product(lanes *sums, of_panel inputs, lanes x) { *sums +=
 #endif
 
 /* Broadcast a number, or STEP of them, to all lanes. */
-static inline lanes everywhere(float x) {
+static inline lanes broadcast(float x) {
     lanes all = x - (lanes){0};
     IN_REGISTER(all);
     return all;
@@ -182,7 +182,7 @@ static inline __attribute__((always_inline)) void add_products(const int rows, c
             IN_REGISTER(read[v]);
         }
         for (int m = 0; m < rows; m++) {
-            lanes of_row = everywhere(x[i * rows + m]);
+            lanes of_row = broadcast(x[i * rows + m]);
             for (int v = 0; v < VECTORS; v++) add_product(&sums[m][v], read[v], of_row);
         }
     }
@@ -193,7 +193,7 @@ static inline __attribute__((always_inline)) void clear(const int rows, lanes su
         for (int v = 0; v < VECTORS; v++) sums[m][v] = (lanes){0};
 }
 
-/* Interleave at most MOST rows, STEP inputs at a time, each in a float. */
+/* Interleave at most MOST rows, STEP inputs in each float. */
 static inline void side_by_side(const number *const *rows, int64_t count, int64_t inputs, float *out) {
     for (int64_t i = 0; i < inputs; i += STEP)
         for (int64_t m = 0; m < count; m++, out++)

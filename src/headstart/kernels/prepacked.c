@@ -22,7 +22,7 @@ static inline void end(void) {}
 
 int in_tiles(void) { return IN_TILES; }
 
-#define HEADER LINE /* bytes before the first panel; the first byte is WHOLE or HALVES */
+#define HEADER LINE /* bytes before the first panel; the first byte is FULL or HALVES */
 
 typedef struct {
     const char *panels;
@@ -33,21 +33,21 @@ typedef struct {
 
 /* Memory to prefetch while a group of rows is multiplied with a panel. If there are several groups, the panel is cached,
    and each prefetches a part of the next one; except tiles, which saturate cache bandwidth. */
-static inline ahead asked(const char *panel, const matrix *of, int64_t group, int64_t groups) {
+static inline ahead to_prefetch(const char *panel, const matrix *of, int64_t group, int64_t groups) {
     if (groups > 1 && IN_TILES) return (ahead){panel, 0};
     int64_t from = groups > 1 ? of->bytes + of->bytes * group / groups : AHEAD;
     return (ahead){panel + from, of->bytes / (of->inputs / STEP) / groups};
 }
 
-/* Multiply rows, in the layout of `read_rows`, by a panel; `opened` is the panel converted to WHOLE, or NULL. */
+/* Multiply rows, in the layout of `read_rows`, by a panel; `opened` is the panel converted to FULL, or NULL. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const matrix *of, const float *x, int64_t panel,
                                                            const number *opened, int64_t group, int64_t groups,
                                                            number *out, int64_t stride) {
     const char *weights = of->panels + panel * of->bytes;
-    ahead next = asked(weights, of, group, groups);
+    ahead next = to_prefetch(weights, of, group, groups);
     lanes totals[TOGETHER][VECTORS];
     if (of->kept == HALVES && !opened) add_up(rows, HALVES, x, weights, of->inputs, next, totals);
-    else add_up(rows, WHOLE, x, opened ? (const void *)opened : weights, of->inputs, next, totals);
+    else add_up(rows, FULL, x, opened ? (const void *)opened : weights, of->inputs, next, totals);
     for (int v = 0; v < VECTORS; v++) {
         int64_t first = panel * PANEL + v * LANES, count = of->outputs - first;
         lanes bias = {0};
@@ -65,7 +65,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 }
 
 /* Lay out rows for `multiply`, after a norm (or NULL); returns 0 without memory. */
-static int enter(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
+static int lay_out(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
     const number *each[TOGETHER];
     int64_t bytes = rows * inputs * sizeof(number);
     number *normed = norm ? thread_scratch(0, bytes) : NULL;
@@ -93,9 +93,9 @@ int product(const number *x, const number *norm, float eps, const void *weights,
     float *of_all = rows > FEW ? thread_scratch(1, bytes) : NULL;
     int complete = 1;
 #define START(group) (rows * (group) / groups)
-#define ENTER(group)                                                                                                   \
-    complete &= enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs,                    \
-                      read + START(group) * step);
+#define LAY_OUT(group)                                                                                                 \
+    complete &= lay_out(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs,                 \
+                        read + START(group) * step);
 #pragma omp parallel num_threads(threads) reduction(& : complete)
     {
         float *read = of_all ? of_all : thread_scratch(1, bytes);
@@ -104,9 +104,9 @@ int product(const number *x, const number *norm, float eps, const void *weights,
         complete = read && (opened || !opens);
         if (of_all) {
 #pragma omp for schedule(static)
-            for (int64_t group = 0; group < groups; group++) ENTER(group)
+            for (int64_t group = 0; group < groups; group++) LAY_OUT(group)
         } else
-            for (int64_t group = 0; group < groups && complete; group++) ENTER(group)
+            for (int64_t group = 0; group < groups && complete; group++) LAY_OUT(group)
         begin((rows + groups - 1) / groups);
 #pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++) {
@@ -151,7 +151,7 @@ int64_t room(int64_t inputs, int64_t outputs, int kept) {
 /* Whether `product` supports gating this many outputs. */
 int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
-/* Pack weights [outputs, inputs]; `kept` is that of `best_kept`. */
+/* Pack weights [outputs, inputs]; `kept` comes from `best_kept`. */
 void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int kept, int threads) {
     int64_t bytes = bytes_of_panel(inputs, kept);
     memset(out, 0, HEADER);

@@ -2,14 +2,11 @@
 
 oneDNN reorders the weights in every call, which for a few rows takes as long as the product. Here they are packed once,
 in the layout that `prepacked.c` streams at memory bandwidth: a tree of 8 nodes takes as long as a token, and of 16 with
-bfloat16 tiles (AMX). The fallback without a compiler or AVX2 is oneDNN's layout. Each copy doubles a weight's memory;
-float32 weights that bfloat16 represents exactly are stored as halves, at half the memory and traffic.
+bfloat16 tiles (AMX). torch multiplies without a compiler or AVX2. Each copy doubles a weight's memory; float32 weights
+that bfloat16 represents exactly are stored as halves, at half the memory and traffic.
 
 For writing data, weights and activations may be rounded to 8 bits, for twice the arithmetic throughput. Tiles are
 faster still, so weights for them are not rounded.
-
-A `PackedCopy` detects when its copy is stale. Copies of single weights are shared by target and heads, and freed with
-the weight (`copy_of`).
 
 Shape suffixes: M rows, I inputs, O outputs.
 """
@@ -33,19 +30,12 @@ from headstart.support.compiled import may_use_tiles, vector_library
 SOURCE = Path(__file__).with_suffix(".c")
 MAX_ROWS = 256
 """With more rows, plain products are as fast."""
-_LAID_OUT_FOR = 32
-"""Row count passed to oneDNN's layout choice; its layout for 1 row is slower for most other counts."""
 _SHARE = 0.5
 """Maximum share of free memory for the copies."""
 _HALVES = 1
 """`HALVES` of panels.h: store the upper halves of floats."""
-_DTYPES = (torch.bfloat16, torch.float32)
-_OF_TILES = torch.bfloat16
 _COPIES = WeakTensorKeyDictionary()
 """`PackedCopy` objects by weight, then by `int8`."""
-
-
-# -- the operations ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,34 +48,24 @@ class Panels:
     int8: bool
 
 
-def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
-    """Pack weights for `product`; a tensor is in oneDNN's layout. With `int8` rounds to 8 bits if supported, and tiles
-    are not."""
-    weight_OI, outputs, inputs = weight_OI.detach(), *weight_OI.shape
-    functions = _reader(weight_OI, int8)
-    if functions is None and int8:
-        return prepack(weight_OI)
-    if functions is not None:
-        start, threads = weight_OI.data_ptr(), torch.get_num_threads()
-        how = functions.best_kept(start, weight_OI.numel(), threads)
-        kept = torch.empty(functions.room(inputs, outputs, how), dtype=torch.uint8)
-        functions.pack(start, kept.data_ptr(), inputs, outputs, how, threads)
-        return Panels(kept, outputs, weight_OI.dtype, int8)
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _LAID_OUT_FOR)
-    return packed
+def prepack(weight_OI: Tensor, int8: bool = False) -> Panels:
+    """Pack weights for `product`, in 8 bits if asked for and supported; see `can_pack`."""
+    weight_OI, int8 = weight_OI.detach(), int8 and can_pack(weight_OI, int8)
+    functions, (outputs, inputs) = _compiled(weight_OI.dtype, int8), weight_OI.shape
+    start, threads = weight_OI.data_ptr(), torch.get_num_threads()
+    how = functions.best_kept(start, weight_OI.numel(), threads)
+    kept = torch.empty(functions.room(inputs, outputs, how), dtype=torch.uint8)
+    functions.pack(start, kept.data_ptr(), inputs, outputs, how, threads)
+    return Panels(kept, outputs, weight_OI.dtype, int8)
 
 
-def in_panels(weight_OI: Tensor, int8: bool = False) -> bool:
-    """Whether `prepack` returns panels."""
-    return can_pack(weight_OI) and _reader(weight_OI, int8) is not None
-
-
-def _reader(weight_OI: Tensor, int8: bool) -> Any:
-    """Return the kernels that read it as panels, if any."""
-    if int8 and by_tiles(weight_OI.dtype):
-        return None
-    functions = _compiled(weight_OI.dtype, int8)
-    return functions if functions is not None and functions.reads(weight_OI.shape[1]) else None
+def can_pack(weight: Tensor, int8: bool = False) -> bool:
+    """Whether `product` supports these linear weights on this CPU, in 8 bits with `int8`."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.is_contiguous()
+    if not plain or weight.ndim != 2 or (int8 and by_tiles(weight.dtype)):
+        return False
+    functions = _compiled(weight.dtype, int8)
+    return functions is not None and bool(functions.reads(weight.shape[1]))
 
 
 def by_tiles(dtype: torch.dtype) -> bool:
@@ -96,11 +76,10 @@ def by_tiles(dtype: torch.dtype) -> bool:
 
 def in_halves(weight_OI: Tensor) -> bool:
     """Whether its panels store halves of floats, judged by the middle row."""
-    functions = _reader(weight_OI, False) if can_pack(weight_OI) else None
-    if functions is None:
+    if not can_pack(weight_OI):
         return False
     row_I = weight_OI.detach()[len(weight_OI) // 2]
-    return bool(functions.best_kept(row_I.data_ptr(), len(row_I), 1) == _HALVES)
+    return bool(_compiled(row_I.dtype).best_kept(row_I.data_ptr(), len(row_I), 1) == _HALVES)
 
 
 def can_gate(weights: Sequence[Tensor]) -> bool:
@@ -110,7 +89,7 @@ def can_gate(weights: Sequence[Tensor]) -> bool:
 
 def product(
     rows: Tensor,
-    packed: Panels | Tensor,
+    packed: Panels,
     bias_O: Tensor | None,
     norm: tuple[Tensor, float] | None = None,
     gates: bool = False,
@@ -118,12 +97,8 @@ def product(
 ) -> Tensor:
     """Multiply rows [.., I] by prepacked weights: [.., O].
 
-    Panels support an RMS norm before (weight [I], epsilon), and after it either a gate, the second half of the outputs
-    times silu of the first [.., O / 2], or a sum with `added`."""
-    if not isinstance(packed, Panels):
-        assert norm is None and not gates and added is None, "what lies around is computed with panels"
-        plain: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
-        return plain
+    Applies an RMS norm before (weight [I], epsilon), and after it either a gate, the second half of the outputs times
+    silu of the first [.., O / 2], or a sum with `added`."""
     rows, (norm_I, eps) = rows.contiguous(), norm or (None, 0.0)
     inputs, outputs = rows.shape[-1], packed.outputs
     out = rows.new_empty(*rows.shape[:-1], outputs // 2 if gates else outputs)
@@ -144,7 +119,10 @@ def multiplier(dtype: torch.dtype, int8: bool) -> int:
 @cache
 def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
     """Compile the kernels for a dtype; None if unsupported."""
-    functions = vector_library(SOURCE, dtype, "TILES") if not int8 and dtype == _OF_TILES and may_use_tiles() else None
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
+    tiles = not int8 and dtype == torch.bfloat16 and may_use_tiles()
+    functions = vector_library(SOURCE, dtype, "TILES") if tiles else None
     functions = functions or vector_library(SOURCE, dtype, *(["EIGHT_BITS"] if int8 else []))
     if functions is None:
         return None
@@ -160,65 +138,29 @@ def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
     return functions
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether `product` supports these linear weights on this CPU."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.is_contiguous()
-    return plain and weight.ndim == 2 and weight.dtype in _DTYPES and _works(weight.dtype)
-
-
-@cache
-def _works(dtype: torch.dtype) -> bool:
-    """Test the operations for this dtype on this CPU."""
-    rows_MI, weight_OI = torch.eye(32, dtype=dtype), torch.arange(64 * 32).view(64, 32).remainder(7).to(dtype)
-    try:
-        with torch.inference_mode():
-            return all(
-                torch.equal(product(rows_MI[:rows], prepack(weight), None), weight.T[:rows])
-                for weight in (weight_OI, weight_OI / 3)  # halves and full floats
-                for rows in (4, 32)
-            )
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-        return False
-
-
 def fits(weights: Iterable[Tensor]) -> bool:
-    """Whether memory fits copies of these weights."""
+    """Whether free memory has room for copies of the weights."""
     return sum(weight.nbytes for weight in weights) <= _SHARE * free_bytes(torch.device("cpu"))
-
-
-# -- who keeps them ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Packed:
     """Prepacked weights, stacked, with biases and the data to detect changes."""
 
-    weight: Panels | Tensor
+    weight: Panels
     bias_O: Tensor | None
     changes: list[tuple[int, int]]
     samples: list[tuple[Tensor, ...]]
 
-    @property
-    def address(self) -> int:
-        assert isinstance(self.weight, Panels), "see `in_panels`"
-        return self.weight.kept.data_ptr()
-
-    def times(self, rows: Tensor, bias_O: Tensor | None, **around: Any) -> Tensor:
-        """See `product`."""
-        return product(rows, self.weight, bias_O, **around)
-
 
 class PackedCopy:
-    """The prepacked copy of a weight, or of several that multiply the same rows.
+    """The prepacked copy of a weight, or of several that multiply the same rows; in 8 bits with `int8`.
 
     `of` detects in-place changes that PyTorch counts, and weights that moved (as after `weight.data = ...`). In-place
     changes through `weight.data`, as of merged adapters, are not counted: `refresh`, called when a text begins,
     compares a row and a column. A stale copy is dropped, and packed again on demand.
 
     Thread-safe: each thread gets a complete copy, and two at once make the same one.
-
-    Args:
-        int8: whether to pack in 8 bits, see `prepack`.
     """
 
     def __init__(self, int8: bool = False) -> None:
@@ -227,7 +169,7 @@ class PackedCopy:
         self._met: list[tuple[int, int]] | None = None
 
     def of(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), waits: bool = False) -> Packed | None:
-        """Return the copy of these weights, the same ones at every call; None if unsupported.
+        """Return the copy of the weights, which must be the same at every call; None if unsupported.
 
         With `waits`, packs only at the second call with unchanged weights and returns None before: training changes
         weights at every step, and views of a weight are new tensors every time.
@@ -247,29 +189,27 @@ class PackedCopy:
         self._packed = packed = Packed(prepack(joined, self._int8), bias_O, changes, samples)
         return packed
 
-    def is_now(self, packed: Packed, tensors: Sequence[Tensor]) -> bool:
-        """Whether this is the latest copy, and the tensors are unchanged."""
-        return self._packed is packed and packed.changes == [_changes(tensor) for tensor in tensors]
-
-    def refresh(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        """Drop the copy if a row, a column or a bias has changed."""
-        packed = self._packed
-        if packed is not None and not all(map(_is_as_it_was, packed.samples, (*weights, *biases))):
-            self._packed = None
+    def refresh(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Packed | None:
+        """Drop the copy if weights moved, or a row, a column or a bias has changed; return the current copy."""
+        packed, tensors = self._packed, [*weights, *biases]
+        if packed is not None:
+            pairs = zip(packed.samples, map(_sample, tensors), strict=True)
+            moved = packed.changes != [_changes(tensor) for tensor in tensors]
+            if moved or not all(all(map(torch.equal, old, new)) for old, new in pairs):
+                self._packed = None
+        return self._packed
 
 
 def copy_of(weight: Tensor, int8: bool = False) -> PackedCopy:
-    """Return the shared `PackedCopy` of one weight."""
+    """Return the `PackedCopy` of one weight, shared by target and heads and freed with the weight."""
     copies: dict[bool, PackedCopy] | None = _COPIES.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
     if copies is None:
         copies = _COPIES[weight] = {}
-    if int8 not in copies:
-        copies[int8] = PackedCopy(int8)
-    return copies[int8]
+    return copies.get(int8) or copies.setdefault(int8, PackedCopy(int8))
 
 
 def refresh(weights: Iterable[Tensor]) -> None:
-    """Drop stale copies of these single weights."""
+    """Drop stale copies of single weights."""
     for weight in weights:
         copies = _COPIES.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
         for known in list((copies or {}).values()):
@@ -277,7 +217,7 @@ def refresh(weights: Iterable[Tensor]) -> None:
 
 
 def drop(weights: Iterable[Tensor]) -> None:
-    """Free the copies of these single weights; the next product packs again."""
+    """Free the copies of single weights; the next product packs again."""
     for weight in weights:
         _COPIES.pop(weight, None)  # type: ignore[no-untyped-call]  # torch has no types
 
@@ -298,7 +238,7 @@ def multiplied(
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (rows, weight_OI, bias_O)):
         return None
     packed = copy_of(weight_OI, int8).of([weight_OI], waits=waits)
-    return None if packed is None else packed.times(rows, bias_O)
+    return None if packed is None else product(rows, packed.weight, bias_O)
 
 
 def _changes(tensor: Tensor) -> tuple[int, int]:
@@ -310,7 +250,3 @@ def _sample(tensor: Tensor) -> tuple[Tensor, ...]:
     """A row and a column of a matrix; all of a bias."""
     tensor = tensor.detach()
     return (tensor,) if tensor.ndim < 2 else (tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2])
-
-
-def _is_as_it_was(sample: tuple[Tensor, ...], tensor: Tensor) -> bool:
-    return all(map(torch.equal, sample, _sample(tensor)))

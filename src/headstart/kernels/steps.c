@@ -13,7 +13,7 @@ typedef int attender(void *joined, const void *query_norm, const void *key_norm,
                      int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,
                      float scaling, int threads);
 
-/* Tensors are numbered: first `tensors`, then those in `between`; -1 for none. A step with heads is attention. Keys and
+/* Tensors are numbered: first `tensors`, then `scratch`; -1 is NULL. A step with heads is attention. Keys and
    values are (store, index). */
 typedef struct {
     int64_t x, out, added, cos, sin;
@@ -28,18 +28,18 @@ typedef struct {
     int64_t layer, strides[2];
 } store;
 
-/* Visibility of layers without a sliding window, or of those with one. */
+/* Visible slots of a token. */
 typedef struct {
     const void *mask;
     int64_t strides[2], first, window;
-} sight;
+} visible_range;
 
-/* `starts`: bytes per token before each tensor in `between`. */
+/* `visible`: for layers without and with a sliding window. `starts`: bytes per token before each tensor in `scratch`. */
 typedef struct {
-    char *const *tensors, *between;
+    char *const *tensors, *scratch;
     const int64_t *starts, *slots;
     const store *stores;
-    sight sights[2];
+    visible_range visible[2];
     int64_t count, rows, tokens;
     multiplier *multiply;
     attender *attend;
@@ -48,7 +48,7 @@ typedef struct {
 
 static char *at(const forward *of, int64_t tensor) {
     if (tensor < of->count) return tensor < 0 ? 0 : of->tensors[tensor];
-    return of->between + of->rows * of->tokens * of->starts[tensor - of->count];
+    return of->scratch + of->rows * of->tokens * of->starts[tensor - of->count];
 }
 
 /* Run steps in order up to the first nonzero status. */
@@ -57,7 +57,7 @@ int run_steps(const step *steps, int64_t count, const forward *of) {
     for (const step *s = steps; s < steps + count && !status; s++)
         if (s->heads) {
             const store *keys = of->stores + s->keys[0], *values = of->stores + s->values[0];
-            const sight *seen = of->sights + s->sliding;
+            const visible_range *seen = of->visible + s->sliding;
             status = of->attend(
                 at(of, s->x), s->norm, s->key_norm, s->eps, at(of, s->cos), at(of, s->sin),
                 keys->start + s->keys[1] * keys->layer, keys->strides, values->start + s->values[1] * values->layer,

@@ -1,11 +1,11 @@
-/* Tiles of bfloat16 (AMX): up to sixteen rows by sixteen columns, TILE numbers at a time, hardly slower than one row. The
+/* Tiles of bfloat16 (AMX): up to sixteen rows by sixteen columns, in steps of TILE numbers, hardly slower than one row. The
    order of sums does not depend on the place in a tile: even and odd numbers of TILE, then both, then the total. */
 
 #define TILE 32    /* numbers of a row */
 #define OF_TILE 16 /* rows, or columns */
 
 /* Configure a thread's tiles for at most `rows` rows; `end` releases them. Tiles 0 and 2 are sums of the first sixteen
-   rows, 1 and 3 of the others; 4 and 5 hold rows, 6 and 7 columns. */
+   rows, 1 and 3 of the rest; 4 and 5 hold rows, 6 and 7 columns. */
 static inline void begin(int64_t rows) {
     struct {
         uint8_t palette, start, zeros[14];

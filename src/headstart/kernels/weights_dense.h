@@ -40,9 +40,9 @@ static inline uint32_t bits_of(number x) {
 
 #define BLOCK 4096 /* weights checked without a branch */
 
-/* WHOLE or HALVES. */
+/* FULL or HALVES. */
 int best_kept(const number *weights, int64_t count, int threads) {
-    if (sizeof(number) == 2) return WHOLE;
+    if (sizeof(number) == 2) return FULL;
     uint32_t lower = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : lower)
     for (int64_t start = 0; start < count; start += BLOCK)
@@ -52,7 +52,7 @@ int best_kept(const number *weights, int64_t count, int threads) {
             for (int64_t i = start; i < stop; i++) of_block |= bits_of(weights[i]);
             lower = of_block & 0xffff;
         }
-    return lower ? WHOLE : HALVES;
+    return lower ? FULL : HALVES;
 }
 
 /* Pack weights [count, inputs] into a zero-padded panel. */
@@ -68,7 +68,7 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, int
         }
 }
 
-/* Convert a panel from HALVES to WHOLE. */
+/* Convert a panel from HALVES to FULL. */
 static void open_panel(const void *panel, int64_t inputs, number *out) {
     const uint16_t *halves = panel;
     for (int64_t i = 0; i < inputs * VECTORS; i++, halves += LANES, out += LANES) {

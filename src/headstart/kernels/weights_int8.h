@@ -36,7 +36,7 @@ static inline __m256i add_fours(__m256i sums, __m256i weights, __m256i x) {
 #define HIGHEST_OF_ROW 127
 #endif
 
-/* A panel: the scale of each output, then its weights, four inputs of each output at a time. */
+/* A panel: the scale of each output, then its weights, with four inputs of each output interleaved. */
 static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * (sizeof(float) + inputs); }
 
 /* Per group, a row has its scale, initial sum (zero-point correction) and inputs; rows of a product are interleaved. */
@@ -98,16 +98,16 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
     const char *weights = (const char *)panel + PANEL * sizeof(float);
     clear(rows, totals);
     for (int64_t i = 0; i < inputs; i += STRETCH) {
-        wholes sums[MOST][VECTORS];
+        ints sums[MOST][VECTORS];
         const float *steps = x;
         for (int m = 0; m < rows; m++)
-            for (int v = 0; v < VECTORS; v++) sums[m][v] = EVERYWHERE(four(x + rows + m));
+            for (int v = 0; v < VECTORS; v++) sums[m][v] = BROADCAST(four(x + rows + m));
         x += 2 * rows;
         for (int64_t k = i; k < inputs && k < i + STRETCH; k += FOUR, weights += FOUR * PANEL, x += rows) {
-            wholes read[VECTORS];
+            ints read[VECTORS];
             for (int v = 0; v < VECTORS; v++) read[v] = READ(weights + v * FOUR * LANES);
             for (int m = 0; m < rows; m++) {
-                wholes of_row = EVERYWHERE(four(x + m));
+                ints of_row = BROADCAST(four(x + m));
                 for (int v = 0; v < VECTORS; v++) sums[m][v] = ADD_FOURS(sums[m][v], read[v], of_row);
             }
         }
@@ -142,5 +142,5 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, int
 
 #endif
 
-int best_kept(const number *weights, int64_t count, int threads) { return WHOLE; }
+int best_kept(const number *weights, int64_t count, int threads) { return FULL; }
 static void open_panel(const void *panel, int64_t inputs, number *out) {}

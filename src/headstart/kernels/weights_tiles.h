@@ -80,7 +80,7 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
 /* Whether products support this number of inputs. */
 int reads(int64_t inputs) { return inputs % STEP == 0; }
 
-int best_kept(const number *weights, int64_t count, int threads) { return WHOLE; }
+int best_kept(const number *weights, int64_t count, int threads) { return FULL; }
 
 /* Pack weights [count, inputs] into a zero-padded panel. */
 static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {

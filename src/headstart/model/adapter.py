@@ -48,9 +48,11 @@ def find_adapter(spec: str, token: str | bool | None = None) -> Path:
 def read_adapter(spec: str, token: str | bool | None = None) -> Adapter:
     """Hash the weights and the config fields that affect the adapted model."""
     folder = find_adapter(spec, token)
-    digest = hashlib.sha256()
-    known = {key: value for key, value in _config(folder).items() if key not in _OF_NO_WEIGHT}
-    digest.update(json.dumps(_sorted(known), sort_keys=True).encode())
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch or save the adapter again.")
+    known = {key: value for key, value in config.items() if key not in _OF_NO_WEIGHT}
+    digest = hashlib.sha256(json.dumps(_sorted(known), sort_keys=True).encode())
     with (folder / WEIGHTS).open("rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())
     note = read_json(folder / NOTE) if (folder / NOTE).is_file() else {}
@@ -77,10 +79,8 @@ def apply_adapter(model: Any, spec: str, merge: bool = True, token: str | bool |
                     "Use one that can be merged, such as LoRA.",
                 )
             adapted = peft.PeftModel.from_pretrained(model, str(folder))
-            if missing := next(
-                (str(warning.message) for warning in warned if "missing adapter keys" in str(warning.message)), None
-            ):
-                raise ValueError(missing)
+            if missing := [warning for warning in warned if "missing adapter keys" in str(warning.message)]:
+                raise ValueError(str(missing[0].message))
             ends = {model.get_input_embeddings(), model.get_output_embeddings()}
             if tied and any(isinstance(end, peft.tuners.tuners_utils.BaseTunerLayer) for end in ends):
                 raise UserError(
@@ -110,13 +110,6 @@ def _merged(adapted: Any) -> Any:
             module.merge(safe_merge=True)
             weight.data = weight.data.to(dtype)
     return adapted.merge_and_unload(safe_merge=True)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    values = read_json(folder / CONFIG)
-    if not isinstance(values, dict):
-        raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch or save the adapter again.")
-    return values
 
 
 def _sorted(value: Any) -> Any:

@@ -5,22 +5,21 @@ Shape suffixes: K tokens of a path, V vocabulary, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.kernels import cpu_attention
-from headstart.kernels.prepacked import in_panels
-from headstart.model.frozen import FrozenModel, cannot_tree
-from headstart.replay.patch import Fitting
-from headstart.replay.recorded import Recorded
+from headstart.kernels.prepacked import can_pack
+from headstart.model.frozen import cannot_tree
 from headstart.support.compiled import why_no_vectors
-from headstart.tree.tree import Tree
+from headstart.tree.tree import Tree, TreeBatch
 
 _CHECKED, _SMALL_WINDOW = 20, 512
-"""Tokens before the tree; largest sliding window for which the text exceeds the window."""
+"""Tokens before the tree; largest sliding window that the text must exceed."""
 _CLOSE, _ROUNDED, _IN_8_BITS = 0.02, 0.25, 0.5
 """Tolerated logit error, relative to the logits' standard deviation, in float32, shorter dtypes and 8 bits. On this
 nonsense text 8 bits cause 23 % (float32) or 30 % (bfloat16). With SmolLM2-135M a leaked token causes 54 or 65 %, a
@@ -30,65 +29,71 @@ FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueErr
 
 
 @torch.inference_mode()
-def check_tree(
-    target: FrozenModel,
-    path_logits: Callable[[Sequence[int], Tree, Sequence[int]], Tensor],
-    limit: int | None,
-    rounds: bool = False,
-) -> None:
-    """Compare logits along a tree path with the model's own logits of the same text. The text exceeds the sliding
-    window if that is small.
-
-    Args:
-        target: the target under test.
-        path_logits: logits [1 + K, V] of our forwards after a text and after each node of a tree path.
-        limit: length in tokens at which rotary frequencies change; None for none.
-        rounds: whether our forwards multiply in 8 bits.
+def check_tree(target: Any) -> None:
+    """Compare logits of a `Target` along a tree path with the model's own logits of the same text. The text exceeds the
+    sliding window if that is small.
 
     Raises:
         UserError: the logits differ, or the model fails.
     """
     path = [0, 2, 4]  # root, second child, its child
-    longest = min(target.max_length, limit or target.max_length) - len(path)
+    longest = min(target.max_length, target._patch.limit or target.max_length) - len(path)
     wanted = _CHECKED if target.window is None or target.window > _SMALL_WINDOW else max(_CHECKED, target.window + 8)
     text = [1 + (31 * i * i + 7 * i) % (target.vocab_size - 1) for i in range(max(1, min(wanted, longest)))]
     tree = Tree([(7 * i + 2) % target.vocab_size for i in range(5)], [-1, 0, 0, 1, 2])
     try:
-        ours_KV = path_logits(text, tree, path).float()
+        ours_KV = _path_logits(target, text, tree, path).float()
         text_1T = torch.tensor([[*text, *(tree.tokens[node] for node in path)]], device=target.device)
         stock = target.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
         stock_KV = stock[0, -len(path) - 1 :].to(target.device).float()
     except FAILS as error:
         raise cannot_tree(target.name, f"{type(error).__name__}: {error}") from error
     difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
-    explained = _IN_8_BITS if rounds else _CLOSE if target.dtype == torch.float32 else _ROUNDED
+    explained = _IN_8_BITS if target._int8 else _CLOSE if target.dtype == torch.float32 else _ROUNDED
     if not difference <= explained:
         raise cannot_tree(
             target.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
         )
 
 
-def refuse_rounding(target: FrozenModel, fitting: Fitting, record: Callable[[], Recorded]) -> None:
-    """Refuse exact="bits" if products or attention run without the compiled kernels."""
-    device, dtype, prepacked = target.device, target.dtype, fitting.prepacked
+def _path_logits(target: Any, text: Sequence[int], tree: Tree, path: Sequence[int]) -> Tensor:
+    """Compute logits after a text and after each node of a tree path, [1 + K, V]. A target that verifies chains reads
+    and rejects another branch first."""
+    cache = target._empty_cache(1, len(text) + tree.size)
+
+    def read(tree: Tree) -> Tensor:
+        logits_NV: Tensor = target.forward_tree(cache, TreeBatch.of([tree], target.device)).logits_BTV[0]
+        return logits_NV
+
+    read_1V = target.prefill(cache, [text]).logits_BTV[0]
+    if not target.chains_only:
+        return torch.cat([read_1V, read(tree)[list(path)]])
+    rejected, accepted = (Tree.chain_of([tree.tokens[node] for node in nodes]) for nodes in ([0, 1, 3], path[1:]))
+    root_1V = read(rejected)[:1]
+    cache.commit([[0]])
+    return torch.cat([read_1V, root_1V, read(accepted)])
+
+
+def refuse_rounding(target: Any) -> None:
+    """Refuse exact="bits" for a `Target` if products or attention run without the compiled kernels."""
+    device, dtype, prepacked = target.device, target.dtype, target._patch.prepacked
     why, fix = None, ""
     if device.type != "cpu":
         why = "it is on a GPU"
     elif dtype not in (torch.bfloat16, torch.float32):
-        why, fix = f"they do not compute in {target.dtype_name}", "Use --dtype bfloat16"
-    elif not in_panels(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
+        why, fix = f"they do not support {target.dtype_name}", "Use --dtype bfloat16"
+    elif not can_pack(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
         why, fix = why_no_vectors()
-    elif (captured := (recorded := record()).captured) is None:
+    elif (replay := (recorded := target.record()).replay) is None:
         why = recorded.refused
     elif not prepacked:
         why = "memory has no room for prepacked copies of its weights"
-    elif prepacked != fitting.matrices:
-        why = "some of its weights are packed, or not those of a linear layer"
+    elif prepacked != target._patch.matrices:
+        why = "some of its weights are packed, or do not belong to a linear layer"
     else:
-        why = captured.rounds
+        why = replay.rounds
     if why is not None:
         raise UserError(
             f"exact='bits' needs the compiled CPU kernels, and {target.name} cannot run on them throughout: {why}.",
-            f"{f'{fix}, or leave' if fix else 'Leave'} out --exact bits; in float32 the tokens are those of plain "
-            "decoding.",
+            f"{f'{fix}, or leave' if fix else 'Leave'} out --exact bits; in float32 the tokens equal plain decoding's.",
         )

@@ -126,9 +126,8 @@ class FrozenModel:
         configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         if configured is None:
             configured = getattr(self.config, "eos_token_id", None)
-        ends = {*(configured if isinstance(configured, list) else [configured])}
-        ends.add(getattr(self.tokenizer, "eos_token_id", None))
-        return frozenset(end for end in ends if isinstance(end, int))
+        ends = configured if isinstance(configured, list) else [configured]
+        return frozenset(end for end in (*ends, getattr(self.tokenizer, "eos_token_id", None)) if isinstance(end, int))
 
     @cached_property
     def markup(self) -> AnswerMarkup:
@@ -150,9 +149,9 @@ class FrozenModel:
         return not 0 < size < math.inf
 
     def identity(self) -> Identity:
-        if self.origin is not None:
-            return Identity(self.spec, self.name, self.origin.changed_fingerprint)
-        return Identity(self.spec, self.name, fingerprint(self.model, self.architecture))
+        origin = self.origin
+        known = fingerprint(self.model, self.architecture) if origin is None else origin.changed_fingerprint
+        return Identity(self.spec, self.name, known)
 
     @property
     def whole_identity(self) -> str:

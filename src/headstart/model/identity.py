@@ -97,8 +97,7 @@ def _at_places(_: str, parameter: Tensor) -> Tensor:
 
 def fingerprint(model: nn.Module, architecture: str, sample: Callable[[str, Tensor], Tensor] = _at_places) -> str:
     """Hash architecture and weights; call it on all ranks if sharded. `sample` reads a parameter at its `places`."""
-    digest = hashlib.sha256()
-    digest.update(architecture.encode())
+    digest = hashlib.sha256(architecture.encode())
     for name, parameter in sorted(model.named_parameters()):
         numbers = sample(name, parameter).to("cpu", torch.bfloat16)
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
@@ -175,27 +174,23 @@ def differs(
     parameters = dict(model.named_parameters())
     as_read = {} if origin is None else origin.sketch["weights"]
     for name, known in sketched.get("weights", {}).items():
-        shape, numbers = tuple(known["shape"]), torch.tensor(known["numbers"])
-        weight = parameters.get(name)
+        shape, numbers, by_cosine = tuple(known["shape"]), torch.tensor(known["numbers"]), rounded
+        weight, found = parameters.get(name), None
         if name in as_read:
             numbers = torch.tensor(sketched.get("without_adapter", {}).get(name, known["numbers"]))
-            _compare(torch.tensor(as_read[name]["numbers"]), numbers, rounded, equal, alike)
+            found = torch.tensor(as_read[name]["numbers"])
         elif weight is not None and _is_plain(weight) and tuple(weight.shape) == shape:
-            _compare(_sampled(weight), numbers, rounded, equal, alike)
-        elif (read := _through_layer(model, name, shape)) is not None and numbers.norm() > 0:
-            alike.append(float(torch.cosine_similarity(read, numbers, dim=0)))
+            found = _sampled(weight)
+        else:
+            found, by_cosine = _through_layer(model, name, shape), True
+        if found is not None and not by_cosine:
+            equal += ((found - numbers).abs() <= _NEAR * numbers.abs() + _TINY).tolist()
+        elif found is not None and numbers.norm() > 0:
+            alike.append(float(torch.cosine_similarity(found, numbers, dim=0)))
     if not equal and not alike:
         return "none of its weights can be compared"
     others = (equal and sum(equal) < _EQUAL_SHARE * len(equal)) or (alike and sum(alike) < _ALIKE * len(alike))
     return "it has other weights" if others else None
-
-
-def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], alike: list[float]) -> None:
-    """Append elementwise matches to `equal`, or, if rounded, the cosine to `alike`."""
-    if not rounded:
-        equal += ((ours - numbers).abs() <= _NEAR * numbers.abs() + _TINY).tolist()
-    elif numbers.norm() > 0:
-        alike.append(float(torch.cosine_similarity(ours, numbers, dim=0)))
 
 
 def _differs_in_adapter(sketched: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
@@ -203,18 +198,17 @@ def _differs_in_adapter(sketched: Mapping[str, Any], model: nn.Module, origin: O
     if theirs is None:
         return None if ours is None else f"it has the adapter {ours.name}"
     if origin is None or ours is None:
-        plain = ((name, weight) for name, weight in model.named_parameters() if _is_plain(weight))
-        share = _share_of_adapter(sketched, {name: _sampled(weight) for name, weight in plain})
-        return None if share is not None and share > 0.5 else "it lacks the adapter"
+        here = {name: _sampled(weight) for name, weight in model.named_parameters() if _is_plain(weight)}
+        return None if _adapter_fraction(sketched, here) > 0.5 else "it lacks the adapter"
     if theirs != ours.hash:
         return f"its adapter {ours.name} is another one"
     before = {name: torch.tensor(known["numbers"]) for name, known in origin.sketch["weights"].items()}
-    share = _share_of_adapter(sketched, before)
-    return "the adapter was in its weights before, and is twice now" if share is not None and share > 0.5 else None
+    twice = _adapter_fraction(sketched, before) > 0.5
+    return "the adapter was in its weights before, and is twice now" if twice else None
 
 
-def _share_of_adapter(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float | None:
-    """Project samples on the step from without the adapter (0) to with it (1); None without samples."""
+def _adapter_fraction(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float:
+    """Project samples on the step from without the adapter (0) to with it (1); 0 without samples."""
     along = size = 0.0
     for name, without in sketched.get("without_adapter", {}).items():
         if (here := numbers.get(name)) is not None and len(here) == len(without):
@@ -222,13 +216,12 @@ def _share_of_adapter(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]
             step = torch.tensor(sketched["weights"][name]["numbers"]) - base
             along += float(((here - base) * step).sum())
             size += float(step.square().sum())
-    return along / size if size else None
+    return along / size if size else 0.0
 
 
 def _is_plain(weight: Tensor) -> bool:
-    if is_packed(weight):
-        return False
-    return weight.is_floating_point() and weight.dtype.itemsize >= 2 and weight.numel() >= _NUMBERS
+    wide = weight.is_floating_point() and weight.dtype.itemsize >= 2 and weight.numel() >= _NUMBERS
+    return wide and not is_packed(weight)
 
 
 def _indices(count: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _COLUMNS = 256
-"""Columns to unpack at a time."""
+"""Columns unpacked together."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,9 @@ class Finish:
 def plain_weight(linear: Any, outputs: int, inputs: int) -> Tensor | None:
     """Return a linear layer's weights [outputs, inputs]; None if packed."""
     weight = getattr(linear, "weight", None)
-    if (
-        isinstance(weight, Tensor)
-        and not is_packed(weight)
-        and weight.shape == (outputs, inputs)
-        and weight.dtype.itemsize >= 2
-    ):
-        return weight if weight.is_floating_point() else None
-    return None
+    if not isinstance(weight, Tensor) or is_packed(weight) or weight.shape != (outputs, inputs):
+        return None
+    return weight if weight.is_floating_point() and weight.dtype.itemsize >= 2 else None
 
 
 def is_packed(weight: Tensor) -> bool:

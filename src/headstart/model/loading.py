@@ -216,7 +216,7 @@ def loadable_folder(spec: str) -> str:
 
 
 def gguf_file(spec: str) -> Path | None:
-    """Return a target's GGUF file, if it has one."""
+    """Return the target's GGUF file, if any."""
     folder, gguf = _locate(spec)
     return None if gguf is None else Path(folder) / gguf
 

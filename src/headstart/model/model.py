@@ -1,6 +1,6 @@
 """The target model: prefill, tree forwards, aux hidden states.
 
-Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S cache slots in sight, N tree nodes.
+Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S cache visible slots, N tree nodes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
 from headstart.kernels import cpu_attention
-from headstart.kernels.prepacked import MAX_ROWS, drop, in_halves, in_panels
+from headstart.kernels.prepacked import MAX_ROWS, can_pack, drop, in_halves
 from headstart.model.checking import FAILS, check_tree, refuse_rounding
 from headstart.model.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.model.identity import Origin
-from headstart.replay.attention import PIECE, Running, leave_out_cudnn, run, spans, tree_mask
+from headstart.replay.attention import PIECE, ForwardContext, leave_out_cudnn, run, tree_mask
 from headstart.replay.cache import LayerKeys, TreeCache
 from headstart.replay.chains import ChainCache, has_running_states, read_chains
 from headstart.replay.graphs import Graphs, Inputs, Outputs
-from headstart.replay.patch import FINAL, Fitting
-from headstart.replay.recorded import Captured, Recorded
+from headstart.replay.patch import FINAL, ModelPatch
+from headstart.replay.recorded import Recorded, Replay
 from headstart.replay.tape import NotRecordable
 from headstart.support.uploads import upload
-from headstart.tree.tree import Tree, TreeBatch
+from headstart.tree.tree import TreeBatch
 
 Exact = Literal["auto", "bits", "tokens"]
 """Guarantee of tree verification, see `Target.exact`."""
@@ -80,16 +80,16 @@ class Target(FrozenModel):
         self._int8 = False
         self._recorded = Recorded()
         self.chains_only = has_running_states(self.config)
-        self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
-        self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
+        self._patch = ModelPatch(self.decoder, self.layers, model.get_output_embeddings())
+        self._reads_again = self._patch.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
-            check_tree(self, self._path_logits, self._fitting.limit)
+            check_tree(self)
             self.exact = exact
         except BaseException:
-            self._fitting.release()
+            self._patch.release()
             raise
-        weakref.finalize(self, self._fitting.end)
+        weakref.finalize(self, self._patch.end)
 
     @property
     def exact(self) -> Literal["bits", "tokens"]:
@@ -106,7 +106,7 @@ class Target(FrozenModel):
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
         if exact == "bits":
-            refuse_rounding(self, self._fitting, self.record)
+            refuse_rounding(self)
         self._exact = exact
 
     @property
@@ -117,9 +117,8 @@ class Target(FrozenModel):
     @property
     def replays(self) -> bool:
         """Whether small forwards are replayed, as of the newest cache; cheaper than `eager`."""
-        if self._recorded.captured is None and self._recorded.refused is None:
-            self.record()
-        return self._recorded.refused is None
+        recorded = self._recorded
+        return (recorded if recorded.replay or recorded.refused else self.record()).refused is None
 
     @property
     def forwards(self) -> str:
@@ -137,17 +136,17 @@ class Target(FrozenModel):
 
     @property
     def _graphs(self) -> Graphs | None:
-        captured = self._recorded.captured
-        return None if captured is None else captured.graphs
+        replay = self._recorded.replay
+        return None if replay is None else replay.graphs
 
     @property
     def prepacked(self) -> bool:
-        return bool(self._fitting.prepacked)
+        return bool(self._patch.prepacked)
 
     @property
     def in_halves(self) -> bool:
         """Whether prepacked weights are stored as upper halves of floats (see `prepacked`)."""
-        modules: list[Any] = self._fitting.prepacked
+        modules: list[Any] = self._patch.prepacked
         return bool(modules) and all(in_halves(module.weight) for module in modules)
 
     @property
@@ -166,7 +165,7 @@ class Target(FrozenModel):
         return dict(count)
 
     def forward_bytes(self, rows: int, slots: int) -> tuple[int, int]:
-        """Estimate temporary bytes of a forward with `slots` in sight: fixed, and per tree node."""
+        """Estimate temporary bytes of a forward with `slots` visible: fixed, and per tree node."""
         heads = max(layer.keys[0] for layer in self.kv_layers)
         numbers = max(sum(count * size for count, size in (layer.keys, layer.values)) for layer in self.kv_layers)
         query_heads = getattr(self.config, "num_attention_heads", None) or heads
@@ -180,9 +179,9 @@ class Target(FrozenModel):
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """Create an empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
-        self._fitting.refresh()
+        self._patch.refresh()
         if self.exact == "bits":  # adapters or hooks may have been added since it was set
-            refuse_rounding(self, self._fitting, self.record)
+            refuse_rounding(self)
         else:
             self.record()
         return self._empty_cache(rows, capacity)
@@ -236,17 +235,17 @@ class Target(FrozenModel):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
             return self._read_chains(cache, [tree.tokens for tree in batch.trees], aux_layers)
         self._check_aux_layers(aux_layers)
-        captured = self._recorded.captured
-        if captured is not None and captured.graphs is not None:
-            out = captured.graphs(partial(self._graphed, captured), cache, batch, aux_layers)
+        replay = self._recorded.replay
+        if replay is not None and replay.graphs is not None:
+            out = replay.graphs(partial(self._graphed, replay), cache, batch, aux_layers)
             if out is not None:
                 return TargetOutput(*out)
-        return self._forward(cache, batch, aux_layers, 0 if self._fitting.limit is None else batch.depth)
+        return self._forward(cache, batch, aux_layers, 0 if self._patch.limit is None else batch.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
         """Read aux hidden states of whole sequences, each {layer: [length, E]}, splitting large batches."""
-        self._fitting.refresh()
+        self._patch.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
         states: list[dict[int, Tensor]] = []
         for first in range(0, len(rows), together):
@@ -262,7 +261,7 @@ class Target(FrozenModel):
         self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
     ) -> dict[int, Tensor]:
         """Read aux hidden states of right-padded sequences, {layer: [B, T, E]}, with gradients for adapters."""
-        self._fitting.refresh()
+        self._patch.refresh()
         return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
 
     def in_int8(self) -> Target:
@@ -270,8 +269,8 @@ class Target(FrozenModel):
 
         Returns itself if unsupported: on a GPU, without AVX2, with tiles (AMX, faster still), or if weights are not
         prepacked or forwards not replayed."""
-        modules: list[Any] = self._fitting.prepacked
-        if not modules or not all(in_panels(module.weight, int8=True) for module in modules) or self.eager is not None:
+        modules: list[Any] = self._patch.prepacked
+        if not modules or not all(can_pack(module.weight, int8=True) for module in modules) or self.eager is not None:
             return self
         rounded = copy(self)
         rounded._int8, rounded._exact, rounded._recorded, rounded._lender = True, "tokens", Recorded(), self
@@ -279,13 +278,17 @@ class Target(FrozenModel):
         return self if rounded.eager is not None else rounded
 
     def record(self) -> Recorded:
-        """Record the model's forward (see `captured`) if needed. `new_cache` calls this; call it ahead when timing."""
-        self._recorded.renew(self.model, self._capture)
-        return self._recorded
+        """Record the model's forward (see `recorded`) if needed. `new_cache` calls this; call it ahead when timing."""
+        recorded = self._recorded
+        with recorded.lock:
+            if recorded.refused is None and not (recorded.replay is not None and recorded.replay.holds(self.model)):
+                recorded.replay = None  # forwards that run meanwhile go through the modules
+                recorded.replay, recorded.refused = self._record()
+        return recorded
 
     def release(self) -> None:
         """Undo our patches of the model, which stays frozen; the next forward applies them again."""
-        self._fitting.release()
+        self._patch.release()
 
     def _empty_cache(self, rows: int, capacity: int) -> TreeCache:
         if self.chains_only:
@@ -309,23 +312,23 @@ class Target(FrozenModel):
         rows, width = tokens_BT.shape
         before = cache.lengths[0] if cache is not None else 0
         positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)
-        indices = self._rows_and_positions(wanted)
-        forward = Running(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices)
-        if self._fitting.limit is not None:
+        indices_2R = upload([list(wanted), list(wanted.values())], self.device)
+        forward = ForwardContext(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices_2R)
+        if self._patch.limit is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
             forward.ends = min(ends), max(ends)
         return self._run(forward, cache, tokens_BT, positions_1T.expand(rows, width))
 
     def _replays_texts(self, rows: int, width: int) -> bool:
         """Whether to read a short text as a tree, with attention in C."""
-        few = width <= PIECE and rows * width <= MAX_ROWS and self._recorded.captured is not None
+        few = width <= PIECE and rows * width <= MAX_ROWS and self._recorded.replay is not None
         return few and cpu_attention.serves(width, self.dtype, self.device)
 
     def _read_chains(
         self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int], last_only: bool = False
     ) -> TargetOutput:
         self._check_aux_layers(aux_layers)
-        self._fitting.ensure(aux_layers)
+        self._patch.ensure(aux_layers)
         return TargetOutput(*read_chains(self.model, cache, rows, aux_layers, last_only, self.device, self.max_length))
 
     def _forward(
@@ -339,8 +342,8 @@ class Target(FrozenModel):
     ) -> TargetOutput:
         """Read a tree; the cache is written, not committed. See `_read_causal`.
 
-        `depth` is the batch's, for length-dependent rotary frequencies. `ends` are given for texts; None for trees, as
-        if tokens were read one at a time.
+        `depth` is the batch's, for length-dependent rotary frequencies. `ends` are given for texts, and None for trees,
+        which count as read token by token.
         """
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
@@ -354,36 +357,38 @@ class Target(FrozenModel):
         if seen > self.max_length:
             positions_BN = positions_BN.clamp(max=self.max_length - 1)
         mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
-        forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
+        forward = ForwardContext(
+            mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None
+        )
         # Bit-exact attention must run in C at every width, as for one token.
         if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
             if len(lengths_B1) == 1:
                 forward.slots_B = torch.full((shape[0],), seen, device=self.device)
             else:
                 forward.slots_B = (lengths_B1 + width).flatten()
-        elif self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
-            forward.spans = spans(cache.lengths, width)
         if wanted is not None:
-            forward.wanted = self._rows_and_positions(wanted)
-        if self._fitting.limit is not None and ends is not None:
+            forward.wanted = upload([list(wanted), list(wanted.values())], self.device)
+        if self._patch.limit is not None and ends is not None:
             forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(shape)
             forward.ends = min(ends), max(ends)
-        elif self._fitting.limit is not None:
+        elif self._patch.limit is not None:
             forward.ends_BT = positions_BN + 1
             forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
         return self._run(forward, cache, batch.tokens_BN, positions_BN)
 
-    def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
+    def _run(
+        self, forward: ForwardContext, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor
+    ) -> TargetOutput:
         self._check_aux_layers(sorted(forward.aux_layers))
-        self._fitting.ensure(forward.aux_layers)
+        self._patch.ensure(forward.aux_layers)
         forward.int8 = self._int8
         if cache is not None:
             cache.begin(tokens_BT.shape[1])
             if self._reads_again:
                 cache.note(tokens_BT)
-        captured = self._recorded.captured
-        if captured is not None and cache is not None and captured.serves(tokens_BT.numel(), forward.bits):
-            return self._replay(captured, forward, cache, tokens_BT, positions_BT)
+        replay = self._recorded.replay
+        if replay is not None and cache is not None and replay.serves(tokens_BT.numel(), forward.bits):
+            return self._replay(replay, forward, cache, tokens_BT, positions_BT)
         with run(forward):
             out = self.model(
                 input_ids=tokens_BT,
@@ -395,34 +400,31 @@ class Target(FrozenModel):
             )
         return TargetOutput(
             out.logits.to(self.device),
-            {aux_layer: state.to(self.device) for aux_layer, state in forward.captured.items()},
+            {aux_layer: state.to(self.device) for aux_layer, state in forward.states.items()},
         )
 
     def _replay(
-        self, captured: Captured, forward: Running, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
+        self, replay: Replay, forward: ForwardContext, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
     ) -> TargetOutput:
         forward.cache = cache
         with run(forward):
-            states = captured(tokens_BT, positions_BT)
+            states = replay(tokens_BT, positions_BT)
             final = states[FINAL]
             if forward.wanted is not None:
-                final, forward.wanted = final[forward.wanted][:, None], None
+                rows, indices = forward.wanted
+                final, forward.wanted = final[rows, indices][:, None], None
             return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
 
     def _graphed(
-        self, captured: Captured, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
+        self, replay: Replay, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
     ) -> Outputs:
         """`_forward` for a CUDA graph, independent of host values."""
         positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
         where = inputs.lengths_B1, inputs.visible_BNN, positions_BN
         mask = tree_mask(*where, self.window, self.dtype, seen, more=True)
-        forward = Running(mask, aux_layers, window=self.window)
-        out = self._replay(captured, forward, cache, inputs.tokens_BN, positions_BN)
+        forward = ForwardContext(mask, aux_layers, window=self.window)
+        out = self._replay(replay, forward, cache, inputs.tokens_BN, positions_BN)
         return out.logits_BTV, out.aux_hidden_states
-
-    def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-        rows, indices = upload([list(wanted), list(wanted.values())], self.device)
-        return rows, indices
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, rows))
@@ -430,18 +432,18 @@ class Target(FrozenModel):
 
     def reads_alike(self, length: int) -> bool:
         """Whether a text of this length may be read in parts: rotary frequencies do not change within it."""
-        return self._fitting.limit is None or length <= self._fitting.limit
+        return self._patch.limit is None or length <= self._patch.limit
 
     def deepest(self, cache: TreeCache) -> int | None:
         """Maximum depth of the next tree; None for no limit. Phi-3 reads its text again, with other rotary
         frequencies, once it passes a limit, so nodes past the limit are valid only after that."""
-        if not self._reads_again or self._fitting.limit is None:
+        if not self._reads_again or self._patch.limit is None:
             return None
-        return min((left for length in cache.lengths if (left := self._fitting.limit - length - 1) >= 0), default=None)
+        return min((left for length in cache.lengths if (left := self._patch.limit - length - 1) >= 0), default=None)
 
     def _read_again(self, cache: TreeCache, ends: Sequence[int]) -> None:
         """Read rows again that pass the limit of their rotary frequencies in this forward."""
-        limit = self._fitting.limit
+        limit = self._patch.limit
         assert limit is not None, "only such models read again"
         for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
             if 0 < length <= limit < end:
@@ -453,30 +455,30 @@ class Target(FrozenModel):
                 cache.replace(row, alone)
 
     @torch.inference_mode(False)  # the recording outlives the decoding that triggers it
-    def _capture(self) -> Captured | str:
-        """Record the forward and check its replay with `check_tree`; return the reason on failure."""
+    def _record(self) -> tuple[Replay | None, str | None]:
+        """Record the forward and check its replay with `check_tree`; return it, or the reason on failure."""
         layers = [FINAL, *range(self.num_layers + 1)]
         if self.chains_only:
-            return "its layers keep running states"
-        if self._fitting.limit is not None:
-            return "its rotary frequencies depend on the length of the text"
-        self._fitting.ensure(layers)
+            return None, "its layers keep running states"
+        if self._patch.limit is not None:
+            return None, "its rotary frequencies depend on the length of the text"
+        self._patch.ensure(layers)
         try:
-            captured = Captured(self.model, layers, self.device, self.prepacked, self._int8)
+            replay = Replay(self.model, layers, self.device, self.prepacked, self._int8)
             replaying = copy(self)  # other threads do not use the recording until it is checked
-            replaying._exact, replaying._recorded = "tokens", Recorded(captured)
-            check_tree(self, replaying._path_logits, None, self._int8)
+            replaying._exact, replaying._recorded = "tokens", Recorded(replay)
+            check_tree(replaying)
         except NotRecordable as reason:
-            return str(reason)
+            return None, str(reason)
         except (UserError, *FAILS) as error:
-            return f"replaying it failed ({type(error).__name__}: {error})"
+            return None, f"replaying it failed ({type(error).__name__}: {error})"
         if self.device.type == "cuda" and self.kv_bytes_by_device.keys() == {self.device}:
-            captured.graphs = graphs = Graphs(self.kv_layers)
+            replay.graphs = graphs = Graphs(self.kv_layers)
             try:
-                check_tree(self, replaying._path_logits, None)
+                check_tree(replaying)
             except (UserError, *FAILS) as error:
                 graphs.refuse(f"replaying them failed ({type(error).__name__}: {error})")
-        return captured
+        return replay, None
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -492,29 +494,15 @@ class Target(FrozenModel):
         """Probe KV layouts and the dtype of hidden states with a forward, since weights may be packed or on several
         devices."""
         cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
-        self._fitting.ensure([FINAL])
-        with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
+        self._patch.ensure([FINAL])
+        with torch.inference_mode(), run(ForwardContext(aux_layers=frozenset([FINAL]))) as forward:
             self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=cache, use_cache=True)
         if len(cache.layers) != self.num_layers:
             raise cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")
         layers = [
             LayerKeys.of(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None
         ]
-        return layers, forward.captured[FINAL].dtype
-
-    def _path_logits(self, text: Sequence[int], tree: Tree, path: Sequence[int]) -> Tensor:
-        """Compute logits after a text and after each node of a tree path, [1 + K, V]. A target that verifies chains
-        reads and rejects another branch first."""
-        cache = self._empty_cache(1, len(text) + tree.size)
-        read_1V = self.prefill(cache, [text]).logits_BTV[0]
-        if not self.chains_only:
-            tree_NV = self.forward_tree(cache, TreeBatch.of([tree], self.device)).logits_BTV[0]
-            return torch.cat([read_1V, tree_NV[list(path)]])
-        rejected, accepted = (Tree.chain_of([tree.tokens[node] for node in nodes]) for nodes in ([0, 1, 3], path[1:]))
-        root_1V = self.forward_tree(cache, TreeBatch.of([rejected], self.device)).logits_BTV[0, :1]
-        cache.commit([[0]])
-        chain_KV = self.forward_tree(cache, TreeBatch.of([accepted], self.device)).logits_BTV[0]
-        return torch.cat([read_1V, root_1V, chain_KV])
+        return layers, forward.states[FINAL].dtype
 
 
 def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:

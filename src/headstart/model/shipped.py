@@ -31,7 +31,7 @@ from headstart.model.loading import loadable_folder, silent, tensor_files
 from headstart.replay.patch import FINAL
 
 _VOCABULARY = 8
-"""Vocabulary of the one-layer model; its embeddings and LM head are unused."""
+"""Vocabulary size of a one-layer model, with unused embeddings and LM head."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,11 @@ class ShippedFiles:
 
     def other_weights(self) -> list[Tensor | None]:
         """A module's LM head and embeddings, each None if equal to the target's."""
-        names = [f"{self.below(number)}{name}" for number in range(len(self.joins)) for name in _SHARED]
-        shared = {
-            name.removeprefix(self.below(number)): tensor
-            for number in range(len(self.joins))
-            for name, tensor in self._read([name for name in names if name in self.file_of]).items()
-        }
+        shared: dict[str, Tensor] = {}
+        for number in range(len(self.joins)):
+            names = {f"{self.below(number)}{name}": name for name in _SHARED}
+            tensors = self._read([name for name in names if name in self.file_of])
+            shared |= {names[name]: tensor for name, tensor in tensors.items()}
         of_target = (self.target.lm_head_weight, self.target.embedding_weight)
         return [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
 
@@ -154,9 +153,11 @@ class ShippedFiles:
                 raise UserError(
                     f"The file {file} of {self.target.name} cannot be read: {error}", "Fetch the checkpoint again."
                 ) from error
-        if packed := next((name for name, tensor in tensors.items() if _is_packed(name, tensor)), None):
+        marks = ("_scale_inv", "_scale", ".qweight")
+        packed = [n for n, x in tensors.items() if n.endswith(marks) or x.itemsize == 1 or not x.is_floating_point()]
+        if packed:
             raise UserError(
-                f"The multi-token-prediction modules of {self.target.name} are packed in few bits ({packed}).",
+                f"The multi-token-prediction modules of {self.target.name} are packed in few bits ({packed[0]}).",
                 "Take the checkpoint in bfloat16.",
             )
         return tensors
@@ -260,10 +261,6 @@ def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> l
         count = len({name.removeprefix(below).partition(".")[0] for name in names if name.startswith(below)})
         return joins * max(1, count)
     return joins
-
-
-def _is_packed(name: str, tensor: Tensor) -> bool:
-    return name.endswith(("_scale_inv", "_scale", ".qweight")) or tensor.itemsize == 1 or not tensor.is_floating_point()
 
 
 def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:

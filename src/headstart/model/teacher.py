@@ -1,7 +1,7 @@
 """The teacher: the parts of a target that head training needs, stored beside its hidden states.
 
-Heads read embeddings, LM head, final norm and, for a warm start, the last layers: about 6 of 140 GB of a 70B model. So
-heads train on stored states without the target, with bit-exact results.
+Heads read embeddings, LM head, final norm and, for a warm start, the last layers: about 6 of 140 GB of a 70B model.
+Training on stored states without the target is bit-exact.
 
     teacher-<fingerprint>-<dtype>/
         base.safetensors          embeddings, LM head, final norms
@@ -14,7 +14,7 @@ Layers are added on demand, and all stores of a folder share one teacher.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ _AGAIN = "Write it again where the target is: headstart data build RECIPE comput
 class TeacherModel(FrozenModel):
     """A target without most of its layers: heads can be created, trained and exported, not decoded with.
 
-    The model is of the target's class, with missing parameters on the `meta` device; `note` is that of `save_teacher`.
+    The model is of the target's class, with missing parameters on the `meta` device; `save_teacher` writes the `note`.
     """
 
     def __init__(self, model: Any, note: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor],
 
 
 def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
-    """Check a teacher by file sizes, and hashes if `thorough`; None if it is intact or there is none."""
+    """Check a teacher by file sizes, and hashes if `thorough`; None if it is intact or missing."""
     if not folder.is_dir():
         return None
     try:
@@ -229,32 +229,25 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _kept(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file and name: the base, and this many of the last layers."""
-    files = {_BASE: _base(target)}
-    for number in range(max(0, target.num_layers - layers), target.num_layers):
-        files[_layer_file(number)] = _of_layer(target, number)
-    return files
+    """Tensors by file and name, tied ones once: embeddings, LM head and norms outside the layers, and `layers` of the
+    last layers."""
+    names = _names(target.model)
 
+    def by_name(parameters: Iterable[Tensor]) -> dict[str, Tensor]:
+        return {names[id(parameter)][0]: parameter for parameter in parameters}
 
-def _base(target: Target) -> dict[str, Tensor]:
-    """Embeddings, LM head and norms outside the layers, tied parameters once."""
-    modules = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
-    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    def own(modules: Iterable[nn.Module]) -> list[Tensor]:
+        return [parameter for module in modules for parameter in module.parameters(recurse=False)]
+
+    outside = own([target.model.get_input_embeddings(), target.model.get_output_embeddings()])
     for child in target.decoder.children():
         if child is not target.layers:
-            parameters += [parameter for parameter in child.parameters() if parameter.ndim == 1]
-    return _by_name(target, parameters)
-
-
-def _of_layer(target: Target, number: int) -> dict[str, Tensor]:
-    modules = [module for path, module in target.layers[number].named_modules() if path.count(".") <= 1]
-    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-    return _by_name(target, [parameter for parameter in parameters if parameter.ndim <= 2])
-
-
-def _by_name(target: Target, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    names = _names(target.model)
-    return {names[id(parameter)][0]: parameter for parameter in parameters}
+            outside += [parameter for parameter in child.parameters() if parameter.ndim == 1]
+    files = {_BASE: by_name(outside)}
+    for number in range(max(0, target.num_layers - layers), target.num_layers):
+        modules = (module for path, module in target.layers[number].named_modules() if path.count(".") <= 1)
+        files[_layer_file(number)] = by_name(parameter for parameter in own(modules) if parameter.ndim <= 2)
+    return files
 
 
 def _layer_file(number: int) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.building import ConversationBuild, build_conversations
 from headstart.data.conversations.depends_on import OF_SERVERS, begun_at, identity, pinned, revisions
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.sources import find_origin, is_here
-from headstart.data.states.shards import Capture, Work, build_store
+from headstart.data.states.shards import Capture, StateKind, Work, build_store, compute_states
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
@@ -159,13 +159,9 @@ def _conversations(run: Run) -> Outcome:
     prompts, revision = (earlier.get(f"data.{key}", settings[key]) for key in ("prompts", "revision"))
     if revisions(prompts, revision) != revisions(settings["prompts"], settings["revision"]):
         forget(run.folder, "conversations")  # an attempt that fails now must not find its commits again
-    if (known := referred(run.folder, "conversations")) is not None:
-        settings = begun_at(settings, read_note(known))
-    made = artifact(run.folder, "conversations", slug, identity(target, settings))
-    folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None
-    if not run.recipe.data.online:
-        # Conversations beyond the byte budget of their states would be wasted.
-        maximum = 1e9 * data.cache_gigabytes / _token_bytes(run)
+    made = _conversations_artifact(run, slug)
+    folder = run.folder / CONVERSATIONS
+    if not data.online:
         states = states_artifact(run)
         try:
             with held(states, wait=False):
@@ -173,12 +169,11 @@ def _conversations(run: Run) -> Outcome:
         except Busy:
             # Another run may compute states there for hours; both add complete shards.
             refer(run.folder, "states", states)
-        capture = Capture(states.folder, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
         refer(run.folder, "conversations", made)
-        data = pinned(data, made.identity)
+        data, (max_tokens, capture) = pinned(data, made.identity), _limit_and_capture(run)
         splits = build_conversations(
-            target, data, folder, run.console, shared=path, max_tokens=maximum, capture=capture
+            target, data, folder, run.console, shared=path, max_tokens=max_tokens, capture=capture
         )
     questions = [
         {
@@ -197,6 +192,46 @@ def _conversations(run: Run) -> Outcome:
         f"{splits.counts['validation']} for validation, {splits.counts['heldout']} held out",
         identity=" ".join(map(str, [made.name, *used])),
     )
+
+
+def _conversations_artifact(run: Run, slug: str = "") -> Artifact:
+    """Return the artifact of the recipe's conversations, at the Hub commits that the run began with."""
+    known = referred(run.folder, "conversations")
+    data = begun_at(run.recipe.data, {} if known is None else read_note(known))
+    return artifact(run.folder, "conversations", slug, identity(run.described, data))
+
+
+def _limit_and_capture(run: Run) -> tuple[float, Capture | None]:
+    """Return how many tokens have states within the byte budget, and the sink of these states."""
+    data = run.recipe.data
+    if data.online:
+        return math.inf, None
+    capture = Capture(states_artifact(run).folder, run.described, aux_layers(run), data.states_dtype)
+    return 1e9 * data.cache_gigabytes / _token_bytes(run), capture
+
+
+def help_with_data(run: Run, done: set[str]) -> None:
+    """Write conversations and hidden states beside the process that holds the run; add finished stages to `done`.
+
+    Requests to servers are limited within one process, so no other process helps with them.
+    """
+    data, path = run.recipe.data, referred(run.folder, "conversations")
+    if path is not None and not data.server and "conversations" not in done:
+        made = _conversations_artifact(run)
+        if made.folder == path:
+            max_tokens, capture = _limit_and_capture(run)
+            settings = pinned(data, made.identity)
+            ConversationBuild(run.described, settings, path, max_tokens=max_tokens, capture=capture).write()
+            done.add("conversations")
+    if not data.online and "states" not in done and run.whole_record("conversations") is not None:
+        budget = int(data.cache_gigabytes * 1e9)
+        kind = StateKind(run.target, tuple(aux_layers(run)), data.states_dtype)
+        for split in reversed(_SPLITS):
+            items = conversations(run, split)
+            kept = items[: kind.fitting(items, budget)]
+            compute_states(kind, kept, states_artifact(run).folder, Work(data.states_dtype))
+            budget -= kind.bytes(sum(len(item.tokens) for item in kept))
+        done.add("states")
 
 
 def conversation_files(run: Run) -> dict[str, Path]:

@@ -15,8 +15,8 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.data.conversations.jobs import Workers
 from headstart.data.prompts.chat import check_prompts
+from headstart.data.workers import Workers
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config

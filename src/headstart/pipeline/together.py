@@ -1,36 +1,29 @@
 """Several processes on one run, over a shared file system: they write its data together, or train its heads.
 
-All run the same command. For data, the first process locks the run and plans jobs (see
-`headstart.data.conversations.jobs`); the others work on them, and one takes over if the first dies.
+All run the same command. For data, the first process locks the run and completes its stages; the others write batches
+of conversations and shards of states beside it (`help_with_data`), and one takes over if the first dies.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-from headstart.data.conversations.jobs import JOBS, Board, Taker, Workers, help_others
-from headstart.data.conversations.part_writer import PART, help_writing
-from headstart.data.states.shards import Capture, compute_shard
-from headstart.data.writing.in_process import InProcess
 from headstart.errors import UserError
+from headstart.pipeline.data_stages import help_with_data
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
-from headstart.support.artifacts import referred
 from headstart.support.lock import Busy
 from headstart.train.processes import broadcast_from_main, count_processes, is_main, join_processes, raise_on_all_ranks
 
 _IDLE = 0.5
-"""Seconds between polls of an idle helper."""
+"""Seconds between polls of an idle process."""
 
 
 def execute_together(run: Run, stages: Sequence[Stage]) -> None:
     """Run `execute`, or help the process that holds the run's lock."""
-    helper: _Helper | None = None
+    done: set[str] | None = None
     while True:
         try:
             execute(run, stages)
@@ -40,41 +33,11 @@ def execute_together(run: Run, stages: Sequence[Stage]) -> None:
             if last is not None and last.whole and not left_to_do(run, stages):
                 run.console.print(f"{busy.problem} There is no data left to write.", highlight=False, soft_wrap=True)
                 return
-            if helper is None:
+            if done is None:
                 run.console.print(f"{busy.problem} Helping it: work is shared.", highlight=False, soft_wrap=True)
-                helper = _Helper(run)
-        if not helper.help():
-            time.sleep(_IDLE)
-
-
-class _Helper:
-    """Worker for the jobs of a run that another process holds."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._most = run, 2 if InProcess(run.described).shareable else 1
-        self._owner = run.described.whole_identity
-        self._refused: set[str] = set()  # jobs that cannot be done here
-
-    def help(self) -> int:
-        """Do the available jobs; returns their number."""
-        folders = (referred(self._run.folder, stage) for stage in ("conversations", "states"))  # stages with jobs
-        boards = [Board(folder / JOBS) for folder in folders if folder is not None]
-        if not any(board.names() for board in boards):
-            return 0
-        with Workers(self._run.described.device, self._most) as workers:
-            do = partial(self._do, check=workers.check)
-            return help_others(boards, Taker(do, workers, lambda what: what["target"] == self._owner, self._refused))
-
-    def _do(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
-        target, shards = self._run.target, referred(self._run.folder, "states")
-        if what["kind"] == PART:
-            return help_writing(target, what, lambda *how: Capture(_known(shards), target, *how), check)
-        return compute_shard(target, what, _known(shards), check)
-
-
-def _known(shards: Path | None) -> Path:
-    assert shards is not None, "the run refers to them before it has jobs"
-    return shards
+                done = set()
+        help_with_data(run, done)
+        time.sleep(_IDLE)
 
 
 def train_together(run: Run) -> None:

@@ -7,13 +7,13 @@ Differences from transformers' sdpa path:
   values (5-7x faster for one token in a batch of 16-64 on a CPU). The mask comes from this thread's forward.
 - A few tokens per row on a CPU run in C, bit-exact with single steps (see `cpu_attention`).
 
-Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
+Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S visible slots, D head size.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from headstart.kernels.cpu_attention import few_tokens_attention, joined_attention
+from headstart.kernels.cpu_attention import few_tokens_attention
 
 NAME = "headstart"
-_SPAN = 16
-"""Rows of a span."""
-_SPANS_PAY = 0.85
-"""Attend in spans when they cover at most this share of the padded slots."""
 PIECE = 1024
 """Prefill chunk size in tokens; no mask has more rows."""
 
@@ -65,7 +61,7 @@ def tree_mask(
     more: bool = False,
 ) -> TreeMask | None:
     """Build the masks of a tree: committed prefix, then the tree's visibility; None if a single token sees everything.
-    B is 1 if all rows have equal lengths, or share a shape. `seen` counts the slots in sight, tree included; with
+    B is 1 if all rows have equal lengths, or share a shape. `seen` counts the visible slots, tree included; with
     `more`, further slots follow the tree."""
     width, device = positions_BT.shape[1], positions_BT.device
     one_length = lengths_B1.shape[0] == 1 and not more
@@ -101,37 +97,24 @@ def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~allowed_BTS, float("-inf"))[:, None]
 
 
-def spans(lengths: Sequence[int], width: int) -> list[tuple[int, int, int]]:
-    """Split rows into spans (see `Running`) if lengths differ enough for that to pay.
-
-    >>> spans([10] * 16 + [100] * 16, 4), spans([90] * 16 + [100] * 16, 4)
-    ([(0, 16, 14), (16, 32, 104)], [])
-    """
-    starts = range(0, len(lengths), _SPAN)
-    parts = [(start, min(start + _SPAN, len(lengths)), max(lengths[start : start + _SPAN]) + width) for start in starts]
-    slots = sum((stop - start) * seen for start, stop, seen in parts)
-    return parts if slots <= _SPANS_PAY * len(lengths) * (max(lengths) + width) else []
-
-
 @dataclass
-class Running:
+class ForwardContext:
     """Context of one forward, read by the model's modules.
 
     Attributes:
         mask: None for a causal forward, or a single token that sees everything.
-        aux_layers: layers to capture; their hidden states go to `captured`.
+        aux_layers: layers to capture; their hidden states go to `states`.
         ends_BT: per token, the text length when a plain loop would have read it; None if unused.
         ends: minimum and maximum of `ends_BT`.
         causal: whether the tokens are the end of one text.
         bits: whether a row must be batch-invariant (see `Target.exact`).
         int8: whether products are in 8 bits (see `Target.in_int8`).
-        spans: rows that attend together, (start, stop, slots in sight of the longest row); empty for all rows.
-        slots_B: slots in sight per row, new tokens included, if `cpu_attention` serves the forward.
-        wanted: rows [R] and positions [R] to compute logits for; None for all tokens.
+        slots_B: visible slots per row, new tokens included, if `cpu_attention` serves the forward.
+        wanted: rows and positions [2, R] to compute logits for; None for all tokens.
         row: the row being read, for targets with running states (see `chains`).
         cache: KV cache of a replay.
         weights: weights of a replay's joined steps (see `steps`).
-        recording: set while this forward is recorded (see `captured`).
+        recording: set while this forward is recorded (see `recorded`).
     """
 
     mask: TreeMask | None = None
@@ -142,32 +125,31 @@ class Running:
     window: int | None = None
     bits: bool = False
     int8: bool = False
-    spans: Sequence[tuple[int, int, int]] = ()
     slots_B: Tensor | None = None
-    wanted: tuple[Tensor, Tensor] | None = None
+    wanted: Tensor | None = None
     row: Any = None
     cache: Any = None
     weights: Any = None
     recording: Any = None
-    captured: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)
 
 
 _THREAD = threading.local()
 
 
-def running() -> Running | None:
+def current_forward() -> ForwardContext | None:
     """Return this thread's headstart forward; None in any other call of the model."""
-    return getattr(_THREAD, "running", None)
+    return getattr(_THREAD, "forward", None)
 
 
 @contextmanager
-def run(forward: Running) -> Iterator[Running]:
-    before = running()
-    _THREAD.running = forward
+def run(forward: ForwardContext) -> Iterator[ForwardContext]:
+    before = current_forward()
+    _THREAD.forward = forward
     try:
         yield forward
     finally:
-        _THREAD.running = before
+        _THREAD.forward = before
 
 
 def leave_out_cudnn() -> None:
@@ -209,7 +191,7 @@ def tree_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of new tokens [B, Q, T, D] over slots [B, H, S, D]; returns ([B, T, Q, D_v], None)."""
-    forward, scores = running(), Scores(scaling, softcap, s_aux)
+    forward, scores = current_forward(), Scores(scaling, softcap, s_aux)
     assert forward is not None, "a forward of ours"
     if forward.recording is not None:
         return forward.recording.attend(query, key, value, scores, sliding_window is not None), None
@@ -219,7 +201,7 @@ def tree_attention(
     return attend(forward, query, key, value, scores, sliding_window is not None), None
 
 
-def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
+def attend(forward: ForwardContext, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
     """Run a layer's attention in a headstart forward: [B, T, Q, D_v]."""
     rows, query_heads, new_tokens, size = query.shape
     heads = key.shape[1]
@@ -228,8 +210,8 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     if forward.mask is None and forward.causal:
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
     if forward.slots_B is not None and scores.plain:
-        seen = sight(forward, query, new_tokens, sliding)
-        attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), *seen)
+        visible = visible_range(forward, query, new_tokens, sliding)
+        attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), *visible)
         if attended is not None:
             return attended
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
@@ -240,45 +222,15 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     assert not forward.bits, "refused where C does not serve"
     if not scores.plain:
         out = _reference(query, key, value, mask, how=scores)
-    elif forward.spans and mask is not None:
-        parts = [
-            F.scaled_dot_product_attention(
-                query[start:stop],
-                key[start:stop, :, :seen],
-                value[start:stop, :, :seen],
-                attn_mask=mask[start:stop, :, :, :seen],
-                scale=scores.scaling,
-            )
-            for start, stop, seen in forward.spans
-        ]
-        out = torch.cat(parts)
     else:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
     out = out.reshape(rows, query_heads, new_tokens, value.shape[-1])
     return out.transpose(1, 2).contiguous()
 
 
-def attend_joined(
-    forward: Running,
-    joined_BTXD: Tensor,
-    angles: tuple[Tensor, Tensor],
-    heads: int,
-    norms: tuple[Tensor, Tensor, float] | None,
-    layer: int,
-    scores: Scores,
-    sliding: bool,
-) -> Tensor | None:
-    """Run norms, rotary positions, cache writes and attention on joined queries, keys and values, X = Q + 2 H, in C:
-    [B, T, Q, D]; None if the kernel does not serve them."""
-    if forward.slots_B is None:
-        return None
-    seen = sight(forward, joined_BTXD, joined_BTXD.shape[1], sliding)
-    keys, values = forward.cache.slots(layer)
-    scale = scores.scale(joined_BTXD.shape[3])
-    return joined_attention(joined_BTXD, angles, heads, keys, values, forward.slots_B, scale, norms, *seen)
-
-
-def sight(forward: Running, like: Tensor, new_tokens: int, sliding: bool) -> tuple[Tensor | None, int, int | None]:
+def visible_range(
+    forward: ForwardContext, like: Tensor, new_tokens: int, sliding: bool
+) -> tuple[Tensor | None, int, int | None]:
     """Visibility as `cpu_attention` takes it: mask, first slot of the mask, and the window if there is no mask."""
     if forward.mask is None or new_tokens == 1:
         return None, 0, forward.window if sliding else None

@@ -83,9 +83,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = 0
         self._check: Callable[[], None] | None = None
         self._ragged = False
-        self._all: list[tuple[Tensor, ...]] = []
         self._new: list[tuple[Tensor, ...]] = []
-        self._sight: list[tuple[Tensor, ...]] = []
+        self._visible: list[tuple[Tensor, ...]] = []
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
 
@@ -115,10 +114,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = new_tokens
         self._seen = seen
         self._ragged, self._slots = len(set(self.lengths)) > 1, {}
-        self._all, self._new, self._sight = [], [], []
+        self._new, self._visible = [], []
 
     def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
-        """Announce a forward whose rows start at `lengths_B1`, with `seen` slots in sight."""
+        """Announce a forward after `lengths_B1` tokens of each row, with `seen` visible slots."""
         self._new_tokens, self._seen, self._ragged = new_tokens, seen, True
         slots_BT = lengths_B1 + torch.arange(new_tokens, device=lengths_B1.device)
         self._slots = {lengths_B1.device: (torch.arange(self.rows, device=lengths_B1.device)[:, None], slots_BT)}
@@ -126,29 +125,22 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values [B, H, T, D]; return views of all slots in sight."""
+        """Write one layer's new keys and values [B, H, T, D]; return views of all visible slots."""
         (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
         if not self._ragged:
             if not self._new:  # one view for all layers, taken apart, instead of several for each
                 first, seen = self._seen - self._new_tokens, self._seen
                 self._new = [store[:, :, :, first:seen].unbind() for store in self._stores]
-                self._sight = [store[:, :, :, :seen].unbind() for store in self._stores]
+                self._visible = [store[:, :, :, :seen].unbind() for store in self._stores]
             self._new[key_store][key_index].copy_(key_states)
             self._new[value_store][value_index].copy_(value_states)
-            return self._sight[key_store][key_index], self._sight[value_store][value_index]
+            return self._visible[key_store][key_index], self._visible[value_store][value_index]
         keys = self._stores[key_store][key_index]
         values = self._stores[value_store][value_index]
         rows_B1, slots_BT = self._rows_and_slots(keys.device)
         keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
         values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
         return keys[:, :, : self._seen], values[:, :, : self._seen]
-
-    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return all slots of a layer, keys and values [B, H, C, D]."""
-        if not self._all:
-            self._all = [store.unbind() for store in self._stores]
-        (key_store, key_index), (value_store, value_index) = self._places[layer]
-        return self._all[key_store][key_index], self._all[value_store][value_index]
 
     @property
     def layout(self) -> tuple[Sequence[Tensor], Sequence[Place]]:
@@ -236,13 +228,12 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self.lengths = [self.lengths[row] for row in rows]
 
     def part(self, start: int, stop: int) -> TreeCache:
-        """Return a view of these rows with lengths of its own; after a commit to it, the caller updates the lengths
-        here."""
+        """Return a view of some rows with its own lengths, which the caller copies back after a commit."""
         part = copy.copy(self)
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
         part._slots, part._lengths, part.memory = {}, {}, None
-        part._all, part._new, part._sight = [], [], []
+        part._new, part._visible = [], []
         return part
 
     def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:
@@ -271,7 +262,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return max(self.lengths)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(slots in sight, offset), for transformers."""
+        """(visible slots, offset), for transformers."""
         return max(self.lengths) + self._new_tokens, 0
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from headstart.replay.attention import PIECE, Running, run, running
+from headstart.replay.attention import PIECE, ForwardContext, current_forward, run
 from headstart.support.uploads import upload
 
 LINEAR = "linear_attention"
@@ -35,15 +35,9 @@ class Row:
         self.held = 0
         self.pending: list[int] = []
         self.copies: dict[int, Any] = {}
-        self.check: Callable[[], None] | None = None
-
-    def keep(self, layer: int) -> None:
-        self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
 
     def accept(self, chain: Sequence[int], count: int) -> None:
         """Keep the pending tokens and the first `count` tokens of the last chain, if one was read."""
-        if self.check is not None:
-            self.check()
         if not chain:
             return
         self.held += len(self.pending)
@@ -59,7 +53,7 @@ class Row:
 
 
 class ChainCache:
-    """The `TreeCache` of these targets, allocated on demand. `chains` has each row's last chain, to be committed."""
+    """A `TreeCache` for targets with running states, allocated on demand. `chains` has each row's uncommitted chain."""
 
     def __init__(self, config: Any, rows: int) -> None:
         self._config = config
@@ -68,11 +62,13 @@ class ChainCache:
         self.lengths = [0] * rows
         self.chains: list[list[int]] = [[] for _ in range(rows)]
 
-    def watch(self, check: Callable[[], None]) -> None:
+    def watch(self, check: Callable[[], None] | None) -> None:
         """See `TreeCache.watch`; called after each prefill chunk and before each chain."""
         self._check = check
-        for row in self.rows_B:
-            row.check = check
+
+    def check(self) -> None:
+        if self._check is not None:
+            self._check()
 
     @property
     def rows(self) -> int:
@@ -90,8 +86,6 @@ class ChainCache:
 
     def forget(self) -> None:
         """Drop uncommitted chains."""
-        if self._check is not None:
-            self._check()
         if any(self.chains):
             self.commit([[]] * self.rows)
 
@@ -113,10 +107,7 @@ class ChainCache:
         return alone
 
     def go_on_with(self, row: int, other: ChainCache) -> None:
-        kept = copy.copy(other.rows_B[0])
-        kept.check = None  # do not deepcopy the check, which belongs to the call that read the row
-        self.rows_B[row], self.lengths[row] = copy.deepcopy(kept), other.lengths[0]
-        self.rows_B[row].check = self._check
+        self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
 
 
 def read_chains(
@@ -130,6 +121,7 @@ def read_chains(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Read a chain per row, row by row: logits [B, N, V] and aux hidden states [B, N, E]. With `last_only` the rows are
     prompts: they are committed, and only the last token gets logits."""
+    cache.check()
     cache.forget()
     logits, states = [], []
     for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
@@ -137,10 +129,9 @@ def read_chains(
         size = PIECE if last_only else len(tokens)
         for start in range(0, len(tokens), size):
             piece = list(tokens[start : start + size])
-            forward = Running(None, frozenset(aux_layers), causal=True, row=row)
+            forward = ForwardContext(None, frozenset(aux_layers), causal=True, row=row)
             if last_only:
-                row_1, index_1 = upload([[0], [len(row.pending) + len(piece) - 1]], device)
-                forward.wanted = row_1, index_1
+                forward.wanted = upload([[0], [len(row.pending) + len(piece) - 1]], device)
             text_1T = torch.tensor([[*row.pending, *piece]], device=device)
             index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=device)[None]
             with run(forward):
@@ -151,9 +142,10 @@ def read_chains(
                     use_cache=True,
                 )
             new = slice(len(row.pending), None)
-            pieces.append({layer: state[0, new].to(device) for layer, state in forward.captured.items()})
+            pieces.append({layer: state[0, new].to(device) for layer, state in forward.states.items()})
             logits_TV = out.logits[0].to(device)
             if last_only:
+                cache.check()
                 row.accept(piece, len(piece))
             else:
                 logits_TV = logits_TV[new]
@@ -178,7 +170,7 @@ def is_linear(module: nn.Module) -> bool:
 
 def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
     """Run linear attention on the pending tokens, snapshot the state, then run it on the chain."""
-    forward = running()
+    forward = current_forward()
     row: Row | None = None if forward is None else forward.row
     forward_of_class = type(module).forward
     # The cache argument is named `cache_params` before transformers 5.24, `cache` since.
@@ -190,6 +182,6 @@ def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
     parts = [part for part in (hidden_states[:, :before], hidden_states[:, before:]) if part.shape[1]]
     if before:
         parts[0] = forward_of_class(module, parts[0], **more)
-    row.keep(module.layer_idx)
+    row.copies[module.layer_idx] = copy.deepcopy(row.cache.layers[module.layer_idx])
     parts[-1] = forward_of_class(module, parts[-1], **more)
     return torch.cat(parts, dim=1)

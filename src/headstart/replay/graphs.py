@@ -1,12 +1,11 @@
 """CUDA graphs of target forwards, which avoid launch overhead.
 
-There is one graph per bucket: rows and slots in sight in powers of two, widths of `WIDTHS`, and the captured layers.
+There is one graph per bucket: rows and visible slots in powers of two, widths of `WIDTHS`, and the captured layers.
 Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
 Padding is read like a node and never looked at.
 
-Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. The pool
-keeps a few, for concurrent requests and alternating lengths. `Captures` also serves the graphs of draft heads (see
-`drafters.captured`).
+Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `Captures`
+also serves the graphs of draft heads (see `drafters.captured`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """
@@ -31,7 +30,7 @@ from headstart.tree.tree import TreeBatch
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Bucket widths in nodes per row; wider trees run without a graph."""
 _LEAST_SEEN = 128
-"""Slots in sight of the smallest bucket."""
+"""Visible slots of the smallest bucket."""
 _ROOMY = 0.25
 """Round a cache up to a power of two while it takes at most this share of free memory."""
 _KEPT, _KEPT_SHARE = 4, 0.1
@@ -40,9 +39,6 @@ _TOO_LARGE = 4
 """Maximum ratio of a reused memory's size to the requested one."""
 
 M = TypeVar("M", bound=Memory)
-In = TypeVar("In")
-T = TypeVar("T")
-
 Outputs = tuple[Tensor, dict[int, Tensor]]
 """Logits [B, N, V] and states [B, N, E] by layer."""
 
@@ -76,7 +72,7 @@ class Inputs:
 
 
 Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
-"""Takes inputs, cache, slots in sight and the aux layers."""
+"""Takes inputs, cache, visible slots and the aux layers."""
 
 _of_thread = threading.local()
 
@@ -87,19 +83,16 @@ def captured() -> int:
 
 
 @dataclass
-class Graph(Generic[In, T]):
+class Graph:
     """A captured forward with its input and output buffers."""
 
     graph: Any
-    inputs: In
-    outputs: T
+    inputs: Any
+    outputs: Any
 
 
 class Captures(Generic[M]):
-    """A pool of memories with their captured forwards.
-
-    Args:
-        slot_bytes: bytes of one slot of a row.
+    """A pool of memories with their captured forwards; one slot of a row takes `slot_bytes`.
 
     Attributes:
         refused: why capturing has stopped, if it has.
@@ -126,19 +119,15 @@ class Captures(Generic[M]):
         return sum(memory.bytes for memory in list(self._spares))
 
     def lend(self, make: Callable[[int, int], M], rows: int, capacity: int, weights: Iterable[Tensor]) -> M:
-        """Return cleared memory for at least these rows and slots; `make` allocates it if no spare one fits. Drops its
-        graphs if any of these weights has moved."""
+        """Return cleared memory for at least `rows` and `capacity`; makes it if no spare one fits. Drops its graphs if
+        any of the weights has moved."""
         roomy = power(capacity)
         with self._lock:
             spares, self._spares = self._spares, []  # a garbage collection in here may return others
-            fitting = [
-                memory
-                for memory in spares
-                if memory.rows >= rows
-                and memory.capacity >= capacity
-                and memory.rows * memory.capacity <= _TOO_LARGE * rows * roomy
-            ]
+            fitting = [spare for spare in spares if spare.rows >= rows and spare.capacity >= capacity]
             memory = min(fitting, key=lambda memory: memory.rows * memory.capacity, default=None)
+            if memory is not None and memory.rows * memory.capacity > _TOO_LARGE * rows * roomy:
+                memory = None
             if memory is not None:
                 spares.remove(memory)
             kept = sum(memory.bytes for memory in spares)
@@ -166,7 +155,7 @@ class Captures(Generic[M]):
         with self._lock:
             self._spares = [*self._spares, memory][-_KEPT:] if self.refused is None else []
 
-    def capture(self, memory: M, bucket: Any, inputs: In, forward: Callable[[], T]) -> Graph[In, T] | None:
+    def capture(self, memory: M, bucket: Any, inputs: Any, forward: Callable[[], Any]) -> Graph | None:
         """Capture a forward over these inputs and keep the graph in the memory; None on failure. The forward runs twice
         before, so it must be repeatable."""
         _of_thread.captured = captured() + 1

@@ -1,14 +1,14 @@
 """Patch a transformers model so that headstart's forwards run beside its own.
 
-Each patch looks up the forward of its thread (`attention.running`), so forwards in several threads, and the model's own
-`generate`, do not interfere.
+Patches look up the forward of their thread (`attention.current_forward`), so neither forwards in several threads nor
+the model's own `generate` interfere.
 
 - Configs become a `Config` that selects our attention in our forwards.
 - Hooks on aux layers capture their states.
 - Rotary embeddings with length-dependent frequencies choose them per token.
 - Linear attention snapshots its state before a chain (see `chains`).
 - Linear layers use prepacked weights where that is faster (see `products`).
-- The LM head runs only on tokens whose logits are wanted.
+- The LM head runs only on wanted tokens.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -27,13 +27,13 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.kernels.prepacked import drop, fits, refresh
-from headstart.replay.attention import NAME, running
+from headstart.replay.attention import NAME, current_forward
 from headstart.replay.chains import is_linear, read_in_turn
-from headstart.replay.products import Matrix, can_prepack, is_matrix
+from headstart.replay.products import PackedLinear, can_prepack, has_matrix
 
 FINAL = -1
 """Layer number of the state after the final norm, the LM head's input."""
-_CHOOSER = "LM head"
+_LM_HEAD = "LM head"
 """Key of the hook on the LM head."""
 
 
@@ -45,7 +45,7 @@ class Config:
 
     @property
     def _attn_implementation(self) -> str | None:
-        name: str | None = NAME if running() is not None else self._config._attn_implementation
+        name: str | None = NAME if current_forward() is not None else self._config._attn_implementation
         return name
 
     @property  # type: ignore[misc]  # typed as an attribute of every object
@@ -62,7 +62,7 @@ class Config:
         return Config, (self._config,)
 
 
-class Fitting:
+class ModelPatch:
     """The patches of one `Target`. Texts of more than `limit` tokens have other rotary frequencies; None for no
     limit."""
 
@@ -71,16 +71,18 @@ class Fitting:
         self._lock = threading.Lock()
         self._hooks: dict[int | str, Any] = {}
         self._undo: list[Callable[[], Any]] = []  # restore configs and forwards
-        self._fit()
+        self._patch_configs()
         limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
         self.limit = min(limits, default=None)
 
     def ensure(self, aux_layers: Iterable[int]) -> None:
         """Apply the patches that a forward with these aux layers needs."""
         if type(vars(self._decoder).get("config")) is not Config:
-            self._fit()
-        self._put_matrices()
-        wanted: set[int | str] = {_CHOOSER, *aux_layers}
+            self._patch_configs()
+        ends = *self.prepacked[:1], *self.prepacked[-1:]  # another target of the same model may have released it
+        if not all(type(vars(module).get("forward")) is PackedLinear for module in ends):
+            self._patch_linear_layers()
+        wanted: set[int | str] = {_LM_HEAD, *aux_layers}
         if missing := wanted - self._hooks.keys():
             with self._lock:
                 for layer in missing - self._hooks.keys():
@@ -88,33 +90,27 @@ class Fitting:
 
     def refresh(self) -> None:
         """Drop stale prepacked weights."""
-        refresh(self._packed_weights())
+        refresh(cast(Tensor, module.weight) for module in self.prepacked)
 
     def release(self) -> None:
         """Undo all patches; the next forward applies them again."""
-        self.forget()
+        self._remove_hooks()
         with self._lock:
             for undo in self._undo:
                 undo()
             self._undo = []
 
-    def forget(self) -> None:
-        """Remove the hooks; other patches may serve other targets of the same model."""
-        with self._lock:
-            for hook in self._hooks.values():
-                hook.remove()
-            self._hooks = {}
-
     def end(self) -> None:
-        """Clean up after the target: remove the hooks and free prepacked weights."""
-        self.forget()
-        drop(self._packed_weights())
+        """Clean up after the target: remove the hooks and free prepacked weights. Other patches may serve other targets
+        of the same model."""
+        self._remove_hooks()
+        drop(cast(Tensor, module.weight) for module in self.prepacked)
 
     @cached_property
     def matrices(self) -> list[nn.Module]:
         """Every module with a matrix product, the LM head first."""
         modules = [*self._lm_head.modules(), *self._decoder.modules()]
-        return [module for module in dict.fromkeys(modules) if is_matrix(module)]
+        return [module for module in dict.fromkeys(modules) if has_matrix(module)]
 
     @cached_property
     def prepacked(self) -> list[nn.Module]:
@@ -122,24 +118,21 @@ class Fitting:
         modules = [module for module in self.matrices if can_prepack(module)]
         return modules if fits(cast(Tensor, module.weight) for module in modules) else []
 
-    def _packed_weights(self) -> Iterator[Tensor]:
-        return (cast(Tensor, module.weight) for module in self.prepacked)
+    def _remove_hooks(self) -> None:
+        with self._lock:
+            for hook in self._hooks.values():
+                hook.remove()
+            self._hooks = {}
 
-    def _put_matrices(self) -> None:
-        ends = *self.prepacked[:1], *self.prepacked[-1:]
-        if all(type(vars(module).get("forward")) is Matrix for module in ends):
-            return  # another target of the same model may have fewer of its layers
+    def _patch_linear_layers(self) -> None:
         with self._lock:
             for module in self.prepacked:
                 forward = vars(module).get("forward")
-                if type(forward) is not Matrix:  # it wraps a foreign forward
-                    self._replace(module, Matrix(module, forward))
+                if type(forward) is not PackedLinear:  # it wraps a foreign forward
+                    self._replace(module, PackedLinear(module, forward))
 
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._undo.append(partial(_restore, module, vars(module).get("forward")))
-        vars(module)["forward"] = forward
-
-    def _fit(self) -> None:
+    def _patch_configs(self) -> None:
+        """Patch configs, rotary embeddings and linear attention."""
         with self._lock:
             for module in self._decoder.modules():
                 config = vars(module).get("config")
@@ -151,9 +144,21 @@ class Fitting:
                 elif is_linear(module) and "forward" not in vars(module):
                     self._replace(module, partial(read_in_turn, module))
 
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        before = vars(module).get("forward")
+
+        def restore() -> None:
+            vars(module).pop("_headstart_twins", None)
+            vars(module).pop("forward", None)
+            if before is not None:
+                vars(module)["forward"] = before
+
+        self._undo.append(restore)
+        vars(module)["forward"] = forward
+
     def _hook(self, layer: int | str) -> Any:
         if isinstance(layer, str):
-            return self._lm_head.register_forward_pre_hook(_choose)
+            return self._lm_head.register_forward_pre_hook(_select_wanted)
         if layer == FINAL:
             return self._decoder.register_forward_hook(partial(_keep_output, layer))
         if layer == 0:
@@ -161,34 +166,26 @@ class Fitting:
         return self._layers[layer - 1].register_forward_hook(partial(_keep_output, layer))
 
 
-def _restore(module: nn.Module, forward: Any) -> None:
-    vars(module).pop("_headstart_twins", None)
-    if forward is None:
-        vars(module).pop("forward", None)
-    else:
-        vars(module)["forward"] = forward
-
-
-def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Replace the states [B, T, E] by those of the wanted tokens, [R, 1, E]."""
-    forward = running()
+def _select_wanted(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Select the wanted tokens' states [R, 1, E] of [B, T, E]."""
+    forward = current_forward()
     if forward is None or forward.wanted is None:
         return None
-    rows, indices = (index.to(args[0].device) for index in forward.wanted)
+    rows, indices = forward.wanted.to(args[0].device)
     forward.wanted = None  # a second target of the same model may hook it too
     return (args[0][rows, indices][:, None], *args[1:])
 
 
 def _keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
-    forward = running()
+    forward = current_forward()
     if forward is not None and layer in forward.aux_layers:
-        forward.captured[layer] = output if isinstance(output, Tensor) else output[0]
+        forward.states[layer] = output if isinstance(output, Tensor) else output[0]
 
 
 def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
-    forward = running()
+    forward = current_forward()
     if forward is not None and 0 in forward.aux_layers:
-        forward.captured[0] = args[0] if args else kwargs["hidden_states"]
+        forward.states[0] = args[0] if args else kwargs["hidden_states"]
 
 
 # -- rotary embeddings that depend on the length -----------------------------------------------------------------------
@@ -207,7 +204,7 @@ def _longrope_forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: 
 
     transformers chooses one set for all tokens of a forward, by its last position.
     """
-    forward = running()
+    forward = current_forward()
     if layer_type is not None:
         more["layer_type"] = layer_type
     if forward is None or forward.ends_BT is None or layer_type not in _long_types(module):

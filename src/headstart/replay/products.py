@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headstart.kernels.prepacked import Packed, PackedCopy, can_pack, in_panels, multiplied
-from headstart.replay.attention import running
+from headstart.kernels.prepacked import Packed, PackedCopy, can_pack, multiplied, product
+from headstart.replay.attention import current_forward
 
 _MERGED = 1 << 28
 """Maximum bytes of weights to merge into one product; the saved call overhead is negligible beyond."""
 
 
-class Matrix:
+class PackedLinear:
     """Replacement for a linear layer's `forward`; outside our forwards it calls the original."""
 
     def __init__(self, module: nn.Module, original: Any) -> None:
@@ -24,37 +24,28 @@ class Matrix:
         self._original = original or partial(type(module).forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward, module, out = running(), self._module, None
+        forward, module, out = current_forward(), self._module, None
         if self.is_stock and forward is not None and forward.recording is None and len(args) == 1 and not kwargs:
             out = multiplied(args[0], module.weight, module.bias, int8=forward.int8, any_rows=forward.bits)
         return self._original(*args, **kwargs) if out is None else out
 
 
-class Merged:
-    """Linear layers on the same rows, merged into one prepacked product.
-
-    Attributes:
-        int8: whether weights are in 8 bits, which not all processors and sizes support.
-        in_panels: whether norm, gate and sum are fused, see `prepacked.product`.
-    """
+class MergedLinear:
+    """Linear layers on the same rows, merged into one prepacked product; in 8 bits with `int8` if supported."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], int8: bool = False) -> None:
-        self.int8 = int8 and in_panels(weights[0], int8)
-        self.in_panels = in_panels(weights[0], self.int8)
+        self.int8 = int8 and can_pack(weights[0], int8)
         self.weights, self._biases = list(weights), [bias for bias in biases if bias is not None]
+        self.tensors = [*self.weights, *self._biases]
         self.sizes = [len(weight) for weight in weights]
         self._copy = PackedCopy(self.int8)
 
     @staticmethod
     def groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
-        """Group layers to merge: those with a bias, and those without, unless the group exceeds `_MERGED`."""
+        """Group layers to merge, with and without a bias, unless the group exceeds `_MERGED`."""
         parts = [[at for at, bias in enumerate(biases) if (bias is None) == without] for without in (True, False)]
         small = [part for part in parts if sum(weights[at].nbytes for at in part) <= _MERGED]
         return [part for part in small if part] + [[at] for part in parts if part not in small for at in part]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self.weights, *self._biases]
 
     def packed(self) -> Packed:
         """Return the up-to-date copy."""
@@ -62,28 +53,22 @@ class Merged:
         assert packed is not None, "recorded with weights that can be packed"
         return packed
 
-    def has(self, packed: Packed) -> bool:
-        """Whether this is the current copy."""
-        return self._copy.is_now(packed, self.tensors)
-
-    def refresh(self) -> None:
-        """Drop a stale copy."""
-        self._copy.refresh(self.weights, self._biases)
+    def refresh(self) -> Packed | None:
+        """Drop a stale copy; return the current one."""
+        return self._copy.refresh(self.weights, self._biases)
 
     def __call__(self, rows: Tensor, norm_I: Tensor | None, eps: float, gates: bool, added: Tensor | None) -> Tensor:
         """See `prepacked.product`."""
         packed, norm = self.packed(), None if norm_I is None else (norm_I, eps)
-        return packed.times(rows, packed.bias_O, norm=norm, gates=gates, added=added)
+        return product(rows, packed.weight, packed.bias_O, norm, gates, added)
 
 
 def can_prepack(module: nn.Module) -> bool:
     """Whether it is a plain linear layer with packable weights."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return False
-    return can_pack(module.weight)
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and can_pack(module.weight)
 
 
-def is_matrix(module: nn.Module) -> bool:
+def has_matrix(module: nn.Module) -> bool:
     """Whether a module has matrix weights of its own: linear layers, and the experts and routers of an MoE."""
     if isinstance(module, nn.Embedding) or any(True for child in module.children() for _ in child.parameters()):
         return False

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from headstart.kernels.prepacked import MAX_ROWS, drop
-from headstart.replay.attention import Running, Scores, causal_attention, run, running
+from headstart.replay.attention import ForwardContext, Scores, causal_attention, current_forward, run
 from headstart.replay.patch import FINAL
-from headstart.replay.products import Matrix, is_matrix
-from headstart.replay.rewrites import Site, rewrite
+from headstart.replay.products import PackedLinear, has_matrix
+from headstart.replay.rewrites import AttentionCall, rewrite
 from headstart.replay.steps import Steps, Weights, join_steps
 from headstart.replay.tape import NotRecordable, clean, record
 
@@ -35,38 +35,28 @@ _COUNTS = (11, 13)
 """Token counts of the two recordings."""
 
 
-@dataclass
-class Recording:
-    """Stand-in for cache and attention during recording."""
+class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
+    """Stand-in for cache and attention during recording: stores nothing, and returns the new keys and values."""
 
-    recorder: Any
-    cache: Any = field(default_factory=lambda: _NewKeys())
+    def __init__(self, recorder: Any) -> None:
+        super().__init__(layers=[])
+        self._recorder = recorder
+        self._layer_of: dict[int, tuple[int, Tensor]] = {}  # by id of the keys, which are kept so that it stays unique
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
-        """Causal attention of a text without a prefix, [1, T, Q, D_v]; recorded as a `Site`."""
-        layer = self.cache.layer_of.get(id(key))
-        if layer is None:
+        """Causal attention of a text without a prefix, [1, T, Q, D_v]; recorded as a `AttentionCall`."""
+        if id(key) not in self._layer_of:
             raise NotRecordable("a layer attends over keys of another one")
-        with self.recorder.deaf():
+        with self._recorder.deaf():
             out = causal_attention(query, key, value, scores).transpose(1, 2).contiguous()
-        site = Site(layer, replace(scores, sink=None), sliding)
-        self.recorder.note(site, ((query, key, value, scores.sink), {}), out)
+        site = AttentionCall(self._layer_of[id(key)][0], replace(scores, sink=None), sliding)
+        self._recorder.note(site, ((query, key, value, scores.sink), {}), out)
         return out
-
-
-class _NewKeys(Cache):  # type: ignore[misc]  # transformers has no types
-    """A cache that stores nothing and returns the new keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.layer_of: dict[int, int] = {}
-        self._kept: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        self.layer_of[id(key_states)] = layer_idx
-        self._kept.append(key_states)
+        self._layer_of[id(key_states)] = layer_idx, key_states
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -77,16 +67,16 @@ class _NewKeys(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 @dataclass(frozen=True)
-class _Replay:
-    """A replay that returns these layers' states: operator by operator, and with joined `steps`."""
+class _Compiled:
+    """A replay that returns the states of `layers`: operator by operator, and with joined `steps`."""
 
     layers: Sequence[int]
-    alone: Callable[..., Sequence[Tensor]]
+    by_operator: Callable[..., Sequence[Tensor]]
     in_steps: Callable[..., Sequence[Tensor]]
     steps: Sequence[Steps]
 
 
-class Captured:
+class Replay:
     """A decoder's recorded forward.
 
     Args:
@@ -112,16 +102,16 @@ class Captured:
         self._modules = list(decoder.modules())
 
         def code(recorder: Any, tokens_1T: Tensor, positions_1T: Tensor, mask_11TT: Tensor) -> list[Tensor]:
-            forward = Running(aux_layers=frozenset(layers), recording=Recording(recorder))
+            forward = ForwardContext(aux_layers=frozenset(layers), recording=RecordingCache(recorder))
             with run(forward):
                 decoder(
                     input_ids=tokens_1T,
                     attention_mask=mask_11TT,
                     position_ids=positions_1T,
-                    past_key_values=forward.recording.cache,
+                    past_key_values=forward.recording,
                     use_cache=True,
                 )
-            return [forward.captured[layer] for layer in layers]
+            return [forward.states[layer] for layer in layers]
 
         def inputs(count: int) -> list[Tensor]:
             positions_1T = torch.arange(count, device=device)[None]
@@ -133,26 +123,27 @@ class Captured:
         clean(tape.graph)
         self.products = rewrite(tape.graph, device, packs, int8)
         drop(weight for product in self.products for weight in product.weights)
-        self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Replay]()
+        self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Compiled]()
         self.rounds = self._why_it_rounds()
 
     def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
-        """Return states [B, T, E] by layer; needs a running forward with a cache."""
-        shape, count, forward = tokens_BT.shape, tokens_BT.numel(), running()
+        """Return states [B, T, E] by layer; needs a current forward with a cache."""
+        shape, count, forward = tokens_BT.shape, tokens_BT.numel(), current_forward()
         assert forward is not None, "a forward of ours"
-        replay = self._replays.get(forward.aux_layers) or self._giving(forward.aux_layers)
-        function = replay.alone
-        if replay.steps and all(steps.serves(forward) for steps in replay.steps):
-            function, forward.weights = replay.in_steps, self._weights.now()
+        compiled = self._replays.get(forward.aux_layers) or self._compile(forward.aux_layers)
+        function = compiled.by_operator
+        if compiled.steps and all(steps.serves(forward) for steps in compiled.steps):
+            function, forward.weights = compiled.in_steps, self._weights.now()
         states = function(tokens_BT.reshape(1, -1), positions_BT.reshape(1, -1), None, count)
-        return {layer: state.view(*shape, -1) for layer, state in zip(replay.layers, states, strict=True)}
+        return {layer: state.view(*shape, -1) for layer, state in zip(compiled.layers, states, strict=True)}
 
-    def _giving(self, aux_layers: frozenset[int]) -> _Replay:
+    def _compile(self, aux_layers: frozenset[int]) -> _Compiled:
         layers = [FINAL, *sorted(aux_layers - {FINAL})]
         tape = self._tape.giving([self.layers.index(layer) for layer in layers])
-        alone, steps = tape.compile(), join_steps(tape.graph)
-        self._replays[aux_layers] = replay = _Replay(layers, alone, tape.compile() if steps else alone, steps)
-        return replay
+        by_operator, steps = tape.compile(), join_steps(tape.graph)
+        in_steps = tape.compile() if steps else by_operator
+        self._replays[aux_layers] = compiled = _Compiled(layers, by_operator, in_steps, steps)
+        return compiled
 
     def serves(self, tokens: int, bits: bool) -> bool:
         """Whether to replay a forward of `tokens` in total."""
@@ -160,12 +151,12 @@ class Captured:
         return bits or self._int8 or tokens <= MAX_ROWS
 
     def _why_it_rounds(self) -> str | None:
-        matrices = sum(map(is_matrix, self._decoder.modules()))
-        if sum(len(product.sizes) for product in self.products if product.in_panels) < matrices:
-            return "torch multiplies by some of its weights"
-        sites = [node for node in self._tape.graph.nodes if isinstance(node.target, Site)]
+        matrices = sum(map(has_matrix, self._decoder.modules()))
+        if sum(len(product.sizes) for product in self.products) < matrices:
+            return "torch computes some of its products"
+        sites = [node for node in self._tape.graph.nodes if isinstance(node.target, AttentionCall)]
         if any(not node.target.scores.plain or node.args[3] is not None for node in sites):
-            return "torch computes its attention, which caps scores or has sinks"
+            return "torch computes its attention, which has soft caps or sinks"
         return None
 
     def holds(self, model: nn.Module) -> bool:
@@ -175,49 +166,31 @@ class Captured:
             return False
         if not all(getattr(module, name, None) is tensor for module, name, tensor in self._known) or _hooked(model):
             return False
-        for product in self.products:
-            product.refresh()
         self._weights.refresh()
         return True
 
 
 @dataclass
 class Recorded:
-    """Outcome of recording a target's forward, shared by copies of the target.
+    """Outcome of recording a target's forward, shared by copies of the target: the replay (None before the first
+    recording), or why recording is impossible. The lock is held during recording."""
 
-    Attributes:
-        captured: the recording; None before the first one, and if recording is impossible.
-        refused: why recording is impossible.
-        lock: held during recording.
-    """
-
-    captured: Captured | None = None
+    replay: Replay | None = None
     refused: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def renew(self, model: nn.Module, capture: Callable[[], Captured | str]) -> None:
-        """Record unless that was refused, or the recording is still valid."""
-        with self.lock:
-            if self.refused is not None or (self.captured is not None and self.captured.holds(model)):
-                return
-            self.captured = None  # forwards that run meanwhile go through the modules
-            if isinstance(outcome := capture(), Captured):
-                self.captured = outcome
-            else:
-                self.refused = outcome
 
 
 def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
     """Refuse a model with foreign hooks or weights, which may change unnoticed."""
     if hooked := _hooked(model):
-        raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
+        raise NotRecordable(f"{hooked} has hooks or a forward from other code")
     if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
-        raise NotRecordable("its embeddings are no table")
+        raise NotRecordable("its embeddings are not an nn.Embedding")
     for name, module in decoder.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
-            raise NotRecordable(f"{name} is an adapter's, which may be switched")
+            raise NotRecordable(f"{name} belongs to an adapter, which may be switched off")
         if any(type(weight) not in PLAIN for weight in module.parameters(False)):
-            raise NotRecordable(f"{name} has weights that are packed, or spread over processes")
+            raise NotRecordable(f"{name} has weights that are packed, or sharded over processes")
 
 
 def _hooked(model: nn.Module) -> str | None:
@@ -231,7 +204,7 @@ def _hooked(model: nn.Module) -> str | None:
 
 
 def _is_ours(function: Any) -> bool:
-    if isinstance(function, Matrix):
+    if isinstance(function, PackedLinear):
         return bool(function.is_stock)
     function = getattr(function, "func", function)  # of a partial
     module: str = function.__module__

@@ -1,12 +1,13 @@
-"""Rewrite a recorded graph into faster equivalents (see `captured`).
+"""Rewrite a recorded graph into faster equivalents (see `recorded`).
 
-- Linear layers on the same input become one product with prepacked weights (see `products`).
-- The scale of an RMS norm takes three operators on the input instead of six on a float32 copy.
+- Linear layers on the same input become one product with prepacked weights (see `products`). It takes along an RMS
+  norm before, and a gate or a sum after it.
 - Rotary positions swap halves in one operator; the sign moves into the table of sines.
-- On a GPU, where launches dominate, a norm is one operator.
+- The scale of an RMS norm takes three operators on the input instead of six on a float32 copy; on a GPU, where launches
+  dominate, a norm is one operator.
+- A merged qkv product, its norms, rotary positions, cache writes and attention become a `JoinedAttention`.
 
-If products run in C (GCC and AVX2), so do norms, MLP gates, and, after a merged qkv product, its norms, rotary
-positions, cache writes and attention.
+Runs of these products and `JoinedAttention`s become single C calls (see `steps`); the other operators run on torch.
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, I numbers of a row,
 N outputs of a product.
@@ -14,43 +15,40 @@ N outputs of a product.
 
 from __future__ import annotations
 
-import ctypes
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from headstart.kernels import prepacked
 from headstart.kernels.prepacked import can_gate, can_pack
-from headstart.replay.attention import Scores, attend, attend_joined, running
-from headstart.replay.products import Merged
+from headstart.replay.attention import Scores, attend, current_forward
+from headstart.replay.products import MergedLinear
 from headstart.replay.tape import call, clean, put_for
-from headstart.support.compiled import vector_library
-
-SOURCE = prepacked.SOURCE.with_name("elementwise.c")
 
 
-def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[Merged]:
+def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[MergedLinear]:
     """Rewrite a recorded graph in place; return its products with prepacked weights."""
     shorten_norms(graph, device)
     products = merge_products(graph, int8) if packs else []
     shorten_rotations(graph)
     clean(graph)
-    if packs:
-        call_c(graph)
-        join_products(graph)
-    elif device.type == "cuda":
-        _call_instead(graph, _norm_in_one)
+    if device.type == "cuda":
+        _call_instead(graph, partial(_norm, rms_norm))
+    elif products:
+        _call_instead(graph, partial(_norm, normed))  # first: the next patterns match it
+        _call_instead(graph, _gate)
+        _call_instead(graph, _joined_attention)
+        fuse_products(graph)
     return products
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionCall:
     """One layer's attention, which a replay calls. `scores` has no sink."""
 
     layer: int
@@ -59,7 +57,7 @@ class Site:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
         """Attention of new tokens, queries [1, Q, M, D], keys and values [1, H, M, D], sinks [Q]: [1, M, Q, D_v]."""
-        forward = running()
+        forward = current_forward()
         assert forward is not None and forward.cache is not None, "a replay has a cache"
         rows = forward.cache.rows
         if rows > 1:
@@ -76,7 +74,7 @@ def _constant(node: Any) -> Tensor | None:
     return tensor
 
 
-def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
+def merge_products(graph: fx.Graph, int8: bool) -> list[MergedLinear]:
     """Merge linear layers on the same input into prepacked products."""
     by_input: dict[Any, list[Any]] = {}
     node: Any
@@ -92,8 +90,8 @@ def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
             continue
         weights = [node.args[1].meta["constant"] for node in nodes]
         biases = [_constant(node.args[2]) if len(node.args) > 2 else None for node in nodes]
-        for group in Merged.groups(weights, biases):
-            product = Merged([weights[index] for index in group], [biases[index] for index in group], int8)
+        for group in MergedLinear.groups(weights, biases):
+            product = MergedLinear([weights[index] for index in group], [biases[index] for index in group], int8)
             made.append(product)
             with graph.inserting_before(nodes[group[0]]):
                 joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing fused yet
@@ -209,18 +207,18 @@ def negative_half(x: Tensor, half: int) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
-    turned: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
-    return turned
+    out: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
+    return out
 
 
-# -- in C --------------------------------------------------------------------------------------------------------------
+# -- norms, gates and attention ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class JoinedSite:
-    """A layer's attention over a merged qkv product; `eps` is that of the query and key norms."""
+class JoinedAttention:
+    """A layer's attention over a merged qkv product; `eps` belongs to the query and key norms. `steps` runs it in C."""
 
-    site: Site
+    site: AttentionCall
     heads: int
     key_heads: int
     size: int
@@ -229,83 +227,54 @@ class JoinedSite:
     def __call__(
         self, joined_1MN: Tensor, angles_11MD: tuple[Tensor, Tensor], norms_D: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Attend: [1, M, Q, D]; overwrites `joined_1MN`. Angles are cosines and sines, the sines' first half negated;
-        norms are the weights of the query and key norms."""
-        forward, site = running(), self.site
-        assert forward is not None and forward.cache is not None, "a replay has a cache"
-        shape = forward.cache.rows, -1, self.heads + 2 * self.key_heads, self.size
-        norms = None if norms_D is None else (*norms_D, self.eps)
-        how = self.heads, norms, site.layer, site.scores, site.sliding
-        attended = attend_joined(forward, joined_1MN.view(shape), angles_11MD, *how)
-        if attended is not None:
-            return attended.view(1, -1, *attended.shape[2:])
-        sizes = [self.heads, self.key_heads, self.key_heads]
-        query, key, value = torch.split(joined_1MN.view(1, -1, *shape[2:]), sizes, dim=2)
+        """Attend: [1, M, Q, D]. Angles are cosines and sines, the sines' first half negated; norms are the weights of
+        the query and key norms."""
+        parts = joined_1MN.view(1, -1, self.heads + 2 * self.key_heads, self.size)
+        query, key, value = torch.split(parts, [self.heads, self.key_heads, self.key_heads], dim=2)
         if norms_D is not None:
             query, key = normed(query, norms_D[0], self.eps), normed(key, norms_D[1], self.eps)
         query, key = (rotated(part.transpose(1, 2), *angles_11MD, self.size // 2) for part in (query, key))
-        return site(query, key, value.transpose(1, 2), None)
-
-
-@cache
-def _compiled(dtype: torch.dtype) -> Any:
-    functions = vector_library(SOURCE, dtype) if dtype in (torch.bfloat16, torch.float32) else None
-    if functions is None:
-        return None
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    functions.norm.argtypes = [*[pointer] * 3, *[whole] * 2, ctypes.c_float, ctypes.c_int]
-    functions.gate.argtypes = [*[pointer] * 2, *[whole] * 2, ctypes.c_int]
-    functions.norm.restype = functions.gate.restype = None
-    return functions
+        return self.site(query, key, value.transpose(1, 2), None)
 
 
 def normed(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-    """RMS norm of x [.., I] in C."""
-    x, size = x.contiguous(), x.shape[-1]
-    assert x.dtype == weight_I.dtype and len(weight_I) == size, "a weight for each number, and all in one dtype"
-    pointers = x.data_ptr(), weight_I.data_ptr(), (out := torch.empty_like(x)).data_ptr()
-    _compiled(x.dtype).norm(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
-    return out
+    """RMS norm of x [.., I], rounded before the weight is applied."""
+    return weight_I * (x * inverse_rms(x, torch.tensor(eps))).to(x.dtype)
 
 
 def gated(both: Tensor) -> Tensor:
-    """Multiply the second half of [.., 2 * I] by silu of the first, in C."""
-    both, size = both.contiguous(), both.shape[-1] // 2
-    out = both.new_empty(*both.shape[:-1], size)
-    pointers, rows = (both.data_ptr(), out.data_ptr()), both.numel() // (2 * size)
-    _compiled(both.dtype).gate(*pointers, rows, size, torch.get_num_threads())
-    return out
+    """Multiply the second half of [.., 2 * I] by silu of the first."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def rms_norm(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-    """RMS norm by torch: one kernel on a GPU, rounded once."""
+    """RMS norm as one GPU kernel, rounded once."""
     return F.rms_norm(x, weight_I.shape, weight_I, eps)
 
 
-def call_c(graph: fx.Graph) -> None:
-    """Replace norms, gates and attention by `normed`, `gated` and `JoinedSite`."""
-    _call_instead(graph, _norm_in_c, _gate, _site)  # norms first: `_site` matches them
+_Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
-def _call_instead(graph: fx.Graph, *patterns: Callable[[Any], _Call | None]) -> None:
-    for pattern in patterns:
-        for node in list(graph.nodes):
-            found = pattern(node)
-            if found is not None:
-                with graph.inserting_before(node):
-                    new = call(graph, *found)
-                put_for(new, node)
-        clean(graph)
+def _call_instead(graph: fx.Graph, pattern: Callable[[Any], _Call | None]) -> None:
+    """Replace each node that the pattern matches by the call that it returns."""
+    for node in list(graph.nodes):
+        found = pattern(node)
+        if found is not None:
+            with graph.inserting_before(node):
+                new = call(graph, *found)
+            put_for(new, node)
+    clean(graph)
 
 
-def join_products(graph: fx.Graph) -> None:
+def fuse_products(graph: fx.Graph) -> None:
     """Fuse products with a norm before, and a gate or a sum after them."""
     for node in list(graph.nodes):
         product: Any = node.target
-        if not isinstance(product, Merged) or not product.in_panels:
+        if not isinstance(product, MergedLinear):
             continue
         rows, norm, eps, gates, last, added = node.args[0], None, 0.0, False, node, None
-        if _is(rows, [normed]) and len(rows.users) == 1 and _nobody_writes(rows, node):
+        if _is(rows, [normed]) and len(rows.users) == 1 and _unwritten(rows, node):
             rows, norm, eps = rows.args
         user: Any = next(iter(node.users)) if len(node.users) == 1 else None
         if _is(user, [gated]) and can_gate(product.weights):
@@ -322,7 +291,7 @@ def join_products(graph: fx.Graph) -> None:
     clean(graph)
 
 
-def _nobody_writes(first: fx.Node, last: fx.Node) -> bool:
+def _unwritten(first: fx.Node, last: fx.Node) -> bool:
     """Whether no node in between writes into its arguments."""
     node = first
     while node is not last and not node.meta.get("writes"):
@@ -336,39 +305,22 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
     return None not in kinds[0] and kinds[0] == kinds[1]
 
 
-_Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
-
-
-def _norm(node: Any) -> tuple[Any, Any, float] | None:
-    """Match weight * (x * inverse_rms(x)) in the dtype of x; return x, weight and epsilon."""
+def _norm(function: Callable[..., Tensor], node: Any) -> _Call | None:
+    """Match weight * (x * inverse_rms(x)) in the dtype of x; call the function with x, weight and epsilon."""
     if not _is(node, _PRODUCTS) or len(node.args) != 2:
         return None
     weight, product = node.args
     weight_I, dtype = _constant(weight), torch.float32
     if _is(product, [Tensor.to]) and len(product.args) == 2 and len(product.users) == 1 and not product.kwargs:
         product, dtype = product.args
-    if weight_I is None or not _is(product, _PRODUCTS) or len(product.users) > 1 or not _is_scale(product.args[1]):
+    if weight_I is None or not _is(product, _PRODUCTS) or len(product.users) > 1:
         return None
     x, scale = product.args
+    if getattr(getattr(scale, "target", None), "func", None) is not inverse_rms:
+        return None
     if scale.args[0] is not x or x.meta.get("dtype") is not dtype or weight_I.ndim != 1 or weight_I.dtype is not dtype:
         return None
-    return x, weight, float(scale.target.keywords["eps"])
-
-
-def _norm_in_c(node: Any) -> _Call | None:
-    if (found := _norm(node)) is None:
-        return None
-    weight_I: Tensor = found[1].meta["constant"]
-    return (normed, found) if _serves(weight_I.dtype) and weight_I.is_cpu and weight_I.is_contiguous() else None
-
-
-def _norm_in_one(node: Any) -> _Call | None:
-    found = _norm(node)
-    return None if found is None else (rms_norm, found)
-
-
-def _is_scale(node: Any) -> bool:
-    return isinstance(node, fx.Node) and getattr(node.target, "func", None) is inverse_rms
+    return function, (x, weight, float(scale.target.keywords["eps"]))
 
 
 def _gate(node: Any) -> _Call | None:
@@ -378,15 +330,14 @@ def _gate(node: Any) -> _Call | None:
     gate, up = _part(node.args[0].args[0]), _part(node.args[1])
     if gate is None or up is None or gate[0] is not up[0] or (gate[1], up[1]) != (0, 1):
         return None
-    joined = gate[0].target
-    halves = len(joined.sizes) == 2 and joined.sizes[0] == joined.sizes[1]
-    return (gated, (gate[0],)) if halves and _serves(joined.weights[0].dtype) else None
+    sizes = gate[0].target.sizes
+    return (gated, (gate[0],)) if len(sizes) == 2 and sizes[0] == sizes[1] else None
 
 
-def _site(node: Any) -> _Call | None:
+def _joined_attention(node: Any) -> _Call | None:
     """Match attention over a merged qkv product, with rotary positions over the whole head."""
     site = node.target
-    if not isinstance(site, Site) or not site.scores.plain or node.args[3] is not None:
+    if not isinstance(site, AttentionCall) or not site.scores.plain or node.args[3] is not None:
         return None
     *turned, value = node.args[:3]
     if not all(_is(part, [rotated]) for part in turned) or turned[0].args[1:] != turned[1].args[1:]:
@@ -398,10 +349,10 @@ def _site(node: Any) -> _Call | None:
     if len(parts) < 3 or any(part != (parts[0][0], at) for at, part in enumerate(parts)):
         return None
     joined = parts[0][0]
-    sizes, dtype = joined.target.sizes, joined.target.weights[0].dtype
+    sizes = joined.target.sizes
     heads, rest = divmod(sizes[0], size)
     key_heads = sizes[1] // size
-    if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads or not _serves(dtype):
+    if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads:
         return None
     if [len(reader.users) for split in joined.users for reader in split.users] != [1, 1, 1]:
         return None  # another node reads the overwritten product
@@ -409,7 +360,7 @@ def _site(node: Any) -> _Call | None:
     if value_norm is not None or (query_norm is None) != (key_norm is None) or eps != key_eps:
         return None
     norms = None if query_norm is None else (query_norm, key_norm)
-    return JoinedSite(site, heads, key_heads, size, eps), (joined, (cos, signed_sin), norms)
+    return JoinedAttention(site, heads, key_heads, size, eps), (joined, (cos, signed_sin), norms)
 
 
 def _part(node: Any) -> tuple[Any, int] | None:
@@ -417,7 +368,7 @@ def _part(node: Any) -> tuple[Any, int] | None:
     if not _is(node, [operator.getitem]) or not _is(node.args[0], [Tensor.split]):
         return None
     joined, sizes = node.args[0].args[:2]
-    whole = isinstance(joined.target, Merged) and joined.target.sizes == sizes  # not what the model itself splits
+    whole = isinstance(joined.target, MergedLinear) and joined.target.sizes == sizes  # not what the model itself splits
     return (joined, node.args[1]) if whole else None
 
 
@@ -433,7 +384,3 @@ def _heads(node: Any, size: int) -> tuple[Any, Any, float]:
         return nothing
     shape = view.args[1] if len(view.args) == 2 else view.args[1:]
     return (view.args[0], norm, eps) if len(shape) == 4 and shape[0] == 1 and shape[2:] == (-1, size) else nothing
-
-
-def _serves(dtype: torch.dtype) -> bool:
-    return _compiled(dtype) is not None

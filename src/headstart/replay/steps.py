@@ -25,10 +25,10 @@ from torch import Tensor, fx
 from headstart.kernels import cpu_attention, prepacked
 from headstart.kernels.memory import check_status
 from headstart.kernels.prepacked import Packed
-from headstart.replay.attention import Running, running, sight
+from headstart.replay.attention import ForwardContext, current_forward, visible_range
 from headstart.replay.cache import Place
-from headstart.replay.products import Merged
-from headstart.replay.rewrites import JoinedSite
+from headstart.replay.products import MergedLinear
+from headstart.replay.rewrites import JoinedAttention
 from headstart.replay.tape import COUNT, call, clean
 from headstart.support.compiled import library
 
@@ -52,14 +52,14 @@ class _Store(ctypes.Structure):
     _fields_: ClassVar = [("start", _P), ("layer", _N), ("strides", _N * 2)]
 
 
-class _Sight(ctypes.Structure):
+class _VisibleRange(ctypes.Structure):
     _fields_: ClassVar = [("mask", _P), ("strides", _N * 2), ("first", _N), ("window", _N)]
 
 
 class _Forward(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _P) for name in ("tensors", "between", "starts", "slots")),
-        *(("stores", ctypes.POINTER(_Store)), ("sights", _Sight * 2)),
+        *((name, _P) for name in ("tensors", "scratch", "starts", "slots")),
+        *(("stores", ctypes.POINTER(_Store)), ("visible", _VisibleRange * 2)),
         *((name, _N) for name in ("count", "rows", "tokens")),
         *(("multiply", _P), ("attend", _P), ("threads", ctypes.c_int)),
     ]
@@ -78,7 +78,7 @@ def join_steps(graph: fx.Graph) -> list[Steps]:
     return [_put(graph, group) for group in list(_groups(graph))] if _compiled() is not None else []
 
 
-# -- which they are ----------------------------------------------------------------------------------------------------
+# -- grouping ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -94,13 +94,13 @@ class _Group:
     def reads(self, node: Any) -> bool:
         return any(self.source(source) in self.steps for source in node.all_input_nodes)
 
-    def takes(self, node: Any) -> bool:
-        """Whether a node is a step that can follow: its inputs and result are per token, in one dtype."""
+    def accepts(self, node: Any) -> bool:
+        """Whether a node is a step that can join the group: its inputs and result are per token, in one dtype."""
         step, first = node.target, (self.steps[0] if self.steps else node).target
-        if isinstance(step, JoinedSite) and self.source(node.args[0]) in self.steps:
+        if isinstance(step, JoinedAttention) and self.source(node.args[0]) in self.steps:
             joined, angles, _ = node.args
             wide = {joined: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
-        elif isinstance(step, Merged) and step.in_panels and step.int8 == first.int8:
+        elif isinstance(step, MergedLinear) and step.int8 == first.int8:
             rows, *_, added = node.args
             wide = {rows: step.weights[0].shape[1], **({} if added is None else {added: _width(node)})}
         else:
@@ -108,13 +108,13 @@ class _Group:
         dtype = first.weights[0].dtype
         return _gives(node, dtype) and all(_has(source, dtype, width) for source, width in wide.items())
 
-    def only_shows(self, node: Any) -> bool:
+    def is_view(self, node: Any) -> bool:
         """Whether a node is a view, read only by products."""
         same = node.target in _VIEWS and node.meta.get("dtype") is node.args[0].meta.get("dtype")
-        return same and all(isinstance(user.target, Merged) or self.only_shows(user) for user in node.users)
+        return same and all(isinstance(user.target, MergedLinear) or self.is_view(user) for user in node.users)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it has several steps, and no outside node reads its views."""
         inside = {*self.steps, *self.views}
         return len(self.steps) > 1 and all(inside.issuperset(view.users) for view in self.views)
@@ -123,15 +123,15 @@ class _Group:
 def _groups(graph: fx.Graph) -> Iterator[_Group]:
     group = _Group()
     for node in graph.nodes:
-        if group.takes(node):
+        if group.accepts(node):
             group.steps.append(node)
-        elif group.reads(node) and group.only_shows(node):
+        elif group.reads(node) and group.is_view(node):
             group.views[node] = group.source(node.args[0])
         elif group.reads(node) or node.meta.get("writes") or node.op == "output":
-            if group.whole:
+            if group.is_complete:
                 yield group
             group = _Group()
-            if group.takes(node):
+            if group.accepts(node):
                 group.steps.append(node)
 
 
@@ -152,7 +152,7 @@ def _gives(node: Any, dtype: torch.dtype) -> bool:
 def _width(node: Any) -> int:
     """Numbers per token of a step's result."""
     step = node.target
-    if isinstance(step, JoinedSite):
+    if isinstance(step, JoinedAttention):
         return step.heads * step.size
     _, _, _, gates, _ = node.args
     width: int = sum(step.sizes) // (2 if gates else 1)
@@ -162,7 +162,7 @@ def _width(node: Any) -> int:
 def _put(graph: fx.Graph, group: _Group) -> Steps:
     """Replace a group by one call."""
     read = chain.from_iterable(
-        node.args[:1] + (node.args[1] if isinstance(node.target, JoinedSite) else node.args[-1:])
+        node.args[:1] + (node.args[1] if isinstance(node.target, JoinedAttention) else node.args[-1:])
         for node in group.steps
     )
     given = list(dict.fromkeys(n for n in read if n is not None and group.source(n) not in group.steps))
@@ -187,7 +187,7 @@ def _put(graph: fx.Graph, group: _Group) -> Steps:
 class _Snapshot:
     """Current weights: packed by product, norms by parameter, and the sum of their in-place versions."""
 
-    packed: dict[Merged, Packed]
+    packed: dict[MergedLinear, Packed]
     norms: dict[Tensor, Tensor]
     changes: int
 
@@ -197,8 +197,8 @@ class Weights:
     weights by `refresh` when a text begins."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        nodes = [node for node in graph.nodes if isinstance(node.target, (Merged, JoinedSite))]
-        self._products = [node.target for node in nodes if isinstance(node.target, Merged)]
+        nodes = [node for node in graph.nodes if isinstance(node.target, (MergedLinear, JoinedAttention))]
+        self._products = [node.target for node in nodes if isinstance(node.target, MergedLinear)]
         norms = [norm for node in nodes for norm in _norms(node) if norm is not None]
         self._norms = list({id(norm): norm for norm in norms}.values())
         every = [*self._norms, *chain.from_iterable(product.tensors for product in self._products)]
@@ -210,18 +210,19 @@ class Weights:
         changes, snapshot = sum(map(_VERSION, self._watched)), self._snapshot
         if snapshot is None or snapshot.changes != changes:
             self._snapshot = snapshot = None  # free the old copies first
-            packed = {product: product.packed() for product in self._products if product.in_panels}
+            packed = {product: product.packed() for product in self._products}
             norms = {norm: norm.detach().contiguous() for norm in self._norms}
             self._snapshot = snapshot = _Snapshot(packed, norms, changes)
         return snapshot
 
     def refresh(self) -> None:
-        """Drop the snapshot if weights moved or changed."""
-        snapshot = self._snapshot
-        if snapshot is not None:
-            packed = all(product.has(packed) for product, packed in snapshot.packed.items())
-            if not packed or any(norm.data_ptr() != kept.data_ptr() for norm, kept in snapshot.norms.items()):
-                self._snapshot = None
+        """Drop stale copies, and the snapshot if weights moved or changed."""
+        current, snapshot = {product: product.refresh() for product in self._products}, self._snapshot
+        if snapshot is not None and (
+            any(current[product] is not packed for product, packed in snapshot.packed.items())
+            or any(norm.data_ptr() != kept.data_ptr() for norm, kept in snapshot.norms.items())
+        ):
+            self._snapshot = None
 
 
 class Steps:
@@ -239,18 +240,19 @@ class Steps:
         results, widths = _results(group, kept)
         numbers = {node: number for number, node in enumerate(given)}
         numbers |= {node: len(given) + number for node, number in results.items()}
-        self._steps = [_Described.of(node, group, numbers) for node in group.steps]
-        self._attends = any(isinstance(step.target, JoinedSite) for step in self._steps)
+        self._targets = [(node.target, _norms(node)) for node in group.steps]
+        self._steps = (_Step * len(group.steps))(*(_described(node, group, numbers) for node in group.steps))
+        self._attends = any(isinstance(target, JoinedAttention) for target, _ in self._targets)
         self._kept = [_shape(node) for node in kept]
         starts = list(accumulate(widths[len(kept) :], initial=0))
-        self._between = starts.pop()
+        self._scratch = starts.pop()
         self._starts = array("q", (start * self._dtype.itemsize for start in starts))
         self._laid: tuple[Any, ref[_Snapshot], Sequence[Place]] | None = None
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._targets)
 
-    def serves(self, forward: Running) -> bool:
+    def serves(self, forward: ForwardContext) -> bool:
         """Whether a forward is supported: attention in C, and a cache in the steps' dtype."""
         if forward.slots_B is None:
             return False
@@ -261,8 +263,8 @@ class Steps:
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         """Run the steps on the forward's cache; return the kept results, [1, M, ..] each."""
-        forward = running()
-        assert forward is not None and forward.slots_B is not None and forward.weights is not None, "as `serves` says"
+        forward = current_forward()
+        assert forward is not None and forward.slots_B is not None and forward.weights is not None, "see `serves`"
         rows, (stores, places), weights = forward.cache.rows, forward.cache.layout, forward.weights
         laid = self._laid
         if laid is None or laid[1]() is not weights or laid[2] != places:
@@ -270,13 +272,15 @@ class Steps:
         given = tuple(part.contiguous() for part in given)
         count = given[0].numel() // self._first_width
         kept = [given[0].new_empty(1, count, *shape) for shape in self._kept]
-        between = given[0].new_empty(count * self._between)
-        seen = (sight(forward, between, count // rows, sliding) for sliding in (False, True))
+        scratch = given[0].new_empty(count * self._scratch)
+        visible = (visible_range(forward, scratch, count // rows, sliding) for sliding in (False, True))
         tensors = array("Q", [part.data_ptr() for part in (*given, *kept)])
         of = _Forward(
-            *(tensors.buffer_info()[0], between.data_ptr(), self._starts.buffer_info()[0], forward.slots_B.data_ptr()),
+            *(tensors.buffer_info()[0], scratch.data_ptr(), self._starts.buffer_info()[0], forward.slots_B.data_ptr()),
             (_Store * len(stores))(*map(_store, stores)),
-            (_Sight * 2)(*(_Sight(*cpu_attention.masked(mask), first, window or 0) for mask, first, window in seen)),
+            (_VisibleRange * 2)(
+                *(_VisibleRange(*cpu_attention.masked(mask), first, window or 0) for mask, first, window in visible)
+            ),
             *(len(tensors), rows, count // rows),
             *(prepacked.multiplier(self._dtype, self._int8), cpu_attention.attender(self._dtype)),
             torch.get_num_threads(),
@@ -285,53 +289,41 @@ class Steps:
         return kept
 
     def _lay_out(self, weights: _Snapshot, places: Sequence[Place]) -> Any:
-        """Convert the steps for C."""
-        steps = (_Step * len(self._steps))()
-        for made, step in zip(steps, self._steps, strict=True):
-            target, norms = step.target, [None if norm is None else weights.norms[norm] for norm in step.norms]
-            assert all(norm is None or norm.dtype is self._dtype for norm in norms), "all in one dtype"
-            made.norm, made.key_norm = map(_address, norms)
-            made.x, made.out, made.added, made.cos, made.sin = step.tensors
-            made.eps, made.gates = step.eps, step.gates
-            if isinstance(target, Merged):
+        """Copy the steps, with the addresses of the weights and the places in the cache."""
+        steps = type(self._steps).from_buffer_copy(self._steps)
+        for step, (target, parameters) in zip(steps, self._targets, strict=True):
+            norms = [None if parameter is None else weights.norms[parameter] for parameter in parameters]
+            width = step.size if step.heads else step.inputs
+            assert all(x is None or (x.dtype is self._dtype and len(x) == width) for x in norms), "as the rows"
+            step.norm, step.key_norm = map(_address, norms)
+            if isinstance(target, MergedLinear):
                 packed = weights.packed[target]
-                made.weights, made.bias = packed.address, _address(packed.bias_O)
-                made.inputs, made.outputs = target.weights[0].shape[1], sum(target.sizes)
+                step.weights, step.bias = packed.weight.kept.data_ptr(), _address(packed.bias_O)
             else:
-                made.heads, made.groups, made.size = target.key_heads, target.heads // target.key_heads, target.size
-                made.keys[:], made.values[:] = places[target.site.layer]
-                made.sliding, made.scaling = target.site.sliding, target.site.scores.scale(target.size)
-            width = made.size if made.heads else made.inputs
-            assert all(norm is None or len(norm) == width for norm in norms), "a weight for each number"
+                step.keys[:], step.values[:] = places[target.site.layer]
         return steps
 
 
-@dataclass(frozen=True)
-class _Described:
-    """A step: its operation, norm weights (of queries and keys for attention), and tensors by number, as in C."""
+def _described(node: Any, group: _Group, numbers: dict[Any, int]) -> _Step:
+    """Convert a step for C: its sizes, and its tensors by number."""
 
-    target: Any
-    norms: tuple[Tensor | None, Tensor | None]
-    tensors: tuple[int, int, int, int, int]
-    eps: float
-    gates: bool = False
+    def number(source: Any) -> int:
+        return -1 if source is None else numbers[group.source(source)]
 
-    @classmethod
-    def of(cls, node: Any, group: _Group, numbers: dict[Any, int]) -> _Described:
-        def number(source: Any) -> int:
-            return -1 if source is None else numbers[group.source(source)]
-
-        if isinstance(node.target, JoinedSite):
-            joined, (cos, sin), _ = node.args
-            tensors = number(joined), number(node), -1, number(cos), number(sin)
-            return cls(node.target, _norms(node), tensors, node.target.eps)
-        rows, _, eps, gates, added = node.args
-        return cls(node.target, _norms(node), (number(rows), number(node), number(added), -1, -1), eps, gates)
+    made, target = _Step(x=number(node.args[0]), out=number(node), added=-1, cos=-1, sin=-1), node.target
+    if isinstance(target, JoinedAttention):
+        made.cos, made.sin = map(number, node.args[1])
+        made.heads, made.groups, made.size = target.key_heads, target.heads // target.key_heads, target.size
+        made.sliding, made.scaling, made.eps = target.site.sliding, target.site.scores.scale(target.size), target.eps
+    else:
+        _, _, made.eps, made.gates, added = node.args
+        made.added, made.inputs, made.outputs = number(added), target.weights[0].shape[1], sum(target.sizes)
+    return made
 
 
 def _norms(node: Any) -> tuple[Tensor | None, Tensor | None]:
     """The weights of a step's norms."""
-    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedSite) else (node.args[1], None)
+    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedAttention) else (node.args[1], None)
     first, second = (None if norm is None else norm.meta["constant"] for norm in norms)
     return first, second
 
@@ -348,7 +340,7 @@ def _store(tensor: Tensor) -> _Store:
 def _shape(node: Any) -> tuple[int, ...]:
     """Shape per token of a step's result."""
     step = node.target
-    return (step.heads, step.size) if isinstance(step, JoinedSite) else (_width(node),)
+    return (step.heads, step.size) if isinstance(step, JoinedAttention) else (_width(node),)
 
 
 def _results(group: _Group, kept: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:

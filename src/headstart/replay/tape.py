@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -62,8 +62,7 @@ class _Size:
     offset: int
 
 
-@dataclass
-class _Call:
+class _Call(NamedTuple):
     """An operator, with arguments and results as nested `_Value` and `_Constant` objects."""
 
     function: Any
@@ -91,7 +90,7 @@ class _Recorder(TorchFunctionMode):
             return result
         name = getattr(func, "__name__", "")
         if name in _ON_HOST or name in _DATA_SHAPED or _selects(name, args):
-            raise NotRecordable(f"its code looks at numbers ({resolve_name(func) or name})")
+            raise NotRecordable(f"its code reads tensor values ({resolve_name(func) or name})")
         if name == "__set__":
             raise NotRecordable("its code replaces parts of tensors")
         if name in _MAY_DO_NOTHING and args and result is args[0]:
@@ -185,7 +184,11 @@ class Tape:
         return Tape(graph, self.constants)
 
     def compile(self) -> Callable[..., Any]:
-        return _compile(self.graph)
+        """Compile Python source with a line per operator; it deletes tensors after their last use."""
+        source, space = _source(self.graph)
+        exec(compile(source, "<recorded forward>", "exec"), space)
+        replay: Callable[..., Any] = space["replay"]
+        return replay
 
 
 def record(
@@ -202,59 +205,53 @@ def record(
     Raises:
         NotRecordable: the code is not a fixed list of operators.
     """
-    first, second = (_heard(code, inputs(count)) for count in counts)
-    recorder, results = first
-    if len(recorder.calls) != len(second[0].calls):
+    (recorder, results), (other, other_results) = (_run(code, inputs(count)) for count in counts)
+    if len(recorder.calls) != len(other.calls):
         raise NotRecordable("its operators depend on the number of tokens")
-    if any(a is not b for a, b in zip(recorder.constants, second[0].constants, strict=False)):
-        raise NotRecordable("its code makes tensors in ways that cannot be followed")
-    graph, values = fx.Graph(), dict[int, fx.Node]()
-    for number, name in enumerate(names):
-        values[number] = graph.placeholder(name)
-    builder = _Builder(graph, graph.placeholder(SIZE), values, recorder.constants, counts)
-    for call, other in zip(recorder.calls, second[0].calls, strict=True):
-        if call.function != other.function:
-            raise NotRecordable("its operators depend on the number of tokens")
-        builder.add(call, other)
-    graph.output(_mapped(builder.node, builder.joined(results, second[1])))
-    return Tape(graph, recorder.constants)
+    if any(a is not b for a, b in zip(recorder.constants, other.constants, strict=False)):
+        raise NotRecordable("its code creates tensors that the recorder cannot trace")
+    builder = _Builder(names, recorder.constants, counts)
+    for calls in zip(recorder.calls, other.calls, strict=True):
+        builder.add(*calls)
+    builder.graph.output(_mapped(builder.node, builder.joined(results, other_results)))
+    return Tape(builder.graph, recorder.constants)
 
 
-def _heard(code: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[_Recorder, Any]:
+def _run(code: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[_Recorder, Any]:
     recorder = _Recorder(inputs)
     with torch.no_grad(), recorder:
         results = code(recorder, *inputs)
     return recorder, _mapped(recorder._source, results)
 
 
-@dataclass
 class _Builder:
     """Converts calls to graph nodes."""
 
-    graph: fx.Graph
-    size: fx.Node
-    values: dict[int, fx.Node]
-    constants: list[Tensor]
-    counts: tuple[int, int]
-
-    def __post_init__(self) -> None:
+    def __init__(self, names: Sequence[str], constants: list[Tensor], counts: tuple[int, int]) -> None:
+        self.graph = fx.Graph()
+        self._values = {number: self.graph.placeholder(name) for number, name in enumerate(names)}
+        self._size = self.graph.placeholder(SIZE)
+        self._constants, self._counts = constants, counts
         self._attributes: dict[int, fx.Node] = {}
         self._sizes: dict[_Size, fx.Node | int] = {}
 
-    def add(self, heard: _Call, other: _Call) -> None:
-        args, kwargs = _mapped(self.node, self.joined(heard.args, other.args))
-        node = call(self.graph, heard.function, args, kwargs)
-        name = getattr(heard.function, "__name__", "")
+    def add(self, first: _Call, second: _Call) -> None:
+        """Add a call, given both recordings of it."""
+        if first.function != second.function:
+            raise NotRecordable("its operators depend on the number of tokens")
+        args, kwargs = _mapped(self.node, self.joined(first.args, second.args))
+        node = call(self.graph, first.function, args, kwargs)
+        name = getattr(first.function, "__name__", "")
         # Operators that write into their arguments stay even if their result is unused.
-        node.meta["writes"] = heard.results is None or (name.endswith("_") and not name.endswith("__"))
+        node.meta["writes"] = first.results is None or (name.endswith("_") and not name.endswith("__"))
         node.meta["writes"] |= name.startswith("__i") and name != "__invert__"
-        self._name(heard.results, other.results, node)
+        self._name(first.results, second.results, node)
 
     def _name(self, results: Any, others: Any, node: fx.Node) -> None:
         if isinstance(results, _Value):
-            self.values[results.number] = node
+            self._values[results.number] = node
             pairs = zip(results.shape, others.shape, strict=True)
-            shape = tuple(COUNT if pair == self.counts else pair[0] for pair in pairs)
+            shape = tuple(COUNT if pair == self._counts else pair[0] for pair in pairs)
             node.meta.update(dtype=results.dtype, shape=shape)
         elif isinstance(results, (tuple, list)):
             for index, (part, other) in enumerate(zip(results, others, strict=True)):
@@ -263,16 +260,16 @@ class _Builder:
     def node(self, leaf: Any) -> Any:
         """Convert a leaf of the arguments for the graph."""
         if isinstance(leaf, _Value):
-            return self.values[leaf.number]
+            return self._values[leaf.number]
         if isinstance(leaf, _Constant):
             if leaf.number not in self._attributes:
                 node = self.graph.create_node("get_attr", f"constant_{leaf.number}")
-                node.meta["constant"] = self.constants[leaf.number]
+                node.meta["constant"] = self._constants[leaf.number]
                 self._attributes[leaf.number] = node
             return self._attributes[leaf.number]
         if isinstance(leaf, _Size):
             if leaf not in self._sizes:
-                node = self.size
+                node = self._size
                 if leaf.slope != 1:
                     node = call(self.graph, operator.mul, (node, leaf.slope))
                 if leaf.offset:
@@ -287,7 +284,7 @@ class _Builder:
             raise NotRecordable("its operators depend on the number of tokens")
         if isinstance(value, (_Value, _Constant)) or not isinstance(value, (tuple, list, dict, slice, int)):
             if value is not other and value != other:
-                raise NotRecordable(f"its code makes {value!r} of some tokens and {other!r} of others")
+                raise NotRecordable(f"an argument is {value!r} or {other!r}, depending on the tokens")
             return value
         if isinstance(value, slice):
             ends = [(value.start, other.start), (value.stop, other.stop), (value.step, other.step)]
@@ -297,14 +294,14 @@ class _Builder:
         if isinstance(value, (tuple, list)):
             parts = [self.joined(*pair) for pair in zip(value, other, strict=True)]
             return parts if isinstance(value, list) else tuple(parts)
-        if value == other or isinstance(value, bool):
-            if value != other:
-                raise NotRecordable("its code decides by the number of tokens")
+        if value == other:
             return value
-        slope, rest = divmod(other - value, self.counts[1] - self.counts[0])
+        if isinstance(value, bool):
+            raise NotRecordable("its code branches on the number of tokens")
+        slope, rest = divmod(other - value, self._counts[1] - self._counts[0])
         if rest:
-            raise NotRecordable(f"its code makes {value} of some tokens and {other} of others")
-        return _Size(slope, value - slope * self.counts[0])
+            raise NotRecordable(f"an argument is {value} or {other}, depending on the number of tokens")
+        return _Size(slope, value - slope * self._counts[0])
 
 
 # -- from a graph to a function ----------------------------------------------------------------------------------------
@@ -329,18 +326,11 @@ def clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _compile(graph: fx.Graph) -> Callable[..., Any]:
-    """Generate Python source with a line per operator; it deletes tensors after their last use."""
+def _source(graph: fx.Graph) -> tuple[str, dict[str, Any]]:
+    """Write a graph as a Python function; return it with the objects that it names."""
     names: dict[fx.Node, str] = {}
     space: dict[str, Any] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            last[source] = node
-    ends: dict[fx.Node, list[fx.Node]] = {}
-    for source, node in last.items():
-        if source.op == "call_function":
-            ends.setdefault(node, []).append(source)
+    last = {source: node for node in graph.nodes for source in node.all_input_nodes}
 
     def written(value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -354,9 +344,6 @@ def _compile(graph: fx.Graph) -> Callable[..., Any]:
             return f"slice({written(value.start)}, {written(value.stop)}, {written(value.step)})"
         if value is None or isinstance(value, (bool, int, str)):
             return repr(value)
-        return kept(value)
-
-    def kept(value: Any) -> str:
         name = f"k{len(space)}"
         space[name] = value
         return name
@@ -367,20 +354,17 @@ def _compile(graph: fx.Graph) -> Callable[..., Any]:
         if node.op == "placeholder":
             names[node] = str(node.target)
         elif node.op == "get_attr":
-            names[node] = kept(node.meta["constant"])
+            names[node] = written(node.meta["constant"])
         elif node.op == "output":
             lines.append(f"return {written(node.args[0])}")
         else:
-            function = functions.get(id(node.target)) or functions.setdefault(id(node.target), kept(node.target))
+            function = functions.get(id(node.target)) or functions.setdefault(id(node.target), written(node.target))
             arguments = [*map(written, node.args), *(f"{key}={written(part)}" for key, part in node.kwargs.items())]
-            names[node] = f"v{number}"
-            call = f"{function}({', '.join(arguments)})"
+            call, names[node] = f"{function}({', '.join(arguments)})", f"v{number}"
             lines.append(f"v{number} = {call}" if node.users else call)
-        gone = [names[source] for source in ends.get(node, ()) if node.op != "output"]
-        if gone:
-            lines.append("del " + ", ".join(gone))
+            done = [source for source in node.all_input_nodes if source.op == "call_function" and last[source] is node]
+            if done:
+                lines.append("del " + ", ".join(names[source] for source in done))
     inputs = ", ".join(str(node.target) for node in graph.nodes if node.op == "placeholder")
     body = "\n    ".join(lines)
-    exec(compile(f"def replay({inputs}):\n    {body}\n", "<recorded forward>", "exec"), space)
-    replay: Callable[..., Any] = space["replay"]
-    return replay
+    return f"def replay({inputs}):\n    {body}\n", space

@@ -76,18 +76,6 @@ class Refused(UserError):
     """A server rejected this request permanently."""
 
 
-def or_refusal(ask: Callable[[int, Endpoint], T]) -> Callable[[int, Endpoint], T | Refused]:
-    """Wrap a question for a `Pool` so that a refusal is returned as its answer."""
-
-    def asked(number: int, endpoint: Endpoint) -> T | Refused:
-        try:
-            return ask(number, endpoint)
-        except Refused as refusal:
-            return refusal
-
-    return asked
-
-
 class Endpoint:
     """One server; a trailing `/v1` of the URL is dropped.
 
@@ -98,9 +86,7 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.under_way = self.last = self.failures = 0
         self.rests_until = self._failed_at = 0.0
-        self._meeting = threading.Lock()
-        self._known: list[Any] = []
-        self._unmet: tuple[float, RetryableError] | None = None
+        self._known: Any = None
         self._key = _key()
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS)
         self._client = httpx.Client(
@@ -160,18 +146,10 @@ class Endpoint:
         return page
 
     def once(self, find: Callable[[Endpoint], T]) -> T:
-        """Return the cached result of `find`; a failure is raised in every thread that waited for it."""
-        came = monotonic()
-        with self._meeting:
-            if not self._known:
-                if self._unmet is not None and self._unmet[0] >= came:
-                    raise self._unmet[1]
-                try:
-                    self._known.append(find(self))
-                except RetryableError as problem:
-                    self._unmet = monotonic(), problem
-                    raise
-        return cast(T, self._known[0])
+        """Return the cached result of `find`, which concurrent first requests may each compute."""
+        if self._known is None:
+            self._known = find(self)
+        return cast(T, self._known)
 
     def failed(self, problem: RetryableError, began: float, jitter: float) -> None:
         """Record a failure of a request started at `began`; concurrent failures count once."""
@@ -207,8 +185,8 @@ class Pool:
 
     def answers(
         self, questions: int, ask: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
-    ) -> Generator[tuple[int, T], None, None]:
-        """Yield (question number, answer) as answers arrive; close the generator to cancel the remaining questions.
+    ) -> Generator[tuple[int, T | Refused], None, None]:
+        """Yield (question number, answer or refusal) as they arrive; close the generator to cancel the other questions.
 
         `ask` sends a question to a server and raises `RetryableError` for a retry. `check` is polled while waiting and
         aborts by raising. Questions of several threads share one first-in, first-out queue.
@@ -216,30 +194,27 @@ class Pool:
         Raises:
             UserError: retries are exhausted.
         """
-        done = queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
+        done = queue.SimpleQueue[tuple[int, T | BaseException]]()
         stop = threading.Event()
 
         def put(number: int) -> None:
-            if stop.is_set():
-                return
-            try:
-                done.put((number, self._answer(lambda endpoint: ask(number, endpoint), stop), None))
-            except BaseException as error:
-                done.put((number, None, error))
+            if not stop.is_set():
+                try:
+                    done.put((number, self._answer(partial(ask, number), stop)))
+                except BaseException as error:
+                    done.put((number, error))
 
         try:
             self._begin([partial(put, number) for number in range(questions)])
             remaining = questions
             while remaining:
                 check()
-                try:
-                    number, answer, error = done.get(timeout=_CHECK_SECONDS)
-                except queue.Empty:
-                    continue
-                if error is not None:
-                    raise error
-                remaining -= 1
-                yield number, cast(T, answer)
+                with suppress(queue.Empty):
+                    number, answer = done.get(timeout=_CHECK_SECONDS)
+                    if isinstance(answer, BaseException) and not isinstance(answer, Refused):
+                        raise answer
+                    remaining -= 1
+                    yield number, answer
         finally:
             stop.set()
 
@@ -249,7 +224,11 @@ class Pool:
         for endpoint in self._endpoints:
             with suppress(RetryableError):
                 answers.append(ask(endpoint))
-        return answers or [answer for _, answer in self.answers(1, lambda _, endpoint: ask(endpoint))]
+        for _, answer in self.answers(0 if answers else 1, lambda _, endpoint: ask(endpoint)):
+            if isinstance(answer, Refused):
+                raise answer
+            answers.append(answer)
+        return answers
 
     def _begin(self, questions: Sequence[Callable[[], None]]) -> None:
         with self._lock:
@@ -303,7 +282,7 @@ class Pool:
             with self._lock:
                 now = monotonic()
                 working = any(not endpoint.failures for endpoint in self._endpoints)
-                # While others work, a failed one is probed with one request at a time.
+                # While other servers work, a failed one gets one probe at a time.
                 ready = [
                     endpoint
                     for endpoint in self._endpoints

@@ -32,8 +32,10 @@ class Busy(UserError):
 
 
 @contextmanager
-def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir.") -> Iterator[None]:
-    """Lock a folder; the system releases the lock when the process ends.
+def locked(
+    folder: Path, remedy: str = "Wait for it, or choose another --run-dir.", name: str = "lock"
+) -> Iterator[None]:
+    """Lock a folder, or an output in it by `name`; the system releases the lock when the process ends.
 
     Without file locks, a file `lock.held` names the process; if that is killed, another one on the same machine takes
     the file over.
@@ -44,7 +46,7 @@ def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / "lock").open("a+", encoding="utf-8")
+        handle = (folder / name).open("a+", encoding="utf-8")
     except OSError as error:
         problem = f"Cannot write in {folder}: {error.strerror}."
         raise UserError(problem, "Choose a folder of yours with --run-dir.") from None
@@ -63,7 +65,7 @@ def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir
             yield
             handle.truncate(0)
             return
-        mark = folder / "lock.held"
+        mark = folder / f"{name}.held"
         _claim(mark, folder, remedy)
         try:
             yield

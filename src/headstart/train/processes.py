@@ -21,7 +21,7 @@ from headstart.recipes.recipe import Recipe
 from headstart.support.terminal import complain, explained
 
 _SPEAKERS = "headstart/speakers"  # key in the distributed store: number of ranks with an error to report
-_PATIENCE = 10.0  # seconds for which the main rank, which may host the store, waits for all ranks
+_PATIENCE = 10.0  # seconds for which the main rank, which may host the store, waits for other ranks
 _MEETING = timedelta(seconds=30)
 LOST_CONTACT = (
     "Another process of this training has ended.",

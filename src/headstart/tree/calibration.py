@@ -45,7 +45,7 @@ class Calibration:
         log_probs: knots of each depth, ascending.
         accepted: acceptance rate at each knot, never falling.
         reached: at each depth, how often one of the best drafts is accepted after an accepted path; with `sampled` the
-            last of these is drawn.
+            last one is drawn.
         sampled: calibration of a drawn child, evaluated at the log-probability of the draft that it replaces; None
             treats it as that draft. Applies to a child drawn from the full distribution. Its own `sampled`, if any,
             applies to children drawn from the remainder of other drafts, and is evaluated at the log of that remainder.

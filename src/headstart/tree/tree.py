@@ -92,7 +92,6 @@ class Tree:
         return tree
 
     def add(self, parent: int, token: int, accept_prob: float | None = None) -> int:
-        """Add a node and return its number."""
         self.tokens.append(token)
         self.parents.append(parent)
         if self.accept_probs is not None and accept_prob is not None:
@@ -125,7 +124,6 @@ class Tree:
 
     @property
     def depths(self) -> list[int]:
-        """Distance of each node from the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if depths else 0)
@@ -137,7 +135,6 @@ class Tree:
 
     @property
     def children(self) -> list[list[int]]:
-        """Child nodes of each node, in order."""
         children: list[list[int]] = [[] for _ in self.parents]
         for node in range(1, self.size):
             children[self.parents[node]].append(node)

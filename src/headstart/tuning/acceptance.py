@@ -59,12 +59,12 @@ Supervised = Text | Conversation
 
 
 class Drafts(NamedTuple):
-    """Drafts of heads on texts, and their acceptance, at origins from which every step is supervised, in text order.
+    """Drafts of heads on texts, and their acceptance, at origins with every step supervised, in text order.
 
     Attributes:
         ranks_OK: rank of the true token among each step's drafts, int64; the maximum stands for anything worse.
         log_probs_OKR: of the best drafts of each step, float32; R is at most that maximum.
-        likely_OKR: the target's own probabilities of these drafts; None for greedy decoding.
+        likely_OKR: the target's own probabilities of the best drafts; None for greedy decoding.
         sampled_OKR: acceptance probability of a child sampled in place of each of the first drafts, beside those above
             it: the mass shared by the target's distribution and the child's. R may be smaller.
         text_O: index of the origin's text, int64.
@@ -118,8 +118,9 @@ def measure_drafts(
         indices: list[dict[int, int]] = []  # of each step's origins
         for step in heads.unroll(batch):
             logits_MD, truth_M = step.logits_MD.float(), to_draft_V[tokens_BT.flatten()[step.teacher_M + 1]]
-            parts: tuple[Tensor, ...] = (_rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0])
-            if p_target_TD is not None:
+            if p_target_TD is None:
+                parts: tuple[Tensor, ...] = _rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0]
+            else:
                 parts = sampling_tables(logits_MD, truth_M, p_target_TD[step.teacher_M], max_rank)
             tables.append({name: part.cpu() for name, part in zip(Drafts._fields, parts, strict=False)})
             indices.append({origin: index for index, origin in enumerate(step.origin_M.tolist())})

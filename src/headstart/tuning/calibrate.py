@@ -35,13 +35,13 @@ def fit_calibration(
     *,
     by_path: bool | None = None,
 ) -> Calibration:
-    """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
+    """Isotonic regression of acceptance on log-probability at each depth, over drafts after a drafted path.
 
     Paths that have left the best one are origins at which the true token of an earlier step was drafted, but not first.
-    They get curves of their own if these predict acceptance better: each half of the origins judges the curves of the
-    other half, and both must agree. Few origins are backed by those of all paths.
+    They get curves of their own if that predicts acceptance better: each half of the origins judges the curves of the
+    other half, and both must agree. Curves of few origins are backed by the curves of all paths.
 
-    The tables are those of `Drafts`; `by_path` overrides the decision.
+    `Drafts` describes the tables; `by_path` overrides the decision.
     """
     tables = _Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
     if by_path is None:

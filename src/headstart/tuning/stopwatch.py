@@ -79,14 +79,7 @@ def measure_costs(target: Target, heads: DraftHead, paths: Sequence[RankPath], t
     again_ms = verify_ms[0]
     if timing.seconds < inf:
         (again_ms,) = measure_verify(target, replace(timing, widths=(1,), repeats=4), heads.aux_layers)
-    costs = Costs(
-        timing.widths,
-        tuple(verify_ms),
-        draft_ms=drafting.draft_ms,
-        level_ms=drafting.level_ms,
-        levels=heads.draft_steps,
-        read_ms=drafting.read_ms,
-    )
+    costs = Costs(timing.widths, tuple(verify_ms), levels=heads.draft_steps, **drafting._asdict())
     return Measured(costs, packed, steady=1 / _STEADY < again_ms / verify_ms[0] < _STEADY)
 
 

@@ -48,11 +48,7 @@ class Tuning:
 
     Attributes:
         paths: rank paths of the chosen tree without the root; empty means plain decoding is fastest.
-        widths: timed tree widths (root included).
-        verify_ms: for each width, milliseconds of a tree forward, choice and commit, at batch 1.
-        draft_ms: milliseconds of a draft at full depth with a tree of up to 16 nodes.
-        level_ms: the part of each level after the first.
-        read_ms: extra milliseconds of a draft for each token of the text that the heads have yet to read.
+        widths, verify_ms, draft_ms, level_ms, read_ms: see `Costs`; at batch 1, and drafts with up to 16 nodes.
         packed: whether int8 weights drafted clearly faster; the milliseconds are then theirs.
         acceptance: for each depth and rank, how often that draft is right after right drafts of rank 0.
         predicted: `tokens_per_round` (τ, replayed on the validation answers), `speedup` over plain decoding,
@@ -88,7 +84,6 @@ class Tuning:
 
     @property
     def costs(self) -> Costs:
-        """The measured costs."""
         return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance), self.read_ms)
 
     @property
@@ -114,12 +109,7 @@ class Tuning:
         return replace(
             self,
             paths=self.paths if same else tuple(TreeShape.from_paths(paths).paths),
-            widths=costs.widths,
-            verify_ms=costs.verify_ms,
-            draft_ms=costs.draft_ms,
-            level_ms=costs.level_ms,
-            read_ms=costs.read_ms,
-            packed=measured.packed,
+            **_cost_fields(measured),
             chain=_best_chain(list(accumulate(along_best)), costs),
             tree="dynamic" if self.calibration and not same else self.tree,
             curve=curve,
@@ -227,9 +217,7 @@ def tune(
     drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
     return Tuning(
         paths=tuple(TreeShape.from_paths(paths).paths),
-        widths=costs.widths,
-        verify_ms=costs.verify_ms,
-        draft_ms=costs.draft_ms,
+        **_cost_fields(measured),
         acceptance=_acceptance(ranks_OK, max_rank),
         predicted=predicted,
         curve=curve,
@@ -246,11 +234,15 @@ def tune(
         tree="dynamic" if paths and not target.chains_only else "static",
         chain=chain,
         calibration=fit_calibration(*drafts.arrays).knots() | fit_calibration(*drawn.arrays).knots("sampled_"),
-        level_ms=costs.level_ms,
-        packed=measured.packed,
-        read_ms=costs.read_ms,
         kinds=by_kind(drafts, [getattr(text, "category", "") for text in conversations]),
     )
+
+
+def _cost_fields(measured: Measured) -> dict[str, Any]:
+    """`measured` as fields of `Tuning`."""
+    fields = asdict(measured.costs) | {"packed": measured.packed}
+    del fields["levels"]  # the length of `acceptance`
+    return fields
 
 
 def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tok
 from headstart.data.prompts.loading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.writer import CANDIDATES, Continuation, RowStates, TurnCaches, Writer
+from headstart.data.writing.writer import CANDIDATES, Continuation, TurnCaches, Writer
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
@@ -47,7 +47,7 @@ class Answers:
     ) -> list[Conversation]:
         """Answer every user turn of each prompt of a batch, shortest prompts first.
 
-        Prompts with answers keep them when `regenerate` is off; `sampled_fraction` of the others are answered at
+        Given answers are kept when `regenerate` is off; `sampled_fraction` of the remaining prompts are answered at
         temperature 1. `left_out` counts dropped conversations, turns and ends of answers.
         """
         settings = self._settings
@@ -74,7 +74,7 @@ class Answers:
         return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *written]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
-        """Return prompts without answers; count the ones the chat template refuses."""
+        """Return prompts without answers; count prompts that the chat template refuses."""
         return _fitting(prompts, lambda prompt: _unanswered(prompt, self._target.tokenizer), left_out)
 
     def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
@@ -119,24 +119,23 @@ class Answers:
             self._target.end_tokens,
             seed,
             check=self._check,
-            states=None if self._capture is None else RowStates(self._capture.aux_layers),
+            aux_layers=() if self._capture is None else self._capture.aux_layers,
             turns=turns,
         )
         answers = self._writer.continue_rows([row.tokens for row in asking], continuation)
-        states = {} if continuation.states is None else continuation.states.of_row
         for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
             row.answer(answer, self._target)
-            row.states = states.get(number, {})
+            row.states = continuation.states.get(number, {})
         return True
 
 
 def _fitting(
     prompts: Sequence[Prompt], read: Callable[[Prompt], Conversation], left_out: LeftOut
 ) -> list[Conversation]:
-    """Return the conversations of prompts that fit the chat template; count the others."""
+    """Return the conversations of prompts that fit the chat template; count misfits."""
     fitting = []
     for prompt in prompts:
         try:

@@ -1,16 +1,21 @@
 """On-policy conversations: prompts answered by the target itself.
 
-Each numbered part is one batch, written atomically and seeded by its number, so a resumed run matches an uninterrupted
-one. Parts are append-only: more conversations add parts, fewer use the first ones. Prompts with the same opening
-(system message, tools, first turn) go to the split of the first part that contains one. One process plans and appends
-parts in order; other processes may write them (`headstart.data.conversations.jobs`).
+Each numbered batch is written atomically and seeded by its number, so a resumed run matches an uninterrupted one.
+Batches are append-only: more conversations add batches, fewer use the first ones. Prompts with the same opening (system
+message, tools, first turn) go to the split of the first batch that contains one.
+
+Every process of a run makes the same plan, since a batch's prompts and size do not depend on timing. Each claims the
+first batch that no other process has claimed, and writes it; the batch of a killed process can be claimed again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,20 +23,21 @@ from pathlib import Path
 from rich.console import Console
 
 from headstart.data.conversations.answers import KeepsStates
-from headstart.data.conversations.jobs import JOBS, Board, share
-from headstart.data.conversations.part_writer import SPLITS, PartWriter
-from headstart.data.conversations.parts import (
+from headstart.data.conversations.batch_writer import SPLITS, BatchWriter
+from headstart.data.conversations.batches import (
     CLOCKS,
-    GivenPrompts,
-    Part,
-    PartPlan,
+    ConversationBatch,
     TimeBudget,
     Written,
-    answered_until,
+    file_name,
+    write_batch,
     write_split,
 )
 from headstart.data.conversations.records import Conversation, read_conversations
-from headstart.data.prompts.loading import LeftOut
+from headstart.data.prompts.loading import OTHER_SPLIT, LeftOut, Prompts, load_prompts
+from headstart.data.prompts.overlap import prompt_key
+from headstart.data.prompts.shapes import Prompt
+from headstart.data.workers import POLL_SECONDS, Workers, claim, claims, clear_claims
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
@@ -77,131 +83,277 @@ def build_conversations(
 
     Args:
         folder: destination of `train.jsonl`, `validation.jsonl` and `heldout.jsonl`.
-        shared: folder of parts and jobs, shared by runs of the same `identity`; `folder` by default.
+        shared: folder of batches, shared by runs of the same `identity`; `folder` by default.
         max_tokens: limit on training plus validation tokens.
         capture: sink for hidden states computed while writing, if they fit in memory.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
-    board = Board((shared or folder) / JOBS)
-    writer = PartWriter(target, settings, capture)
-    parts = (shared or folder) / "parts"
-    writing = _Writing(writer, parts, board)
-    counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
-    kept: dict[str, list[Written]] = {split: [] for split in SPLITS}
-    wanted = sum(counts.values())
-    with progress_bar(console, "conversations", total=wanted) as bar:
-        asked, answer_tokens, started = 0, 0, time.perf_counter()
-        for split, count in counts.items():
-            room = math.inf
-            if split == "train":
-                room = max_tokens - sum(item.tokens for item in kept["validation"])
-            for part, new in writing.parts(split, kept[split], count, room):
-                fresh = part.fresh[: count - len(kept[split])]
-                kept[split].extend(fresh)
-                asked = max(asked, part.prompts[1])
-                answer_tokens += sum(item.answer_tokens for item in part.conversations) if new else 0
-                rate = answer_tokens / max(1e-9, time.perf_counter() - started)
-                done = sum(map(len, kept.values()))
-                total = wanted
-                if writing.spent:  # the time budget may end before all are written
-                    total = min(wanted, round(done + len(kept[split]) * (1 / writing.spent - 1)))
-                note = f"{rate:.0f} answer tokens/s" if rate else ""
-                if new and writer.requests:
-                    note = f"{note}, {writer.requests} requests at a time"
-                bar.update(done, max(done, total), note=note)
-    asked = max(asked, writing.prompts.reached)
-    if not kept["train"]:
+    build = ConversationBuild(target, settings, shared or folder, max_tokens=max_tokens, capture=capture)
+    build.write(console)
+    if not build.kept["train"]:
         raise UserError(
-            f"No training conversation could be written. {writing.prompts.left_out.notice}".strip(),
+            f"No training conversation could be written. {build.left_out.notice}".strip(),
             "Give more prompts or minutes, or lower data.heldout and data.validation.",
         )
     if console is not None:
-        notices, count = [writing.prompts.left_out.notice], len(kept["train"])
-        ended = f"data.minutes={settings.minutes:g} is spent. Raise it for more." if writing.time_is_up else ""
-        if sum(item.tokens for item in kept["train"] + kept["validation"]) >= max_tokens:
+        for notice in build.notices():
+            tell(console, f"    {notice}")
+    clear_claims(build.folder)
+    for split, conversations in build.kept.items():
+        write_split(folder / f"{split}.jsonl", build.folder, conversations)
+    counts = {split: len(conversations) for split, conversations in build.kept.items()}
+    return Splits(folder, counts, sum(item.answer_tokens for item in build.kept["train"]))
+
+
+class ConversationBuild:
+    """Existing and missing batches of conversations in the folder `batches` of `shared`; see the module docstring.
+
+    Attributes:
+        kept: conversations of each split; `tokens` counts their tokens.
+        batches: existing and written ones, by number; `existing` are the numbers at the start.
+        asked: index after the last given prompt that was used.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        settings: DataSection,
+        shared: Path,
+        *,
+        max_tokens: float = math.inf,
+        capture: KeepsStates | None = None,
+    ) -> None:
+        self.settings, self.folder, self._max_tokens = settings, shared / "batches", max_tokens
+        self.writer = BatchWriter(target, settings, capture)
+        self.counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
+        self.kept: dict[str, list[Written]] = {split: [] for split in SPLITS}
+        self.tokens = dict.fromkeys(SPLITS, 0)
+        self.split_of: dict[str, str] = {}  # by the key of an opening
+        self._seen: set[str] = set()
+        read = map(ConversationBatch.read, sorted(self.folder.glob("[0-9]*-*.jsonl")))
+        self.batches = {batch.number: batch for batch in read}
+        self.existing = frozenset(self.batches)
+        for batch in self.batches.values():
+            for item in batch.conversations:
+                self.split_of.setdefault(item.opening, batch.split)
+        self.asked, self._time_is_up = 0, False
+        self._left_out = LeftOut()
+        used = max((batch.prompts[1] for batch in self.batches.values()), default=0)
+        self._limit = used + sum(self.counts.values()) + settings.batch_size
+        self._prompts = self._load() if settings.sources else Prompts([], LeftOut(), {})
+
+    def _load(self) -> Prompts:
+        # Files are often sorted by kind; shuffling gives every split the same kinds.
+        return load_prompts(self.settings, self.writer.target.tokenizer, limit=self._limit, seed=self.settings.seed)
+
+    @property
+    def left_out(self) -> LeftOut:
+        both = LeftOut(self._prompts.left_out.counts, self._prompts.left_out.examples)
+        both.add_all(self._left_out)
+        return both
+
+    def write(self, console: Console | None = None) -> None:
+        """Write the missing batches of all splits, beside other processes."""
+        wanted, answer_tokens, started = sum(self.counts.values()), 0, time.perf_counter()
+        with progress_bar(console, "conversations", total=wanted) as bar:
+            for split, count in self.counts.items():
+                clock = TimeBudget(self.settings.minutes if split == "train" else None, self.folder / CLOCKS)
+                for batch in _SplitWriter(self, split, count, clock).batches():
+                    is_new = batch.number not in self.existing
+                    answer_tokens += sum(item.answer_tokens for item in batch.conversations) if is_new else 0
+                    rate = answer_tokens / max(1e-9, time.perf_counter() - started)
+                    done, total = sum(map(len, self.kept.values())), wanted
+                    if fraction := clock.fraction_spent:  # the time budget may end before all are written
+                        total = min(wanted, round(done + len(self.kept[split]) * (1 / fraction - 1)))
+                    note = f"{rate:.0f} answer tokens/s" if rate else ""
+                    if is_new and self.writer.requests:
+                        note = f"{note}, {self.writer.requests} requests at a time"
+                    bar.update(done, max(done, total), note=note)
+                clock.stop()
+                self._time_is_up |= clock.ended
+
+    def keep(self, split: str, batch: ConversationBatch) -> None:
+        """Keep the conversations that neither repeat an earlier one nor share an opening with another split."""
+        self.batches[batch.number] = batch
+        for item in batch.conversations:
+            if self.split_of.setdefault(item.opening, split) == split and item.asked not in self._seen:
+                self._seen.add(item.asked)
+                if len(self.kept[split]) < self.counts[split]:
+                    self.kept[split].append(item)
+                    self.tokens[split] += item.tokens
+        self.asked = max(self.asked, batch.prompts[1])
+        self._left_out.add_all(batch.left_out)
+
+    def missing(self, split: str) -> int:
+        """Return how many conversations a split still needs; 0 once the token limit is reached."""
+        if split == "train" and self.tokens["train"] + self.tokens["validation"] >= self._max_tokens:
+            return 0
+        return self.counts[split] - len(self.kept[split])
+
+    def prompts(self, split: str, start: int, count: int, limit: int | None) -> tuple[list[Prompt], int]:
+        """Return up to `count` given prompts from `start` to `limit`, and the index after the last one read.
+
+        Prompts that open like a prompt of another split are dropped.
+        """
+        taken = list[Prompt]()
+        while len(taken) < count:
+            stop = start + count - len(taken)
+            if stop + self.settings.batch_size > len(self._prompts.prompts) == self._limit:
+                self._limit *= 2
+                self._prompts = self._load()
+            read = self._prompts.prompts[start : stop if limit is None else min(stop, limit)]
+            if not read:
+                break
+            start += len(read)
+            for prompt in read:
+                if self.split_of.get(prompt_key(prompt.opening, prompt.tools), split) == split:
+                    taken.append(prompt)
+                else:
+                    self._left_out.add(OTHER_SPLIT, prompt.id)
+        return taken, start
+
+    def notices(self) -> list[str]:
+        """Tell about dropped prompts, and why there are fewer conversations than requested."""
+        settings, notices, count, ended = self.settings, [self.left_out.notice], len(self.kept["train"]), ""
+        if self._time_is_up:
+            ended = f"data.minutes={settings.minutes:g} is spent. Raise it for more."
+        if self.tokens["train"] + self.tokens["validation"] >= self._max_tokens:
             ended = f"data.cache_gigabytes={settings.cache_gigabytes:g} is full. Raise it for more."
-        used_up = [source for source, last in writing.prompts.used_up.items() if last <= asked]
+        used_up = [source for source, last in self._prompts.used_up.items() if last <= self.asked]
         if used_up and (settings.self_share or len(used_up) < len(settings.sources)):
             notices.append(f"No more prompts in {', '.join(used_up)}: the other sources stand in for the rest.")
         elif used_up:
             ended = f"there are no more prompts in {', '.join(used_up)}. Give more of them."
         if ended and count < settings.conversations:
             notices.append(f"{count} of the {settings.conversations} conversations asked for: {ended}")
-        for notice in filter(None, notices):
-            tell(console, f"    {notice}")
-    board.clear()
-    for split, conversations in kept.items():
-        write_split(folder / f"{split}.jsonl", parts, conversations)
-    counts = {split: len(conversations) for split, conversations in kept.items()}
-    return Splits(folder, counts, sum(item.answer_tokens for item in kept["train"]))
+        return list(filter(None, notices))
 
 
-class _Writing:
-    """Existing parts of a folder, and new ones written on demand."""
+@dataclass
+class _Planned:
+    """A batch to write or to wait for: its file, its given prompts with their range, and its size.
 
-    def __init__(self, writer: PartWriter, folder: Path, board: Board) -> None:
-        settings = writer.settings
-        self._writer, self._folder, self._board = writer, folder, board
-        self._seen: set[str] = set()
-        self._split_of: dict[str, str] = {}  # by the key of an opening
-        self._parts: list[Part] = []
-        self.time_is_up, self.spent = False, 0.0  # fraction of the current split's time budget
-        for file in sorted(self._folder.glob("[0-9]*-*.jsonl")):
-            self._add(Part.read(file))
-        wanted = sum(int(getattr(settings, name)) for name in SPLITS.values())
-        self.prompts = GivenPrompts(writer, answered_until(self._parts) + wanted + settings.batch_size)
+    `batch` is set if the file existed at the start.
+    """
 
-    def _add(self, part: Part) -> None:
-        for item in part.conversations:
-            if self._split_of.setdefault(item.opening, part.split) == part.split and item.asked not in self._seen:
-                self._seen.add(item.asked)
-                part.fresh.append(item)
-        self._parts.append(part)
+    number: int
+    file: Path
+    prompts: list[Prompt]
+    span: tuple[int, int]
+    size: int
+    batch: ConversationBatch | None = None
 
-    def parts(self, split: str, kept: Sequence[Written], count: int, max_tokens: float) -> Iterator[tuple[Part, bool]]:
-        """Yield parts of a split with an is-new flag until `kept` holds enough conversations."""
-        counted = tokens = 0
 
-        def missing() -> int:
-            nonlocal counted, tokens
-            tokens += sum(item.tokens for item in kept[counted:])
-            counted = len(kept)
-            return 0 if tokens >= max_tokens else count - counted
+class _SplitWriter:
+    """Planner and writer of one split's batches, beside other processes.
 
-        clock = TimeBudget(self._writer.settings.minutes if split == "train" else None, self._folder / CLOCKS)
-        for part in [part for part in self._parts if part.split == split]:
-            if missing() <= 0 or not clock.takes(part.seconds):
-                break
-            self.spent = clock.share
-            yield part, False
-        else:
-            plan = PartPlan(
-                self.prompts,
-                self._parts,
-                split=split,
-                count=count,
-                missing=missing,
-                clock=clock,
-                split_of=self._split_of,
+    `pending` holds planned batches in order until they are yielded; `running` holds futures of batches written here.
+    """
+
+    def __init__(self, build: ConversationBuild, split: str, count: int, clock: TimeBudget) -> None:
+        self._build, self._split, self._count, self._clock = build, split, count, clock
+        self._pending, self._running = deque[_Planned](), dict[int, Future[None]]()
+        self._number = self._start = 0  # of the next batch: its number, and its first given prompt
+        self._last = max(build.existing, default=-1)
+        # Reached only if batches yield nothing new.
+        self._most = self._last + 21 + 10 * count // build.settings.batch_size
+        self._is_ended = False
+
+    def batches(self) -> Iterator[ConversationBatch]:
+        """Yield the batches in order until the split is complete, and write the missing ones."""
+        build, pending, running = self._build, self._pending, self._running
+        with build.writer.workers(self._count) as workers:
+            while build.missing(self._split) > 0:
+                for number in [number for number, future in running.items() if future.done()]:
+                    running.pop(number).result()
+                if pending and (pending[0].batch is not None or pending[0].file.is_file()):
+                    planned = pending.popleft()
+                    batch = planned.batch or ConversationBatch.read(planned.file)
+                    if not self._clock.takes(batch, is_new=planned.batch is None):
+                        return
+                    build.keep(self._split, batch)
+                    yield batch
+                elif len(running) < workers.count and self._begin(workers):
+                    continue
+                elif running:
+                    wait(running.values(), POLL_SECONDS, FIRST_COMPLETED)
+                elif pending:
+                    time.sleep(POLL_SECONDS)
+                else:
+                    return
+
+    def _begin(self, workers: Workers) -> bool:
+        """Begin the first planned batch that no process writes, else plan another; return False if nothing is to do."""
+        for planned in self._pending:
+            is_missing = planned.batch is None and planned.number not in self._running
+            if is_missing and (held := self._claim(planned)) is not None:
+                self._submit(planned, held, workers)
+                return True
+        if self._is_ended or (planned_next := self._plan()) is None:
+            return False
+        if planned_next.batch is None and (held := self._claim(planned_next)) is not None:
+            known = [planned.batch.share for planned in self._pending if planned.batch is not None]
+            if self._clock.is_over(len(self._pending), sum(known)):
+                self._is_ended = True
+                held.close()
+                return False
+            self._submit(planned_next, held, workers)
+        self._pending.append(planned_next)
+        return True
+
+    def _claim(self, planned: _Planned) -> ExitStack | None:
+        return claim(self._build.folder, planned.file.name, planned.file.is_file)
+
+    def _submit(self, planned: _Planned, held: ExitStack, workers: Workers) -> None:
+        self._running[planned.number] = workers.begin(partial(self._write, planned, held, workers.check))
+
+    def _write(self, planned: _Planned, held: ExitStack, check: Callable[[], None]) -> None:
+        build, began = self._build, time.perf_counter()
+        with held:
+            written = build.writer.write(self._split, planned.number, planned.size, planned.prompts, check)
+            write_batch(
+                planned.file,
+                *written,
+                number=planned.number,
+                split=self._split,
+                prompts=planned.span,
+                seconds=round(time.perf_counter() - began, 3),
+                concurrent=max(1, len(claims(build.folder))),
             )
-            for part in self._new(plan, count):
-                self.spent = clock.share
-                yield part, True
-        clock.stop()
-        self.time_is_up = self.time_is_up or clock.ended
 
-    def _new(self, plan: PartPlan, count: int) -> Iterator[Part]:
-        """Yield new parts in order while workers here and in other processes write ahead."""
-        writer = self._writer
-        with writer.workers(count) as workers:
-            write = partial(writer.write, check=workers.check)
-            for job, written in share(plan.next, write, workers, self._board, still=plan.still):
-                self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
-                part = Part.write(self._folder, job.what, written["conversations"], plan.lap())
-                is_wanted = plan.missing() > 0
-                self._add(part)
-                plan.clock.note(part.seconds)
-                if is_wanted:  # else it was started before enough were written; a later run may use it
-                    yield part
+    def _plan(self) -> _Planned | None:
+        """Return the next batch, existing or new; None if no further one is needed yet, or no prompt is left."""
+        build, settings, split = self._build, self._build.settings, self._split
+        room = build.missing(split) - sum(planned.size for planned in self._pending)
+        while room > 0:
+            if (batch := build.batches.get(self._number)) is not None:
+                self._number, self._start = self._number + 1, max(self._start, batch.prompts[1])
+                if batch.split == split:
+                    file, size = build.folder / file_name(batch.number, split), len(batch.conversations)
+                    return _Planned(batch.number, file, [], batch.prompts, size, batch)
+                continue
+            own_share, size = settings.self_share, min(settings.batch_size, room)
+            if own_share:
+                # A margin: some may fall into another split, and one more batch would take long.
+                size = min(settings.batch_size, self._count + -(-self._count // 8))
+            if self._number > self._most if own_share else self._pending and room < settings.batch_size:
+                return None
+            # Fractions accumulate over batches as a function of the number alone, so a resumed run agrees.
+            due = own_share * size
+            own = int(due * (self._number + 1)) - int(due * self._number)
+            later = list[int]()  # first prompts of the batches after a gap
+            if self._number < self._last:
+                later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
+            start, prompts = self._start, list[Prompt]()
+            if own_share < 1:
+                prompts, self._start = build.prompts(split, start, size - own, min(later, default=None))
+            if not (own_share or prompts or later):
+                build.asked = max(build.asked, self._start)
+                return None
+            number, self._number = self._number, self._number + 1
+            if own_share or prompts:  # with an own share, the target writes the rest
+                file = build.folder / file_name(number, split)
+                return _Planned(number, file, prompts, (start, self._start), size)
+        return None

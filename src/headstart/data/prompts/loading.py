@@ -19,7 +19,7 @@ from headstart.data.prompts.chat import (
 )
 from headstart.data.prompts.overlap import Excluded, prompt_key
 from headstart.data.prompts.shapes import SHAPES, Prompt, parse_prompt
-from headstart.data.prompts.sources import READY_MADE, find_origin, read_records
+from headstart.data.prompts.sources import READY_MADE, Origin, find_origin, read_records
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
 
@@ -47,7 +47,7 @@ _REMEDIES = {
 _CHARACTERS_PER_TOKEN = 64
 """Upper bound, so that only the start of a long text is tokenised."""
 _TRIES = 1000
-"""Rows at the start of a source after which it is given up if all are of unusable shape."""
+"""Give up a source if this many rows at its start all have an unusable shape."""
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class LeftOut:
 
     @property
     def remedies(self) -> str:
-        """Known remedies, the one for the most frequent reason first."""
+        """Known remedies, by frequency of their reasons."""
         ordered = sorted(self.counts, key=lambda reason: -self.counts[reason])
         found = [next((do for why, do in _REMEDIES.items() if re.search(why, reason)), "") for reason in ordered]
         return "; ".join(dict.fromkeys(filter(None, found)))
@@ -105,23 +105,23 @@ def load_prompts(
     tokenizer. With a chat template plain-text rows are left out, without one all others. Unless `whole`, Hub datasets
     are streamed. A UserError names a source that is unreadable or has no prompt.
     """
-    sources = data.sources
-    rule = _Rule(tokenizer, data)
-    of_sources = [_SourcePrompts(source, seed, whole, rule) for source in sources]
-    prompts: list[Prompt] = []
-    last = [0] * len(sources)
-    for number, prompt in in_turns(list(map(iter, of_sources)), [source.weight for source in sources]):
-        if len(of_sources) > 1:  # files of the same name give the same ids; prompts default to their source's category
+    sources, left_out = data.sources, LeftOut()
+    reader, names = _Reader(data, tokenizer, seed, whole), [_name(source) for source in sources]
+    origins = [find_origin(source.source, source.revision) for source in sources]
+    of_sources = [LeftOut() for _ in sources]
+    given = list(map(reader.prompts, sources, origins, of_sources))
+    prompts, last = list[Prompt](), [0] * len(sources)
+    for number, prompt in in_turns(given, [source.weight for source in sources]):
+        if len(sources) > 1:  # files of the same name give the same ids; prompts default to their source's category
             category = prompt.category or sources[number].source
             prompt = replace(prompt, id=f"{number + 1}-{prompt.id}", category=category)
         prompts.append(prompt)
         last[number] = len(prompts)
         if len(prompts) == limit:
             break
-    left_out = LeftOut()
     for of_source in of_sources:
-        left_out.add_all(of_source.left_out)
-    used_up = {of_source.where: end for of_source, end in zip(of_sources, last, strict=True) if of_source.used_up}
+        left_out.add_all(of_source)
+    used_up = {name: end for name, end in zip(names, last, strict=True) if name in reader.used_up}
     return Prompts(prompts, left_out, used_up)
 
 
@@ -149,18 +149,43 @@ def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterat
         yield chosen, item
 
 
-class _Rule:
+class _Reader:
     """Conversion of records to prompts, shared by all sources so that no prompt repeats."""
 
-    def __init__(self, tokenizer: Any, data: DataSection) -> None:
-        self._tokenizer, self._max_tokens = tokenizer, data.max_prompt_tokens
+    def __init__(self, data: DataSection, tokenizer: Any, seed: int | None, whole: bool) -> None:
+        self._tokenizer, self._max_tokens, self._seed, self._whole = tokenizer, data.max_prompt_tokens, seed, whole
         self._prefix_tokens = min(data.prefix_tokens, data.max_prompt_tokens)
         self._excluded = Excluded(data.exclude)
         self._plain = tokenizer is not None and not has_template(tokenizer)
         self._keeps_answers = not data.regenerate
         self._seen: set[str] = set()
+        self.used_up: set[str] = set()
 
-    def prompt(self, row: Mapping[str, Any], name: str) -> Prompt:
+    def prompts(self, source: PromptSource, origin: Origin, left_out: LeftOut) -> Iterator[Prompt]:
+        """Yield the usable prompts of a source, in order; a UserError if there are none."""
+        read = usable = hopeless = 0
+        for record in read_records(origin, source.split or "train", self._seed, whole=self._whole):
+            read += 1
+            try:
+                prompt = self._prompt(record.row, record.id)
+            except UserError:  # of the tokenizer, not of this record
+                raise
+            except ValueError as error:
+                hopeless += 1
+                left_out.add(MISSHAPEN, f"{record.location}: {error}")
+            except Unusable as reason:
+                hopeless += str(reason) in (PLAIN, CHAT)
+                left_out.add(str(reason), record.location)
+            else:
+                usable += 1
+                yield prompt
+            if hopeless == read == _TRIES:
+                break
+        if not usable:
+            raise _none_left(_name(source), read, left_out)
+        self.used_up.add(_name(source))
+
+    def _prompt(self, row: Mapping[str, Any], name: str) -> Prompt:
         """Convert a record; raises as `parse_prompt`, and `Unusable` if repeated, too long or excluded."""
         prompt = parse_prompt(row, name, keeps_answers=self._keeps_answers)
         if prompt.plain is not self._plain:
@@ -186,40 +211,9 @@ class _Rule:
         return prompt
 
 
-class _SourcePrompts:
-    """The usable prompts of a source, in order; `where` is its name in messages."""
-
-    def __init__(self, source: PromptSource, seed: int | None, whole: bool, rule: _Rule) -> None:
-        self._split = source.split or "train"
-        self._origin = find_origin(source.source, source.revision)
-        self.left_out = LeftOut()
-        is_file = source.source == READY_MADE or Path(source.source).suffix in (".jsonl", ".json")
-        self.where = source.source if is_file else f"{source.source!r}, split {self._split!r}"
-        self.used_up = False
-        self._seed, self._whole, self._rule = seed, whole, rule
-
-    def __iter__(self) -> Iterator[Prompt]:
-        read = usable = hopeless = 0
-        for record in read_records(self._origin, self._split, self._seed, whole=self._whole):
-            read += 1
-            try:
-                prompt = self._rule.prompt(record.row, record.id)
-            except UserError:  # of the tokenizer, not of this record
-                raise
-            except ValueError as error:
-                hopeless += 1
-                self.left_out.add(MISSHAPEN, f"{record.location}: {error}")
-            except Unusable as reason:
-                hopeless += str(reason) in (PLAIN, CHAT)
-                self.left_out.add(str(reason), record.location)
-            else:
-                usable += 1
-                yield prompt
-            if hopeless == read == _TRIES:
-                break
-        if not usable:
-            raise _none_left(self.where, read, self.left_out)
-        self.used_up = True
+def _name(source: PromptSource) -> str:
+    is_file = source.source == READY_MADE or Path(source.source).suffix in (".jsonl", ".json")
+    return source.source if is_file else f"{source.source!r}, split {source.split or 'train'!r}"
 
 
 def _none_left(where: str, read: int, left_out: LeftOut) -> UserError:

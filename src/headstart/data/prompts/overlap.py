@@ -50,7 +50,7 @@ class Excluded:
         self._runs = {run for question in questions for turn in question.turns for run in _runs(turn)}
 
     def reason(self, turns: Sequence[str]) -> str | None:
-        """Return the reason to exclude a prompt, given its user turns and then its other texts; None if there is none.
+        """Return the reason to exclude a prompt, given its user turns and then its other texts, or None.
 
         The first turn equals a question's (see `normalise`), or a text shares `OVERLAP_WORDS` consecutive words with a
         turn of a question, ignoring punctuation and case. A shorter question inside a longer prompt is not found.

@@ -66,7 +66,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 @dataclass(frozen=True)
-class Part:
+class QuestionFile:
     """A file of questions.
 
     Attributes:
@@ -90,25 +90,39 @@ class Part:
 class Suite:
     """A named question set; by default the first `most` questions of each part are used."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[QuestionFile, ...]
     most: int | None = None
 
 
-_MT_BENCH = Part("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", {"prompt": "turns"})
+_MT_BENCH = QuestionFile("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", {"prompt": "turns"})
 _SPEC_BENCH = "translation", "summarization", "qa", "math_reasoning", "rag"
 
 SUITES = {
     "mt-bench": Suite((_MT_BENCH,)),
     "humaneval": Suite(
-        (Part("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet", {"task_id": "id"}, "code"),)
+        (
+            QuestionFile(
+                "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet", {"task_id": "id"}, "code"
+            ),
+        )
     ),
-    "gsm8k": Suite((Part("openai/gsm8k", "main/test-00000-of-00001.parquet", {"question": "prompt"}, "math"),), 80),
+    "gsm8k": Suite(
+        (QuestionFile("openai/gsm8k", "main/test-00000-of-00001.parquet", {"question": "prompt"}, "math"),), 80
+    ),
     # MT-bench plus RedHatAI's copy of the other tasks, one file each.
     "spec-bench": Suite(
-        (_MT_BENCH, *(Part("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH))
+        (
+            _MT_BENCH,
+            *(QuestionFile("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH),
+        )
     ),
     "alpaca": Suite(
-        (Part("tatsu-lab/alpaca", "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", category="instructions"),), 80
+        (
+            QuestionFile(
+                "tatsu-lab/alpaca", "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", category="instructions"
+            ),
+        ),
+        80,
     ),
 }
 """Question sets by name; long ones default to 80 questions, as in the EAGLE papers."""
@@ -136,7 +150,7 @@ def find_questions(name: str, limit: int | None = None) -> tuple[list[Question],
     return asked[:limit], True
 
 
-def _read(suite: str, part: Part) -> Iterable[Question]:
+def _read(suite: str, part: QuestionFile) -> Iterable[Question]:
     file = part.local_copy if part.local_copy.is_file() else _fetch(suite, part)
     for number, row in _rows(file):
         try:
@@ -157,7 +171,7 @@ def _rows(file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     return enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
 
 
-def _fetch(suite: str, part: Part) -> Path:
+def _fetch(suite: str, part: QuestionFile) -> Path:
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     from headstart.support.hub_errors import explained

@@ -73,10 +73,10 @@ def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: 
         yield from _dataset_records(origin, split, seed, whole=whole)
     else:
         records = _file_records(path)
-        yield from records if seed is None else drawn(list(records), seed)
+        yield from records if seed is None else shuffled(list(records), seed)
 
 
-def drawn(items: Sequence[Any], seed: int) -> list[Any]:
+def shuffled(items: Sequence[Any], seed: int) -> list[Any]:
     """Shuffle items; the permutation depends only on the seed and the number of items."""
     order = list(range(len(items)))
     random.Random(seed).shuffle(order)
@@ -156,7 +156,7 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
         if streaming:
             numbered = enumerate(rows if seed is None else rows.shuffle(seed=seed, buffer_size=_BUFFER))
         else:
-            order = range(len(rows)) if seed is None else drawn(range(len(rows)), seed)
+            order = range(len(rows)) if seed is None else shuffled(range(len(rows)), seed)
             numbered = ((number, rows[number]) for number in order)
         for number, row in numbered:
             yield Record(f"row {number + 1}", f"{split}-{number + 1}", row)

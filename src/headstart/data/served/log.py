@@ -176,7 +176,7 @@ def delete_update(folder: Path) -> None:
 
 
 def template_version(tokenizer: Any) -> str:
-    """Hash a chat template with its bound variables; empty if there is none."""
+    """Hash a chat template with its bound variables; empty without a template."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return ""

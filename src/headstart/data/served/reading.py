@@ -76,7 +76,7 @@ def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
 
 
 def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: Iterable[str] = ()) -> list[Served]:
-    """Keep the newest request of each prompt and at most `per_source` per known source, oldest first; count the others.
+    """Keep the newest request of each prompt, at most `per_source` per known source, oldest first; count the rest.
 
     `known` holds keys (`tokens_key`) of prompts that count as seen.
     """

@@ -1,4 +1,4 @@
-"""Computing hidden states into shards, in this process and helper processes; see `headstart.data.states.store`.
+"""Computing hidden states into shards, by one or several processes; see `headstart.data.states.store`.
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.data.conversations.jobs import JOBS, Board, Job, Workers, share
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
 from headstart.data.states.store import FORMAT, MANIFEST, StateStore, all_finite, estimate_bytes
+from headstart.data.workers import POLL_SECONDS, claim, clear_claims
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json, write_tensors
 
-STATES = "states"
-"""Kind of shard jobs."""
 SHARD_BYTES = 64_000_000, 2_000_000_000
 """Lower and upper limit of the shard size, which is the work that a kill can lose."""
 _SHARDS = 200
@@ -104,24 +103,8 @@ def build_store(
     shards, work = shards or folder, work or Work()
     kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
     kept = conversations[: kind.fitting(conversations, budget_bytes)]
-    board = Board(shards / JOBS)
-    # Jobs of a killed planner: its helpers may still be computing them.
-    posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
-    for _ in _computed(target, shards, posted, board):
-        pass
-    index = ShardIndex(shards, kind.owner)
-    planned = _planned(kind, kept, index, work)
-    total = sum(len(conversation.tokens) for conversation in kept)
-    done = total - sum(len(kept[i].tokens) for _, numbers in planned for i in numbers)
-    jobs = (_job(f"{place:06d}", kind, kept, shard, work) for place, shard in enumerate(planned))
-    lost = set[str]()
-    for job, result in _computed(target, shards, jobs, board):
-        if result["file"]:
-            index.add(shards / result["file"])
-        lost |= {tokens_key(job.what["rows"][i]) for i in result["not_finite"]}
-        done += sum(map(len, job.what["rows"]))
-        work.advance(done, total)
-    board.clear()
+    index, lost = compute_states(kind, kept, shards, work)
+    clear_claims(shards)
     not_finite = [(i, item.id) for i, item in enumerate(kept) if tokens_key(item.tokens) in lost]
     dropped, left_out = len(conversations) - len(kept), {i for i, _ in not_finite}
     kept = [item for i, item in enumerate(kept) if i not in left_out]
@@ -161,63 +144,71 @@ class Capture:
 # -- computing -------------------------------------------------------------------------------------------------------
 
 
-def _planned(
-    kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, work: Work
-) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Return layers and conversation numbers of each shard to compute."""
-    lengths = [len(conversation.tokens) for conversation in kept]
-    lacking = index.lacking(kept, kind.aux_layers)
-    per_token = {layers: replace(kind, aux_layers=layers).bytes(1) for layers in lacking}
-    needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
-    need_disk(index.folder, needed, "Keeping hidden states")
-    return [
-        (layers, numbers)
-        for layers, missing in lacking.items()
-        for numbers in _split(missing, lengths, per_token[layers], work.shard_bytes or shard_size(needed))
-    ]
+def compute_states(
+    kind: StateKind, kept: Sequence[Conversation], shards: Path, work: Work
+) -> tuple[ShardIndex, set[str]]:
+    """Compute the states that no shard holds, beside other processes; return all shards and non-finite conversations.
+
+    Every process splits the conversations into the same groups, of about a shard each, and claims the first group that
+    no other process has claimed.
+    """
+    rows = {tokens_key(item.tokens): item.tokens for item in kept}
+    index, lost, total = ShardIndex(shards, kind.owner), set[str](), sum(map(len, rows.values()))
+    lacking = index.lacking(rows, kind.aux_layers)
+    needed = sum(
+        replace(kind, aux_layers=layers).bytes(sum(len(rows[key]) for key in keys)) for layers, keys in lacking.items()
+    )
+    need_disk(shards, needed, "Keeping hidden states")
+    waiting = _groups(rows, kind.bytes(1), work.shard_bytes or shard_size(kind.bytes(total)))
+    done = 0
+
+    def missing(group: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+        if index.lacking(finite := [key for key in group if key not in lost], kind.aux_layers):
+            index.update()
+        return index.lacking(finite, kind.aux_layers)
+
+    def is_done(group: Sequence[str]) -> bool:
+        return not missing(group)
+
+    while waiting:
+        claimed_elsewhere = []
+        for group in waiting:
+            name = hashlib.sha256(" ".join([kind.owner, *group]).encode()).hexdigest()[:16]
+            if not is_done(group) and (held := claim(shards, name, partial(is_done, group))) is not None:
+                with held:
+                    for layers, keys in missing(group).items():
+                        of_layers = replace(kind, aux_layers=layers)
+                        lost |= _compute_shard(of_layers, shards, {key: rows[key] for key in keys}, work.batch_tokens)
+            if not is_done(group):
+                claimed_elsewhere.append(group)
+                continue
+            done += sum(len(rows[key]) for key in group)
+            work.advance(done, total)
+        if len(claimed_elsewhere) == len(waiting):
+            time.sleep(POLL_SECONDS)
+        waiting = claimed_elsewhere
+    return index, lost
 
 
-def _job(
-    order: str, kind: StateKind, kept: Sequence[Conversation], shard: tuple[Sequence[int], Sequence[int]], work: Work
-) -> Job:
-    layers, numbers = shard
-    what = {
-        "kind": STATES,
-        "target": kind.target.whole_identity,
-        "layers": list(layers),
-        "rows": [list(kept[i].tokens) for i in numbers],
-        "batch_tokens": work.batch_tokens,
-        "states_dtype": work.states_dtype,
-    }
-    return Job(order, what)
-
-
-def compute_shard(
-    target: Target, what: dict[str, Any], shards: Path, check: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Compute and write a job's shard; `check` is called before every forward."""
-    rows, layers = what["rows"], tuple(what["layers"])
+def _compute_shard(kind: StateKind, shards: Path, rows: Mapping[str, Sequence[int]], batch_tokens: int) -> set[str]:
+    """Compute and write a shard of rows, longest first; return the keys of rows with non-finite states."""
+    keys, texts = list(rows), list(rows.values())
     states: dict[int, dict[int, Tensor]] = {}
-    for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
-        check()
-        computed = target.hidden_states([rows[i] for i in batch], layers)
-        states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
-    kind = StateKind(target, layers, what["states_dtype"])
-    finite = [i for i in range(len(rows)) if all_finite(states[i])]
-    file = _write_shard(shards, kind, [rows[i] for i in finite], [states[i] for i in finite]).name if finite else ""
-    return {"file": file, "not_finite": sorted({*range(len(rows))} - {*finite})}
-
-
-def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -> Iterator[tuple[Job, dict[str, Any]]]:
-    waiting = iter(jobs)
-    with Workers(target.device, 1) as workers:
-        compute = partial(compute_shard, target, shards=shards, check=workers.check)
-        yield from share(lambda *_: next(waiting, None), compute, workers, board)
+    for batch in _batches(range(len(texts)), list(map(len, texts)), batch_tokens):
+        computed = kind.target.hidden_states([texts[i] for i in batch], kind.aux_layers)
+        states.update(
+            zip(batch, ({layer: row[layer].cpu() for layer in kind.aux_layers} for row in computed), strict=True)
+        )
+    finite = [i for i in range(len(texts)) if all_finite(states[i])]
+    if finite:
+        _write_shard(shards, kind, [texts[i] for i in finite], [states[i] for i in finite])
+    return {keys[i] for i in {*range(len(texts))} - {*finite}}
 
 
 def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[Conversation]) -> dict[str, Any]:
     target = kind.target
-    places = [[index.places[layer, tokens_key(item.tokens)] for item in kept] for layer in kind.aux_layers]
+    keys = [tokens_key(item.tokens) for item in kept]
+    places = [[index.places[layer, key] for key in keys] for layer in kind.aux_layers]
     files = sorted({file for of_layer in places for file, _ in of_layer})
     number_of = {file: number for number, file in enumerate(files)}
     digest = hashlib.sha256(json.dumps([FORMAT, index.owner]).encode())
@@ -247,47 +238,51 @@ class ShardIndex:
         self.folder = folder
         self.owner = owner
         self.places: dict[tuple[int, str], tuple[str, int]] = {}
-        for file in sorted(folder.glob("shard-*.safetensors")):
-            self.add(file)
+        self._known: set[Path] = set()
+        self.update()
 
-    def add(self, file: Path) -> None:
-        """Index a shard by its metadata; ignore truncated or damaged ones, and other owners'."""
+    def update(self) -> None:
+        """Index the shards that were added since."""
+        for file in sorted({*self.folder.glob("shard-*.safetensors")} - self._known):
+            if self._add(file):
+                self._known.add(file)
+
+    def _add(self, file: Path) -> bool:
+        """Index a shard by its metadata unless it has another owner; return False if it is truncated or damaged."""
         try:
             with safe_open(file, framework="pt") as handle:  # refuses a file of another length than in its header
                 metadata = handle.metadata() or {}
             keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "aux_layers"))
         except (SafetensorError, OSError, ValueError, KeyError):
-            return
-        if metadata.get("owner") != self.owner:
-            return
-        start = 0
-        for key, length in zip(keys, lengths, strict=True):
-            for layer in layers:
-                self.places.setdefault((layer, key), (file.name, start))
-            start += length
+            return False
+        if metadata.get("owner") == self.owner:
+            start = 0
+            for key, length in zip(keys, lengths, strict=True):
+                for layer in layers:
+                    self.places.setdefault((layer, key), (file.name, start))
+                start += length
+        return True
 
-    def lacking(
-        self, conversations: Sequence[Conversation], aux_layers: Sequence[int]
-    ) -> dict[tuple[int, ...], list[int]]:
-        """Group conversation numbers by the layers missing from all shards; duplicates appear once."""
-        numbers: dict[tuple[int, ...], dict[str, int]] = {}
-        for number, key in enumerate(tokens_key(conversation.tokens) for conversation in conversations):
+    def lacking(self, keys: Iterable[str], aux_layers: Sequence[int]) -> dict[tuple[int, ...], list[str]]:
+        """Group conversations by the layers missing from all shards."""
+        by_layers: dict[tuple[int, ...], list[str]] = {}
+        for key in keys:
             if missing := tuple(layer for layer in aux_layers if (layer, key) not in self.places):
-                numbers.setdefault(missing, {}).setdefault(key, number)
-        return {missing: list(by_key.values()) for missing, by_key in numbers.items()}
+                by_layers.setdefault(missing, []).append(key)
+        return by_layers
 
 
-def _split(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
+def _groups(rows: Mapping[str, Sequence[int]], per_token: int, shard_bytes: int) -> list[list[str]]:
     # Longest first: rows of a batch have similar lengths, and memory runs out at once or never.
-    shards: list[list[int]] = [[]]
+    groups: list[list[str]] = [[]]
     filled = 0
-    for i in sorted(numbers, key=lambda i: (-lengths[i], i)):
+    for key in sorted(rows, key=lambda key: -len(rows[key])):
         if filled >= shard_bytes:
-            shards.append([])
+            groups.append([])
             filled = 0
-        shards[-1].append(i)
-        filled += lengths[i] * per_token
-    return shards
+        groups[-1].append(key)
+        filled += len(rows[key]) * per_token
+    return groups
 
 
 def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

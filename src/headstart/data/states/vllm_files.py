@@ -32,7 +32,7 @@ from headstart.errors import UserError
 from headstart.model.identity import dtype_name
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.servers.client import Endpoint, Pool, Refused, RetryableError, or_refusal
+from headstart.servers.client import Endpoint, Pool, Refused, RetryableError
 from headstart.servers.completions import Ask, served_by
 from headstart.support.files import need_disk
 
@@ -40,7 +40,7 @@ _COMPARED = 128
 """Leading tokens to compare; their states in a causal model do not depend on the rest."""
 
 
-class Unusable(Exception):
+class UnusableFile(Exception):
     """A file that cannot be imported, with the reason."""
 
 
@@ -63,7 +63,7 @@ def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder:
     return shlex.join(words)
 
 
-class NotFinite(Unusable):
+class NotFinite(UnusableFile):
     """A file with states that are not finite."""
 
 
@@ -86,11 +86,9 @@ class Import:
         self._folder, self.target = shards, target
         self._kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
         self._engine_layers = engine_layers(aux_layers, target)
-        unlike = list({tokens_key(item.tokens): item for item in conversations}.values())
+        unlike = {tokens_key(item.tokens): item for item in conversations}
         lacking = ShardIndex(shards, self._kind.owner).lacking(unlike, self._kind.aux_layers)
-        self._wanted = {
-            tokens_key(unlike[i].tokens): (unlike[i], layers) for layers, numbers in lacking.items() for i in numbers
-        }
+        self._wanted = {key: (unlike[key], layers) for layers, keys in lacking.items() for key in keys}
         self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
         self._bytes = self.taken = 0
         self.known = len(unlike) - len(self._wanted)
@@ -117,7 +115,7 @@ class Import:
         for number, file in enumerate(files, start=1):
             try:
                 self.take(file)
-            except Unusable as problem:
+            except UnusableFile as problem:
                 self.left_out.setdefault(str(problem), []).append(file.name)
             advance(number, len(files))
         self.close()
@@ -125,13 +123,13 @@ class Import:
     def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
         """Import a file with the states of the tokens `asked` (None: any waiting conversation).
 
-        Raises `Unusable` if it is truncated, has other tokens, layers or sizes, or non-finite or unwritten states.
+        Raises `UnusableFile` if it is truncated, has other tokens, layers or sizes, or non-finite or unwritten states.
         """
         tokens, states_TLE = self._read(file)
         if asked is not None and tokens != list(asked):
-            raise Unusable("it is of other token ids than were asked for")
+            raise UnusableFile("it is of other token ids than were asked for")
         if (key := tokens_key(tokens)) not in self._wanted:
-            raise Unusable("its token ids are of no conversation that lacks states")
+            raise UnusableFile("its token ids are of no conversation that lacks states")
         conversation, layers = self._wanted[key]
         states = {layer: self._state(states_TLE, layer) for layer in layers}
         if not all(bool(state.isfinite().all()) for state in (states_TLE, *states.values())):
@@ -154,25 +152,25 @@ class Import:
         try:
             tensors = load_file(file)
         except FileNotFoundError:
-            raise Unusable("it is not there") from None
+            raise UnusableFile("it is not there") from None
         except (SafetensorError, OSError):
-            raise Unusable("it is cut short or no safetensors file") from None
+            raise UnusableFile("it is cut short or no safetensors file") from None
         if not {"hidden_states", "token_ids"} <= tensors.keys():
-            raise Unusable("it has no hidden_states and token_ids, so vLLM's connector did not write it")
+            raise UnusableFile("it has no hidden_states and token_ids, so vLLM's connector did not write it")
         tokens, states_TLE = tensors["token_ids"].tolist(), tensors["hidden_states"]
         shape = (len(tokens), len(self._engine_layers), self.target.hidden_size)
         if tuple(states_TLE.shape) != shape:
-            raise Unusable(
+            raise UnusableFile(
                 f"its states are {list(states_TLE.shape)} and not {list(shape)} (tokens, layers, size): vLLM was not "
                 f"started with the layers {', '.join(map(str, self._engine_layers))}, or serves another model"
             )
         if states_TLE.dtype != self.target.dtype:
-            raise Unusable(
+            raise UnusableFile(
                 f"its states are {dtype_name(states_TLE.dtype)} and those of the run {self.target.dtype_name}: start "
                 f"vLLM with --dtype {self.target.dtype_name}"
             )
         if not states_TLE.any(dim=-1).all():
-            raise Unusable("it has states that were never written")
+            raise UnusableFile("it has states that were never written")
         return tokens, states_TLE
 
     def _state(self, states_TLE: Tensor, layer: int) -> Tensor:
@@ -201,7 +199,7 @@ class Import:
 
 
 def final_norm(target: Target) -> nn.Module:
-    """Find the norm between the last layer's output and the final state; a UserError if there is none."""
+    """Find the norm between the last layer's output and the final state; a UserError without one."""
     (states,) = target.hidden_states([[0, 1]], [target.num_layers, FINAL])
     module: nn.Module
     for module in target.decoder.children():
@@ -243,7 +241,7 @@ def take_from_servers(
 
     pool = Pool(urls, requests or _REQUESTS * len(urls), _RESTART)
     try:
-        with closing(pool.answers(len(waiting), or_refusal(ask))) as files:
+        with closing(pool.answers(len(waiting), ask)) as files:
             for number, file in files:
                 done += len(waiting[number].tokens)
                 advance(done, total)
@@ -256,7 +254,7 @@ def take_from_servers(
                     taken += 1
                 except NotFinite:
                     work.left_out.setdefault("its states are not finite", []).append(waiting[number].id)
-                except Unusable as problem:
+                except UnusableFile as problem:
                     raise UserError(f"{file}, which vLLM wrote: {problem}.", _RESTART) from None
                 for path in (file, _lock_of(file)):
                     with suppress(OSError):

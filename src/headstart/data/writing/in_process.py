@@ -3,14 +3,14 @@
 A common prefix is prefilled once, rows of similar length are prefilled together, a batch that does not fit in memory is
 halved, and ended rows leave the batch. Users decode with `headstart.decode`.
 
-Shape suffixes: B rows, M rows of one temperature, V vocabulary, R candidates.
+Shape suffixes: B rows, T tokens, E hidden size, M rows of one temperature, V vocabulary, R candidates.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +34,8 @@ CACHE_PEAK = 1 + _KEPT
 """Peak memory of a cache as a multiple of its size, during that copy."""
 _CPU_SHARE, _GPU_SHARE = 0.4, 0.85
 """Fraction of free memory for a batch; on a CPU two run side by side."""
+_STATES_SHARE = 0.05
+"""Largest fraction of free memory for the hidden states of a batch."""
 _COLDEST = 1e-4
 """Lowest temperature above 0."""
 
@@ -118,11 +120,12 @@ class _Batch:
         capacity = max(map(len, self._rows)) + continuation.max_new_tokens
         self._cache = target.new_cache(len(numbers), capacity)
         self._alive = sorted(range(len(numbers)), key=lambda row: len(self._rows[row]))  # rows in the cache
-        states = continuation.states
-        self._states = states if states is not None and states.fit(target, len(numbers), capacity) else None
-        self._aux_layers = () if self._states is None else self._states.aux_layers
-        if self._states is not None:
-            self._states.begin(target, len(numbers), capacity)
+        shape, layers = (len(numbers), capacity, target.hidden_size), continuation.aux_layers
+        size = math.prod(shape) * len(layers) * target.dtype.itemsize
+        if target.device.type != "cpu" or size > _STATES_SHARE * free_bytes(target.device):
+            layers = ()  # on a GPU each step would wait for the copy
+        self._aux_layers = layers
+        self._states = {layer: torch.zeros(shape, dtype=target.dtype) for layer in layers}
 
     def write(self) -> list[list[int]]:
         logits_BV = self._read()
@@ -138,9 +141,12 @@ class _Batch:
                 self._alive, tokens = [self._alive[index] for index in going], [tokens[index] for index in going]
             logits_BV = self._forward(tokens)
         self._keep_turns(range(len(self._alive)))
-        if self._states is not None:
-            lengths = [len(row) + len(added) for row, added in zip(self._rows, self._added, strict=True)]
-            self._states.end(self._numbers, lengths)
+        if self._states:
+            for row, number in enumerate(self._numbers):
+                length = len(self._rows[row]) + len(self._added[row])
+                self._continuation.states[number] = {
+                    layer: batch_BTE[row, :length] for layer, batch_BTE in self._states.items()
+                }
         return self._added
 
     # -- prefill -----------------------------------------------------------------------------------------------------
@@ -155,19 +161,18 @@ class _Batch:
 
     def _go_on(self) -> bool:
         """Restore caches of earlier turns; return False if there are none."""
-        turns, states = self._continuation.turns, self._states
+        turns = self._continuation.turns
         if turns is None:
             return False
         begun = False
         for index, row in enumerate(self._alive):
-            before = turns.take(self._numbers[row], states is not None)
+            before = turns.take(self._numbers[row], bool(self._states))
             if before is None:
                 continue
             begun = True
             self._cache.go_on_with(index, before[0])
-            if states is not None:
-                read = {layer: before[1][layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
-                states.add([row], [0], read)
+            read = {layer: before[1][layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
+            self._store([row], [0], read)
         return begun
 
     def _read_beginning(self) -> None:
@@ -179,19 +184,17 @@ class _Batch:
         out = self._target.prefill(beginning, [self._rows[0][:shared]], self._aux_layers)
         for row in range(self._cache.rows):
             self._cache.go_on_with(row, beginning)
-        if self._states is not None:
-            of_all = {layer: state.expand(len(self._rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
-            self._states.add(self._alive, [0] * len(self._rows), of_all)
+        of_all = {layer: state.expand(len(self._rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
+        self._store(self._alive, [0] * len(self._rows), of_all)
 
     def _prefill(self, start: int, stop: int) -> Tensor:
-        """Prefill the uncached tokens of these cache rows; return their last logits [B, V]."""
+        """Prefill the uncached tokens of some cache rows; return the last logits [B, V]."""
         self._continuation.check()
         part, rows = self._cache.part(start, stop), self._alive[start:stop]
         before = list(part.lengths)
         texts = [self._rows[row][length:] for row, length in zip(rows, before, strict=True)]
         out = self._target.prefill(part, texts, self._aux_layers)
-        if self._states is not None:
-            self._states.add(rows, before, out.aux_hidden_states)
+        self._store(rows, before, out.aux_hidden_states)
         self._cache.lengths[start:stop] = part.lengths
         return out.logits_BTV[:, 0]
 
@@ -212,7 +215,7 @@ class _Batch:
                 self._ended[row] = full or token in self._continuation.ends
             # The last token of a row is only forwarded for its hidden states.
             unread = len(self._rows[row]) + len(self._added[row]) > self._cache.lengths[index]
-            if not self._ended[row] or (self._states is not None and unread):
+            if not self._ended[row] or (self._states and unread):
                 going.append(index)
         return going
 
@@ -220,13 +223,21 @@ class _Batch:
         """Forward the last token of each cache row; return logits [B, V]."""
         roots = TreeBatch.roots(tokens, self._target.device)
         out = self._target.forward_tree(self._cache, roots, self._aux_layers)
-        if self._states is not None:
-            self._states.add(self._alive, self._cache.lengths, out.aux_hidden_states)
+        self._store(self._alive, self._cache.lengths, out.aux_hidden_states)
         self._cache.commit([[0]] * len(self._alive))
         return out.logits_BTV[:, 0]
 
+    def _store(self, rows: Sequence[int], starts: Sequence[int], states: Mapping[int, Tensor]) -> None:
+        """Store states [B, T, E] of batch rows from index `starts` of each row on, if they are kept."""
+        if not self._states:
+            return
+        rows_B1 = torch.tensor(list(rows))[:, None]
+        index_BT = torch.tensor(list(starts))[:, None] + torch.arange(next(iter(states.values())).shape[1])
+        for layer, batch_BTE in self._states.items():
+            batch_BTE[rows_B1, index_BT] = states[layer].to(batch_BTE)
+
     def _keep_turns(self, indices: Iterable[int]) -> None:
-        """Keep the caches of these rows if another turn may follow."""
+        """Keep these rows' caches if another turn may follow."""
         turns = self._continuation.turns
         if turns is None:
             return

@@ -17,8 +17,8 @@ from typing import Any
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
 from headstart.model.model import Target
-from headstart.servers.client import REQUESTS, Endpoint, Pool, Refused, RetryableError, or_refusal
-from headstart.servers.completions import Ask, NoTokenIds, Served, served_by
+from headstart.servers.client import REQUESTS, Endpoint, Pool, Refused, RetryableError
+from headstart.servers.completions import Ask, NoTokenIds, ServedModel, served_by
 
 _PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
 """Text to compare tokenizers on."""
@@ -43,7 +43,7 @@ class Servers:
             urls,
             requests,
             "See whether the server runs and data.server is its address; then the same command goes on from there: "
-            "finished parts are kept.",
+            "finished batches are kept.",
         )
 
     @cached_property
@@ -60,7 +60,7 @@ class Servers:
         return self._pool.requests
 
     @cached_property
-    def _met(self) -> list[Served]:
+    def _met(self) -> list[ServedModel]:
         return self._pool.each(lambda endpoint: endpoint.once(self._meet))
 
     def batches(self, rows: int) -> int:
@@ -82,24 +82,18 @@ class Servers:
             )
             return self._answer(endpoint, ask)
 
-        with closing(self._pool.answers(len(rows), or_refusal(answer), continuation.check)) as answers:
+        with closing(self._pool.answers(len(rows), answer, continuation.check)) as answers:
             replies = dict(answers)
-        added = {number: reply for number, reply in replies.items() if not isinstance(reply, Refused)}
-        refusals = [(number, reply) for number, reply in replies.items() if isinstance(reply, Refused)]
-        if self._refuses_all(len(refusals), bool(added)):
-            raise refusals[0][1]
-        continuation.refused.update((number, refusal.problem) for number, refusal in refusals)
-        return [added.get(number, []) for number in range(len(rows))]
-
-    def _refuses_all(self, refusals: int, some_answered: bool) -> bool:
-        """Whether servers refuse everything, after a batch with this many refusals."""
+        refused = {number: reply for number, reply in replies.items() if isinstance(reply, Refused)}
         with self._lock:
-            if some_answered or not refusals:
+            if len(refused) < max(1, len(rows)):
                 self._answered, self._refused = True, (0, 0)
-                return False
-            rows, batches = self._refused
-            self._refused = rows, batches = rows + refusals, batches + 1
-            return not self._answered or (rows > _PATIENCE[0] and batches > _PATIENCE[1])
+            else:
+                self._refused = self._refused[0] + len(refused), self._refused[1] + 1
+            if not self._answered or (self._refused[0] > _PATIENCE[0] and self._refused[1] > _PATIENCE[1]):
+                raise next(iter(refused.values()))
+        continuation.refused.update((number, refusal.problem) for number, refusal in refused.items())
+        return [[] if isinstance(reply := replies[number], Refused) else reply for number in range(len(rows))]
 
     def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
         """Return the added tokens; raises as `Endpoint.ask`, and a UserError for an answer that is not the target's."""
@@ -126,7 +120,7 @@ class Servers:
                     "another model.",
                 )
 
-    def _once(self, endpoint: Endpoint, served: Served, ask: Ask) -> tuple[list[int], bool]:
+    def _once(self, endpoint: Endpoint, served: ServedModel, ask: Ask) -> tuple[list[int], bool]:
         """Return one request's tokens up to the first end token, and whether an end token stopped the server."""
         path, body = served.dialect.request(ask, served.model)
         page = endpoint.ask("POST", path, body)
@@ -168,7 +162,7 @@ class Servers:
                 "It ignores max_tokens: use vLLM or llama-server.",
             )
 
-    def _meet(self, endpoint: Endpoint) -> Served:
+    def _meet(self, endpoint: Endpoint) -> ServedModel:
         served = served_by(endpoint, self._target.spec)
         path, body = served.dialect.tokenize(_PROBE, served.model)
         theirs = endpoint.ask("POST", path, body, absent={}).get("tokens")

@@ -1,8 +1,6 @@
 """The interface of text generation for data: the target in this process (`in_process`) or servers (`servers`).
 
-Also the stores a writer fills: hidden states for training and KV caches for the next turn.
-
-Shape suffixes: B rows, T tokens, E hidden size.
+Shape suffixes: T tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from headstart.kernels.memory import free_bytes
@@ -20,42 +17,6 @@ from headstart.replay.cache import TreeCache
 
 _TURN_SHARE = 0.01
 """Largest fraction of free memory for one conversation's KV cache between turns."""
-_STATES_SHARE = 0.05
-"""Largest fraction of free memory for the hidden states of a batch."""
-
-
-class RowStates:
-    """Hidden states kept while rows are written; `of_row` maps row and layer to [T, E]."""
-
-    def __init__(self, aux_layers: Sequence[int]) -> None:
-        self.aux_layers = tuple(aux_layers)
-        self.of_row: dict[int, dict[int, Tensor]] = {}
-        self._batch: dict[int, Tensor] = {}
-
-    def fit(self, target: Target, rows: int, length: int) -> bool:
-        """Whether a batch's states fit in memory; False on a GPU, where each step would wait for the copy."""
-        if target.device.type != "cpu":
-            return False
-        size = rows * length * len(self.aux_layers) * target.hidden_size * target.dtype.itemsize
-        return size <= _STATES_SHARE * free_bytes(target.device)
-
-    def begin(self, target: Target, rows: int, length: int) -> None:
-        shape = (rows, length, target.hidden_size)
-        self._batch = {layer: torch.zeros(shape, dtype=target.dtype) for layer in self.aux_layers}
-
-    def add(self, rows: Sequence[int], starts: Sequence[int], states: Mapping[int, Tensor]) -> None:
-        """Store states [B, T, E] of batch rows from index `starts` of each row on."""
-        width = next(iter(states.values())).shape[1]
-        rows_B1 = torch.tensor(list(rows))[:, None]
-        index_BT = torch.tensor(list(starts))[:, None] + torch.arange(width)
-        for layer, batch_BTE in self._batch.items():
-            batch_BTE[rows_B1, index_BT] = states[layer].to(batch_BTE)
-
-    def end(self, numbers: Sequence[int], lengths: Sequence[int]) -> None:
-        """Move the batch's states to `of_row` under these row numbers."""
-        for row, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-            self.of_row[number] = {layer: batch_BTE[row, :length] for layer, batch_BTE in self._batch.items()}
-        self._batch = {}
 
 
 class TurnCaches:
@@ -107,8 +68,9 @@ class Continuation:
         ends: tokens that end a row.
         top_p: nucleus for sampled rows, within the top `CANDIDATES`.
         check: polled; aborts by raising.
-        states: receives hidden states of rows and added tokens, if known.
+        aux_layers: hidden states to keep, if their memory allows it.
         turns: caches from earlier turns of the rows' conversations.
+        states: receives hidden states [T, E] of rows with their added tokens, by number and layer.
         refused: receives the servers' reasons for refused rows, by number.
     """
 
@@ -118,8 +80,9 @@ class Continuation:
     seed: int
     top_p: float = 1.0
     check: Callable[[], None] = lambda: None
-    states: RowStates | None = None
+    aux_layers: tuple[int, ...] = ()
     turns: TurnCaches | None = None
+    states: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
 
 

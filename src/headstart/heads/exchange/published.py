@@ -119,12 +119,10 @@ class Published:
 
     @property
     def sliding(self) -> list[bool]:
-        """Whether each layer has the sliding window."""
         return [bool(self.sliding_window) and number not in self.full_layers for number in range(self.num_layers)]
 
     @property
     def causal_layers(self) -> list[bool]:
-        """Whether each layer is causal within a block."""
         return [self.causal and slides == bool(self.sliding_window) for slides in self.sliding]
 
     @property
@@ -174,7 +172,10 @@ class Published:
         """Names and shapes of the tensors required by these settings."""
         size, count = self.hidden_size, len(self.aux_layers)
         if self.layout is Layout.MEDUSA:
-            return self._of_medusa()
+            heads = range(self.steps)
+            blocks = (f"blocks.{head}.layers.{block}.weight" for head in heads for block in range(self.num_layers))
+            lm_heads = [LM_HEAD] if LM_HEAD in self.tensors else [f"lm_heads.{head}.weight" for head in heads]
+            return {**dict.fromkeys(blocks, (size, size)), **dict.fromkeys(lm_heads, (self.draft_width, size))}
         layers: dict[str, tuple[int, ...]] = {}
         for number in range(self.num_layers):
             layers |= self._of_layer(number)
@@ -183,40 +184,25 @@ class Published:
         layers |= {f"layers.{number}.input_layernorm.weight": (size,) for number in range(self.num_layers)}
         fused = {"fc.weight": (size, count * size), **layers, "norm.weight": (size,)}
         if self.layout in BLOCKS:
-            return {**fused, "hidden_norm.weight": (size,), **self._of_blocks()}
+            if rank := self.markov_rank:
+                fused |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (self.vocab_size, rank))
+            if self.confidence:
+                fused |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
+            return {**fused, "hidden_norm.weight": (size,)}
         if self.aux_norms:
             fused |= {f"fc_norm.{number}.weight": (size,) for number in range(count)}
         if self.norm_before_fc:
             fused["input_norm.weight"] = (count * size,)
-        if self.qk_norm:
-            fused |= self._head_norms()
         return {**fused, "layers.0.hidden_norm.weight": (size,), LM_HEAD: (self.draft_width, size)}
-
-    def _of_medusa(self) -> dict[str, tuple[int, ...]]:
-        size, heads = self.hidden_size, range(self.steps)
-        blocks = (f"blocks.{head}.layers.{block}.weight" for head in heads for block in range(self.num_layers))
-        lm_heads = [LM_HEAD] if LM_HEAD in self.tensors else [f"lm_heads.{head}.weight" for head in heads]
-        return {**dict.fromkeys(blocks, (size, size)), **dict.fromkeys(lm_heads, (self.draft_width, size))}
-
-    def _of_blocks(self) -> dict[str, tuple[int, ...]]:
-        size, rank, wanted = self.hidden_size, self.markov_rank, self._head_norms()
-        if rank:
-            wanted |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (self.vocab_size, rank))
-        if self.confidence:
-            wanted |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
-        return wanted
-
-    def _head_norms(self) -> dict[str, tuple[int, ...]]:
-        assert self.layer is not None, "these heads have decoder layers"
-        names = [f"layers.{number}.self_attn.{kind}_norm.weight" for number in range(self.num_layers) for kind in "qk"]
-        return dict.fromkeys(names, (self.layer.head_dim,))
 
     def _of_layer(self, number: int) -> dict[str, tuple[int, ...]]:
         assert self.layer is not None, "these heads have decoder layers"
         size, inner, width = self.hidden_size, self.layer.intermediate_size, self.layer.head_dim
         inputs = 2 * size if number == 0 and self.layout is Layout.EAGLE3 else size
         queries, keys = self.layer.num_attention_heads * width, self.layer.num_key_value_heads * width
+        norms = dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (width,))
         shapes: dict[str, tuple[int, ...]] = {
+            **(norms if self.qk_norm or self.layout in BLOCKS else {}),
             "self_attn.q_proj": (queries, inputs),
             "self_attn.k_proj": (keys, inputs),
             "self_attn.v_proj": (keys, inputs),

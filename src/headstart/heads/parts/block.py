@@ -64,7 +64,7 @@ class BlockMemory(KeyMemory):
 
     def __init__(self, heads: BlockHead, like: Tensor, rows: int, capacity: int) -> None:
         super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), like), rows, capacity)
-        self.rotary = heads.rotary_table(capacity, like)
+        self.rotary = heads._rotary.table(capacity, like.device, like.dtype)
         with torch.inference_mode(False):
             self.hidden_BSE = like.new_zeros(rows, heads.draft_steps, heads.config.hidden_size)
             self.logits_BSD = like.new_zeros(rows, heads.draft_steps, heads.config.draft_width)
@@ -158,16 +158,13 @@ class BlockHead(GraphedHead):
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
         text = [self.checkpointed(layer.context, context_BTE, rotary) for layer in self.stack]
-        parts = [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS)
-        return torch.cat([self._blocks(batch, part_M, text, context_BTE) for part_M in parts])
-
-    def _blocks(
-        self, batch: HeadBatch, origin_M: Tensor, text: Sequence[tuple[Tensor, Tensor]], like: Tensor
-    ) -> Tensor:
-        run = Blocks(self, batch, origin_M, like)
-        for layer, (keys, values) in zip(self.stack, text, strict=True):
-            run.stream_BXE = self.checkpointed(layer.write, run.stream_BXE, run.mix(layer, keys, values))
-        return normed(self.norm, run.drafted(run.stream_BXE))
+        made = []
+        for part_M in [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS):
+            run = Blocks(self, batch, part_M, context_BTE)
+            for layer, (keys, values) in zip(self.stack, text, strict=True):
+                run.stream_BXE = self.checkpointed(layer.write, run.stream_BXE, run.mix(layer, keys, values))
+            made.append(normed(self.norm, run.drafted(run.stream_BXE)))
+        return torch.cat(made)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -275,9 +272,6 @@ class BlockHead(GraphedHead):
         return normed(self.norm, stream_BKE)
 
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
-
-    def rotary_table(self, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rotary.table(stop, like.device, like.dtype)
 
     def new_memory(self, session: BlockSession, rows: int, capacity: int) -> BlockMemory:
         return BlockMemory(self, session.cache.kv[0][0], rows, capacity)

@@ -31,7 +31,7 @@ class BlockConfig(LayerConfig):
     block_size: int = Field(8, ge=2, le=64, description="Slots of a block; with dflash the first one drafts nothing.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
-        description="Target layers whose outputs are read, as transformers' hidden_states, ascending and below the "
+        description="Target layers to read, as indices of transformers' hidden_states, ascending and below the "
         "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
     )
     mask_token_id: Annotated[int, FromTarget()] = Field(
@@ -41,7 +41,7 @@ class BlockConfig(LayerConfig):
         0, ge=0, description="Tokens up to its own place that a slot sees, more than a block has; 0 for the whole text."
     )
     full_layers: tuple[int, ...] = Field(
-        (), description="Layers, counted from 0, whose slots see the whole text in spite of heads.sliding_window."
+        (), description="Layers, counted from 0, exempt from heads.sliding_window: their slots see the whole text."
     )
     causal: bool = Field(
         False, description="A slot does not see those after it; with heads.sliding_window, in the layers that have one."
@@ -92,8 +92,8 @@ class BlockConfig(LayerConfig):
         fewer = self.sliding_window > 0 and set(full) < set(range(self.num_layers))
         if full != list(self.full_layers) or (full and not fewer):
             raise UserError(
-                f"heads.full_layers is {list(self.full_layers)}: some, not all, of {self.num_layers} layers, ascending "
-                "from 0, can see more than the others' heads.sliding_window.",
+                f"heads.full_layers is {list(self.full_layers)}: with heads.sliding_window it may name some, not all, "
+                f"of the {self.num_layers} layers, ascending from 0.",
                 "Leave it out, or set heads.sliding_window and name fewer layers.",
             )
         layers = self.aux_layers

@@ -42,7 +42,7 @@ _ROWS = 8
 _WEIGHT = 0.5
 """Decay of the regression weight per draft step."""
 _STEPS = (1.0, 0.5, 0.25)
-"""Weights of the coming states by which the heads' features are chosen."""
+"""Weights of the coming states in the choice of the heads' features."""
 _KINDS = 8192
 """Sample size of vocabulary embeddings."""
 _PHASES = 8
@@ -60,7 +60,7 @@ class _Lesson:
     origin_M: Tensor
 
     def wanted(self, norm: nn.RMSNorm, step: int) -> Tensor:
-        """The pre-norm state from which the target predicts a step's token, [M, E]."""
+        """Pre-norm states for a step, [M, E]: the target predicts the step's token from them."""
         final_XE = self.batch.states[FINAL].flatten(0, 1)
         scale_E = torch.where(norm.weight.abs() < 1e-3, 1.0, norm.weight)
         return final_XE[self.origin_M + step + 1].float() / scale_E
@@ -71,8 +71,8 @@ class SolvedBlockHead(BlockHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Point some attention heads at the newest state and the root, then solve all output maps so that the layers'
-        sum best predicts the pre-norm state from which the target predicts each slot's token."""
+        """Point some attention heads at the newest state and the root, then solve all output maps: the layers' sum
+        should best predict the target's pre-norm state before each slot's token."""
         config = self.config
         if config.init != "linear":
             return
@@ -270,7 +270,7 @@ def fast_pairs(layer: BlockLayer) -> Tensor:
 @torch.no_grad()
 def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pattern], number_E: Tensor) -> None:
     """Point a layer's first key heads at the context's newest token and the next few at the root (`counts` of each,
-    with positive margins); the others keep their slow pairs. `number_E` gives 1 for the context and -1 for a block."""
+    with positive margins); other heads keep their slow pairs. `number_E` gives 1 for the context and -1 for a block."""
     config, width = layer.config, layer.config.head_dim
     keys, taken, groups = config.num_attention_heads, sum(counts), layer.groups
     fast_d = fast_pairs(layer)

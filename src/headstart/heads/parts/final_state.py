@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, supervised_origins
@@ -25,19 +24,12 @@ from headstart.model.frozen import FrozenModel
 from headstart.replay.patch import FINAL
 
 
-class FinalStateConfig(RecurrentConfig):
-    """Settings of heads that go from final state to final state."""
-
-    init: str = Field("target", description="What they start from; each family says what there is.")
-
-
 class FinalStateHead(RecurrentHead):
     """Joining map and decoder layer; families define the map's inputs and the use of the layer's output."""
 
     drafts_features: ClassVar[bool] = True
-    config: FinalStateConfig
 
-    def __init__(self, config: FinalStateConfig, layer: DraftLayer) -> None:
+    def __init__(self, config: RecurrentConfig, layer: DraftLayer) -> None:
         super().__init__(config, [layer])
         self.register_buffer("_frozen_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
 
@@ -49,10 +41,6 @@ class FinalStateHead(RecurrentHead):
     @abstractmethod
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         """Inputs of the joining map, [..., J], embedding first."""
-
-    def stream_for(self, final_ME: Tensor) -> Tensor:
-        """The stream that yields these final states."""
-        return final_ME
 
     @property
     def lm_head_DE(self) -> Tensor:
@@ -86,7 +74,8 @@ class FinalStateHead(RecurrentHead):
             final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
             origin_M = supervised_origins(batch.supervised_BT, 0)
             joined_MJ = self.joined_inputs(final_XE[origin_M], self.embedded(tokens_X[origin_M + 1], final_XE))
-            return joined_MJ, [self.stream_for(final_XE[origin_M + 1])]
+            wanted_ME, norm = final_XE[origin_M + 1], self.output_norm
+            return joined_MJ, [wanted_ME if norm is None else wanted_ME / norm.weight.float()]
 
         joining_map = self.joining_map
         start = LinearStart([joining_map.in_features], joining_map.out_features, self.target_embeddings.device)
@@ -94,7 +83,7 @@ class FinalStateHead(RecurrentHead):
             joining_map.weight.copy_(map_EJ)
 
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        return states[FINAL]
+        return states[self.aux_layers[0]]
 
     def project(self, seen: Tensor) -> Tensor:
         return seen
@@ -102,6 +91,3 @@ class FinalStateHead(RecurrentHead):
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         stream: Tensor = self.joining_map(self.joined_inputs(feedback, embedded))
         return stream, stream
-
-    def feature(self, feedback_ME: Tensor) -> Tensor:
-        return feedback_ME

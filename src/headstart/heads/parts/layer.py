@@ -1,7 +1,7 @@
 """The draft decoder layer: Llama's architecture, warm-started from a layer of the target.
 
-Training reads complete conversations (`text_attention`), drafting one tree level at a time with a KV cache (`cache`),
-with equal results.
+Training reads complete conversations (`text_attention`); drafting reads tree levels with a KV cache (`cache`), with
+equal results.
 
 Shape suffixes: B rows, T tokens, E hidden size, I inputs of queries, keys and values, G query heads per key head, N key
 heads, H all heads, d head size, F width of the MLP, R rows of a weight.
@@ -10,8 +10,9 @@ heads, H all heads, d head size, F width of the MLP, R rows of a weight.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from math import inf
 from typing import Annotated, Any, cast
 
@@ -44,7 +45,7 @@ _MIN_POSITIONS = 256
 
 
 class LayerConfig(HeadConfig):
-    """Settings of families with decoder layers of their own; what a recipe leaves out is taken from the target."""
+    """Settings of families with decoder layers of their own. Settings that a recipe omits come from the target."""
 
     intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, le=1 << 24, description="Width of a layer's MLP.")
     num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, le=4096, description="Query heads.")
@@ -107,10 +108,10 @@ class LayerConfig(HeadConfig):
 
 
 class Rotary:
-    """Rotary tables that grow on demand."""
+    """Rotary tables that grow on demand, from transformers' rotary module for Llama or from `build`."""
 
-    def __init__(self, config: LayerConfig) -> None:
-        self._config = config
+    def __init__(self, config: LayerConfig, build: Callable[[], nn.Module] | None = None) -> None:
+        self._config, self._build = config, build or partial(_llama_rotary, config)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
@@ -130,21 +131,20 @@ class Rotary:
     @torch.no_grad()
     def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         size = min(self._config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
-        cos, sin = self.embedding()(torch.zeros(1), torch.arange(size)[None])
+        cos, sin = self._build()(torch.zeros(1), torch.arange(size)[None])
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
 
-    def embedding(self) -> nn.Module:
-        """transformers' rotary module."""
-        config = self._config
-        llama = LlamaConfig(
-            hidden_size=config.num_attention_heads * config.head_dim,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=config.rope_parameters,
-        )
-        rotary: nn.Module = LlamaRotaryEmbedding(llama)
-        return rotary
+
+def _llama_rotary(config: LayerConfig) -> nn.Module:
+    llama = LlamaConfig(
+        hidden_size=config.num_attention_heads * config.head_dim,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope_parameters,
+    )
+    rotary: nn.Module = LlamaRotaryEmbedding(llama)
+    return rotary
 
 
 def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,13 +298,6 @@ class DraftLayer(nn.Module):
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
         return draft_kernels.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
-    def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: draft_kernels.KVView) -> Tensor:
-        """The stream after this layer in C, for a few rows on a CPU; only the `last_B` entries if given."""
-        found_BTH = draft_kernels.attend(functions, self.unturned(read_BTI), sight)
-        if sight.last_B is not None:
-            stream_BTE = stream_BTE[range(len(stream_BTE)), sight.last_B.tolist()][:, None]
-        return self.write_found(stream_BTE, found_BTH)
-
     def inside(self, stream_BTE: Tensor) -> Tensor:
         """Input of the MLP's down projection, [B, T, F]."""
         gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
@@ -339,8 +332,10 @@ class DraftLayer(nn.Module):
             self.qkv.weight[:, offset:] = torch.cat([scale * query.weight, key.weight, value.weight])
             if self.input_norm is not None:
                 self.input_norm.weight.copy_(norm_scale(norm, self.input_norm.weight))
-            alike = plain and _is_rms(norm) and _without_bias(query, key, value, out)
-            if out and alike and self._heads_as(attention) and self._rotary_as(target, attention):
+            # Query and key norms that only this layer has are harmless: they change the sharpness of attention.
+            plain_heads = self.q_norm is not None or not hasattr(attention, "q_norm")
+            alike = plain and plain_heads and _is_rms(norm) and _without_bias(query, key, value, out)
+            if out and alike and self._rotary_as(target, attention):
                 self.o.weight.copy_(share * out.weight)
 
         gate, up, down = (linear_of(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
@@ -352,11 +347,6 @@ class DraftLayer(nn.Module):
             self.gate_up.weight.copy_(torch.cat([gate.weight, up.weight]))
             self.down.weight.copy_(share * down.weight)
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
-
-    def _heads_as(self, attention: object) -> bool:
-        """Whether this layer has the query and key norms that the target has. Extra ones are harmless: they only change
-        the sharpness of attention."""
-        return self.q_norm is not None or not hasattr(attention, "q_norm")
 
     def _start_norms(self, attention: object, scale: float) -> None:
         """Copy the target's query and key norms if they have the same shape."""
@@ -472,6 +462,5 @@ def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
 
 
 def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
-    first, second = x_BHTd.chunk(2, dim=-1)
-    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-second, first], dim=-1) * sin_BTd[:, None]
+    rotated: Tensor = x_BHTd * cos_BTd[:, None] + rotate_half(x_BHTd) * sin_BTd[:, None]
     return rotated

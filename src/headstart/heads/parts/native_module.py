@@ -23,10 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headstart.errors import UserError
-from headstart.heads.parts.layer import LayerConfig, Rotary
 from headstart.model.frozen import FrozenModel
 from headstart.model.shipped import ARRANGEMENTS, Arrangement, load_layer, shipped_files
-from headstart.replay.patch import FINAL
 
 _ATTENTION = "headstart-heads"
 _LAYER = "layers.0."
@@ -135,17 +133,6 @@ class NativeSettings:
         return shapes[0][1], shapes[0][3]
 
 
-class NativeRotary(Rotary):
-    """Rotary positions of the target's layer type."""
-
-    def __init__(self, config: LayerConfig, settings: NativeSettings) -> None:
-        super().__init__(config)
-        self._settings = settings
-
-    def embedding(self) -> nn.Module:
-        return self._settings.rotary()
-
-
 class NativeModule(nn.Module):
     """Norms of embedding and state, joining map, decoder layer and output norm."""
 
@@ -208,17 +195,3 @@ def native_fields(target: FrozenModel) -> dict[str, Any]:
     settings = NativeSettings.of(target)
     heads, size = settings.cache_shape()
     return {"native": settings, "num_key_value_heads": heads, "head_dim": size}
-
-
-def other_weights(target: FrozenModel) -> tuple[Tensor | None, Tensor | None]:
-    """LM head and embeddings that the target ships for its module only, if any."""
-    try:
-        lm_head_VE, embedding_VE = shipped_files(target).other_weights()
-    except UserError:  # no files: an in-memory target, or only sizes are needed
-        return None, None
-    return lm_head_VE, embedding_VE
-
-
-def state_layer(settings: NativeSettings | None) -> int:
-    """Target layer that a module reads; FINAL for heads without a native module."""
-    return FINAL if settings is None else settings.state_layer

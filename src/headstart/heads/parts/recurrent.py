@@ -1,7 +1,7 @@
 """The base of autoregressive heads: unrolling in training, drafting level by level.
 
 Entry t of such a head reads the target's state after token t and the embedding of token t + 1, and drafts token t + 2.
-The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output stands in for the
+The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output replaces the
 next state: with the drafted token's embedding it is the entry of the next step. On tokens a b c d e (positions 0-4),
 the draft from the state after `b` (origin 1):
 
@@ -72,6 +72,7 @@ class RecurrentConfig(LayerConfig):
     """Settings of heads that feed their own state back."""
 
     draft_steps: int = Field(5, ge=1, le=DEEPEST, description="Drafts in a row, in training and in decoding.")
+    init: str = Field("target", description="Initial weights, see each family.")
 
 
 @dataclass
@@ -156,7 +157,7 @@ class RecurrentMemory(KeyMemory):
         with torch.inference_mode(False):
             self.seen_BPX = torch.zeros(rows, widest, read, dtype=seen_BPX.dtype, device=seen_BPX.device)
             self.fed_BWE, self.feedback_BWE = self.seen_BPX.new_zeros(2, rows, widest, size).unbind()
-        self.rotary = heads.rotary_table(capacity, seen_BPX)
+        self.rotary = heads._rotary.table(capacity, seen_BPX.device, seen_BPX.dtype)
 
     def clear(self) -> None:
         super().clear()
@@ -204,14 +205,14 @@ class RecurrentHead(GraphedHead):
         """Attention input of the first layer [..., I], and its residual stream [..., E]."""
 
     @property
-    @abstractmethod
     def output_norm(self) -> nn.RMSNorm | None:
-        """The norm between the last layer's stream and the LM head."""
+        """The norm between the last layer's stream and the LM head, if any."""
+        return None
 
     @property
-    @abstractmethod
     def feeds_normed(self) -> bool:
         """Whether the stream is fed back after that norm."""
+        return False
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """LM head input and feedback from the last layer's stream, both [..., E]."""
@@ -223,17 +224,13 @@ class RecurrentHead(GraphedHead):
         return None
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
-        """Number of a layer's leading own-position heads, for which the C kernels skip attention."""
+        """Number of a layer's leading own-position heads; the C kernels skip their attention."""
         return 0
 
     @property
     @abstractmethod
     def lm_head_DE(self) -> Tensor:
         """LM head over the draft vocabulary."""
-
-    def feature(self, feedback_ME: Tensor) -> Tensor | None:
-        """The feedback if it predicts the target's FINAL state, else None."""
-        return None
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -255,7 +252,7 @@ class RecurrentHead(GraphedHead):
             else:
                 text.keep(origin_M)
             hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
-            feature_ME = self.feature(text.feedback_BAE[text.real_BA])
+            feature_ME = text.feedback_BAE[text.real_BA] if self.drafts_features else None
             yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
 
     def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -357,9 +354,9 @@ class RecurrentHead(GraphedHead):
         entries = Entries.of_text(session.cache.lengths, pending)
         entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
         session.cache.reserve(entries.stop)
-        sights = self._sights(session.cache, entries, [pending - 1], above_1PX)
+        views = self._views(session.cache, entries, [pending - 1], above_1PX)
         how = draft_kernels.Growth(request, self.draft_to_target_D, levels, ranks, base)
-        return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, sights, how)
+        return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, views, how)
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
         seen_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
@@ -398,22 +395,22 @@ class RecurrentHead(GraphedHead):
         is returned."""
         heads, (tokens_BW, parents_BW) = session.in_8_bits, nodes
         assert heads is not None, "weights are in 8 bits"
-        sights = self._sights(session.cache, entries, last, above_BWX)
+        views = self._views(session.cache, entries, last, above_BWX)
         if heads.entering is None or (parents_BW is None and heads.entering.fusion is None):
             fed_BWE = self.project(above_BWX) if parents_BW is None else _fed(above_BWX, parents_BW)
-            return heads.read(functions, *self.layer_input(fed_BWE, self.embedded(tokens_BW, fed_BWE)), sights)
+            return heads.read(functions, *self.layer_input(fed_BWE, self.embedded(tokens_BW, fed_BWE)), views)
         index = None
         if parents_BW is not None:
             count, rows = above_BWX.shape[1], enumerate(parents_BW.tolist())
             index = array(
                 "q", (row * count + (0 if count == 1 else parent) for row, parents in rows for parent in parents)
             )
-        return heads.enter(functions, tokens_BW, index, above_BWX, sights)
+        return heads.enter(functions, tokens_BW, index, above_BWX, views)
 
-    def _sights(
+    def _views(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
     ) -> list[draft_kernels.KVView]:
-        """What each layer's new entries see; the last layer only queries each row's `last` entry, if given."""
+        """Each layer's view of the cache; the last layer only queries each row's `last` entry, if given."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
         asked_B = None if last is None else array("q", last)
         numbers, heads, final = (entries.numbers, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
@@ -434,8 +431,11 @@ class RecurrentHead(GraphedHead):
         cache, slots, like = session.cache, entries.stop, feedback_BWE
         if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.serves(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
-            for layer, sight in zip(self.stack, self._sights(cache, entries, last, like), strict=True):
-                read_BWI = stream_BWE = layer.over_few(functions, read_BWI, stream_BWE, sight)
+            for layer, view in zip(self.stack, self._views(cache, entries, last, like), strict=True):
+                found_BWH = draft_kernels.attend(functions, layer.unturned(read_BWI), view)
+                if view.last_B is not None:
+                    stream_BWE = stream_BWE[range(len(stream_BWE)), view.last_B.tolist()][:, None]
+                read_BWI = stream_BWE = layer.write_found(stream_BWE, found_BWH)
             return stream_BWE
         table = self._rotary.table(slots, like.device, like.dtype)
         starts = entries.slots_BW[:, 0].tolist()
@@ -480,9 +480,6 @@ class RecurrentHead(GraphedHead):
         return stream_BWE
 
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
-
-    def rotary_table(self, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rotary.table(stop, like.device, like.dtype)
 
     def new_memory(self, session: RecurrentSession, rows: int, capacity: int) -> RecurrentMemory:
         return RecurrentMemory(self, session.seen_BPX, rows, capacity)

@@ -17,6 +17,7 @@ from headstart.heads.base import HeadBatch, HeadConfig
 from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.parts.graphed import GraphedHead
 from headstart.kernels.memory import Memory
+from headstart.model.frozen import FrozenModel
 from headstart.replay.patch import FINAL
 from headstart.support.uploads import upload
 from headstart.tree.tree import Committed
@@ -24,8 +25,7 @@ from headstart.tree.tree import Committed
 _RIDGE = 1e-3
 """Ridge of the linear start, relative to the mean square of the inputs."""
 _ENOUGH = 12
-"""Positions per input dimension after which the linear start stops: more gain at most a tenth of the remaining loss,
-at the cost of seconds in a run of minutes."""
+"""Positions per input dimension that the linear start reads at most; more reduce the loss by a tenth at most."""
 
 
 class ResidualConfig(HeadConfig):
@@ -68,6 +68,18 @@ class ResidualHead(GraphedHead):
     """Heads on the final state of the last committed token."""
 
     config: ResidualConfig
+    lm_head_DE: Tensor
+    """The frozen LM head, if shared."""
+
+    def __init__(self, config: ResidualConfig) -> None:
+        super().__init__(config)
+        if config.shared_lm_head:
+            self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
+
+    def bind(self, target: FrozenModel) -> None:
+        self._embedding_VE = target.embedding_weight.detach()
+        if self.config.shared_lm_head:
+            self.lm_head_DE = self.frozen_lm_head(target, next(self.parameters()))
 
     @property
     def draft_steps(self) -> int:

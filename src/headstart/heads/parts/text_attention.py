@@ -14,7 +14,7 @@ head, N key heads, d head size, K slots of a block, R query rows of an origin (G
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ class Part:
     seen: slice
 
 
+@dataclass(eq=False)
 class VisibleRange:
     """Visible range of each query: positions `starts_BA` (default 0) to `index_BA` of a row of `length` T; `index_BA`
     ascends in each row up to its padding.
@@ -55,13 +56,12 @@ class VisibleRange:
     slots included; size 0 is no window.
     """
 
-    def __init__(
-        self, index_BA: Tensor, length: int, starts_BA: Tensor | None = None, window: tuple[int, int] = (0, 0)
-    ) -> None:
-        self.index_BA, self.length, self.starts_BA = index_BA, length, starts_BA
-        self.window = window
-        self._hidden_BAT: Tensor | None = None
-        self._parts: list[Part] = []
+    index_BA: Tensor
+    length: int
+    starts_BA: Tensor | None = None
+    window: tuple[int, int] = (0, 0)
+    _hidden_BAT: Tensor | None = None
+    _parts: list[Part] = field(default_factory=list)
 
     def hidden(self, part: Part) -> Tensor:
         """Positions hidden from each query of a part, bool [B, C, S]; with a window per slot, [B, C, K, S]."""
@@ -109,10 +109,8 @@ class VisibleRange:
     def columns(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
         """Select queries."""
         starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
-        sight = VisibleRange(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window)
-        if self._hidden_BAT is not None:
-            sight._hidden_BAT = self._hidden_BAT[row_B1, column_BA]
-        return sight
+        hidden_BAT = None if self._hidden_BAT is None else self._hidden_BAT[row_B1, column_BA]
+        return VisibleRange(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window, hidden_BAT)
 
 
 def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ Faults = Iterator[tuple[str, str]]
 HEADS_GGUF = "heads.gguf"
 """File name of heads for llama.cpp."""
 AGAIN = "Export or fetch the heads again, or take another checkpoint."
+SAY_WHERE = "Say where it is with --target."
 EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
 EAGLE3_NORMED = "Eagle3Qwen3ForCausalLM"
 """Architecture names in engines; `EAGLE3_NORMED` has QK norm. Names of EAGLE-1 heads differ by engine."""
@@ -64,7 +65,7 @@ def note_of(published: Published, facts: TargetFacts) -> dict[str, Any]:
 def infinite(published: Published) -> Faults:
     """Report tensors with NaN or infinity."""
     for name in published.not_finite:
-        yield f"{name} holds numbers that are not finite: every draft would be noise.", AGAIN
+        yield f"{name} is not finite: it holds NaN or infinity.", AGAIN
 
 
 class Format(ABC):
@@ -119,7 +120,7 @@ class Format(ABC):
 
     @abstractmethod
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
-        """Report what an engine rejects, ignores, or leaves random; a UserError where checks cannot go on."""
+        """Report problems an engine has with a folder's files; a UserError if the checks cannot continue."""
 
     def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
         """Collect all faults of a folder, NaN and infinity included."""
@@ -135,5 +136,4 @@ class Format(ABC):
 
 
 def rounded(published: Published, dtype: str) -> Published:
-    """Round the heads to a dtype."""
     return published.with_tensors({name: tensor.to(DTYPES[dtype]) for name, tensor in published.tensors.items()})

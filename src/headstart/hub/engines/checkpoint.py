@@ -27,7 +27,7 @@ CONFIG = "config.json"
 WRITE, CORRECT = f"Write it into {CONFIG}.", f"Correct it in {CONFIG}."
 FETCH, ANOTHER = f"Fetch the checkpoint again, or correct its {CONFIG}.", "Take another checkpoint."
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-"""Key of the aux layers of EAGLE-3 heads: at the top for vLLM and llama.cpp, nested for SGLang."""
+"""Key of the aux layers of EAGLE-3 heads, see `Checkpoint.aux_ids`."""
 _INDEX = "*.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
@@ -80,6 +80,22 @@ class Checkpoint:
         return "speculators_model_type" in self.config
 
     @property
+    def architectures(self) -> set[str]:
+        given = self.config.get("architectures")
+        return set(map(str, given if isinstance(given, list) else []))
+
+    @property
+    def eagle_config(self) -> Mapping[str, Any]:
+        """The section of the config that SGLang reads."""
+        section = self.config.get("eagle_config")
+        return section if isinstance(section, Mapping) else {}
+
+    @property
+    def aux_ids(self) -> tuple[Any, Any]:
+        """The aux layers of EAGLE-3 heads as written for vLLM and llama.cpp, and one less each for SGLang."""
+        return self.config.get(AUX_IDS), self.eagle_config.get(AUX_IDS)
+
+    @property
     def written(self) -> Written | None:
         """Our note, if we wrote the folder."""
         return Written.of(self.config.get(NOTE))
@@ -122,9 +138,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         with opened(file) as handle:
             for name in handle.keys():  # noqa: SIM118  # not a mapping
                 if name in tensors:
-                    raise UserError(
-                        f"{folder} has the tensor {name!r} twice.", "Keep one set of safetensors files in the folder."
-                    )
+                    raise UserError(f"{folder} has the tensor {name!r} twice.", "Keep one set of safetensors files.")
                 header = handle.get_slice(name)
                 load = partial(_loaded, file, name)
                 tensors[name] = StoredTensor(header.get_dtype(), tuple(header.get_shape()), load)
@@ -146,14 +160,11 @@ def small(value: Any, name: str) -> float:
 
 
 def _wrong_setting(value: Any, name: str, expected: str) -> UserError:
-    return UserError(
-        f"The checkpoint's {name} is {value!r}, and {expected} is expected.",
-        f"Correct {name} in its {CONFIG}, or fetch it again.",
-    )
+    return UserError(f"The checkpoint's {name} is {value!r}, not {expected}.", f"Correct {name} in its {CONFIG}.")
 
 
 def _files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder: those in its index, else all."""
+    """List the safetensors files in a folder's index, or all if it has none."""
     if indices := sorted(folder.glob(_INDEX)):
         index = read_json(indices[0], _AGAIN)
         named = index.get("weight_map") if isinstance(index, dict) else None
@@ -164,7 +175,7 @@ def _files(folder: Path) -> list[Path]:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise UserError(
                     f"{indices[0]} names the file {name!r}, which is not a safetensors file beside it.",
-                    "Do not use this checkpoint: its index reaches outside of its folder.",
+                    "Do not use this checkpoint: its index points outside its folder.",
                 )
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index names.", _AGAIN)
@@ -173,9 +184,8 @@ def _files(folder: Path) -> list[Path]:
         return files
     if pickled := sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern)):
         raise UserError(
-            f"{folder} has its weights in {pickled[0]}, a pickled file, which can run any program when it is read.",
-            "Take a revision with safetensors files, or convert it where you trust it "
-            "(https://huggingface.co/spaces/safetensors/convert).",
+            f"{folder} has its weights in {pickled[0]}, a pickled file, which can run any program when read.",
+            "Take a revision with safetensors files, or convert it: https://huggingface.co/spaces/safetensors/convert",
         )
     raise UserError(f"{folder} has no safetensors files.", "Give a folder of draft heads.")
 

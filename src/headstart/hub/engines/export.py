@@ -14,8 +14,8 @@ from headstart.errors import UserError, nearest
 from headstart.heads.exchange.published import MARKOV_LM_HEAD, Published, digest
 from headstart.heads.io import heads_folder
 from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, is_untuned, write_engine_card
-from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings, tuned_drafts
-from headstart.hub.engines.base import Finding, Format, rounded
+from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings
+from headstart.hub.engines.base import SAY_WHERE, Finding, Format, rounded
 from headstart.hub.engines.facts import facts_of_heads, facts_of_spec, facts_of_target
 from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
@@ -78,18 +78,18 @@ def export_for(
     if len(of_folders) > 1:
         raise UserError(
             f"{' and '.join(of_folders)} both write config.json and model.safetensors.",
-            "Write each into a folder of its own; --format gguf goes with any of them.",
+            "Write each into its own folder; --format gguf can be combined with any of them.",
         )
     for format in asked:
         if dtype and dtype not in format.dtypes:
             raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
-    refuse_used(out)
+    refuse_others(out, ENGINE_FILES if is_engine_folder(out) else ())
     published, facts = publish(heads, target, trust_remote_code)
     measured = read_engine_tunings(heads_folder(heads))
     engines, remarks = _served(asked, published, facts)
-    remarks += [*_untuned(heads_folder(heads), measured), *_not_paying(asked, measured), *_uncorrected(published)]
+    remarks += _drafting_remarks(heads_folder(heads), asked, published, measured)
     embeddings_VE = _embeddings(target, facts) if any(format.holds_embeddings(published) for format in asked) else None
-    drafts = tuned_drafts(measured)
+    drafts = {name: tuning.drafts for name, tuning in measured.items() if tuning.drafts}
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
@@ -128,35 +128,27 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
     return list(engines), remarks + [each for engine in engines for each in KNOWN_ENGINES[engine].remarks(published)]
 
 
-def _untuned(folder: Path, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
+def _drafting_remarks(
+    folder: Path, formats: Sequence[Format], published: Published, measured: Mapping[str, EngineTuning]
+) -> Iterator[str]:
+    """Remark on untuned heads, engines where plain decoding is faster, and tokens without the Markov head's bias."""
     if is_untuned(folder) and not measured:
-        yield (
-            "An untuned chain: nobody has measured how many drafts pay. In an engine do it with "
-            f"{program()} tune {folder} --engine NAME"
-        )
-
-
-def _uncorrected(published: Published) -> Iterator[str]:
-    """Warn of tokens outside the draft vocabulary, which engines draft without the Markov head's correction."""
-    table_VR = published.tensors.get(MARKOV_LM_HEAD)
-    if table_VR is not None and (missing := int((~table_VR.any(-1)).sum())):
-        yield (
-            f"Engines draft from all {published.vocab_size} tokens, and {missing} of them were outside of the draft "
-            "vocabulary in training: these are drafted without the Markov head's correction. To train it for all of "
-            "them, leave out heads.draft_vocab_size."
-        )
-
-
-def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning]) -> Iterator[str]:
-    """Warn of engines in which plain decoding was measured to be faster."""
+        yield f"The number of drafts is untuned. Tune it in an engine: {program()} tune {folder} --engine NAME"
     read_by = {engine for format in formats for engine in format.readers}
     for engine, tuning in measured.items():
         if engine in read_by and not tuning.drafts:
             best = max(tuning.rows, key=lambda row: row.expected)
             yield (
-                f"{engine} was measured with these heads on {tuning.machine}: no number of drafts pays there, the best "
-                f"of them, {best.drafts}, makes {best.expected:.2f} times its plain speed."
+                f"No number of drafts pays in {engine} on {tuning.machine}: the best, {best.drafts}, is expected to "
+                f"reach {best.expected:.2f} times the plain speed."
             )
+    table_VR = published.tensors.get(MARKOV_LM_HEAD)
+    if table_VR is not None and (missing := int((~table_VR.any(-1)).sum())):
+        yield (
+            f"Engines draft from all {published.vocab_size} tokens, and {missing} of them were outside of the draft "
+            "vocabulary in training: the Markov head does not correct these. To train it for all tokens, leave out "
+            "heads.draft_vocab_size."
+        )
 
 
 def publish(
@@ -185,16 +177,8 @@ def _load(facts: TargetFacts, dtype: str) -> Target:
 
 def _spec(facts: TargetFacts) -> str:
     if not facts.spec:
-        raise UserError(
-            f"This export reads weights of {facts.name}, which is not on this machine.",
-            "Say where it is with --target.",
-        )
+        raise UserError(f"This export reads weights of {facts.name}, not on this machine.", SAY_WHERE)
     return facts.spec
-
-
-def refuse_used(out: Path) -> None:
-    """Raise a UserError if a folder holds anything but an earlier engine export."""
-    refuse_others(out, ENGINE_FILES if is_engine_folder(out) else ())
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -212,8 +196,7 @@ def formats_of(folder: Path) -> list[Format]:
     if has_heads(str(folder)):
         raise UserError(
             f"{folder} holds heads in headstart's own format, which no engine reads.",
-            "They decode, tune and train as they are. For an engine, write them in its format: "
-            f"{program()} export {folder} --format {next(iter(FORMATS))} --out FOLDER",
+            f"For an engine: {program()} export {folder} --format {next(iter(FORMATS))} --out FOLDER",
         )
     formats = [format for format in FORMATS.values() if format.holds(folder)]
     if not formats and not folder.is_dir():
@@ -239,11 +222,8 @@ def _unread(folder: Path, engines: Sequence[str], readers: Mapping[str, Format])
             raise UserError(f"Unknown engine {engine!r}.", nearest(engine, format_for))
         if engine not in readers:
             held = " or ".join(format.name for format in formats_of(folder))
-            yield Finding(
-                engine,
-                f"It does not read the format {held}, which {folder} has.",
-                f"Export with --format {format_for[engine]}.",
-            )
+            problem = f"It does not read the format {held} of {folder}."
+            yield Finding(engine, problem, f"Export with --format {format_for[engine]}.")
 
 
 def check_export(
@@ -265,7 +245,10 @@ def check_export(
     findings += [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
     if held is not None and not findings:
         for format in dict.fromkeys(readers.values()):
-            findings += _differences(format, folder, format.as_held(held), facts)
+            theirs, ours = format.read(folder, facts), format.as_held(held)
+            if digest(theirs) != digest(rounded(ours, "float32")):
+                problems = _differences(theirs, ours)
+                findings += [Finding(format.engines[0], problem, "Export these heads again.") for problem in problems]
     return findings
 
 
@@ -291,15 +274,8 @@ def _facts(against: Path | None, target: FrozenModel | str | None, trust_remote_
     return None if target is None else facts_of_spec(target, trust_remote_code)
 
 
-def _differences(format: Format, folder: Path, ours: Published, facts: TargetFacts | None) -> list[Finding]:
-    """Report differences from the given heads beyond rounding."""
-    theirs = format.read(folder, facts)
-    if digest(theirs) == digest(rounded(ours, "float32")):
-        return []
-    return [Finding(format.engines[0], problem, "Export these heads again.") for problem in _problems(theirs, ours)]
-
-
-def _problems(theirs: Published, ours: Published) -> Iterator[str]:
+def _differences(theirs: Published, ours: Published) -> Iterator[str]:
+    """Report differences from our heads beyond rounding."""
     for name, setting in ours.settings.items():
         if name != "layer" and theirs.settings[name] != setting:
             yield f"{name} is {theirs.settings[name]!r}, and the heads have {setting!r}."
@@ -309,10 +285,10 @@ def _problems(theirs: Published, ours: Published) -> Iterator[str]:
             yield f"The rotary base is {base:g}, and the heads have {our_base:g}."
     ids_D, our_ids_D = theirs.draft_ids_D, ours.draft_ids_D
     if ids_D is not our_ids_D and (ids_D is None or our_ids_D is None or not torch.equal(ids_D, our_ids_D)):
-        yield "The drafted tokens (d2t) are not those of the heads."
+        yield "The draft vocabulary (d2t) differs from the heads'."
     for name, tensor in ours.tensors.items():
         other = theirs.tensors.get(name)
         if other is None or other.shape != tensor.shape:
             continue
         if (other.float() - tensor.float()).norm() > _SAME * tensor.float().norm():
-            yield f"{name} holds other numbers than the heads."
+            yield f"{name} differs from the heads'."

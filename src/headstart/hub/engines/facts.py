@@ -23,11 +23,12 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
     if target.adapter is not None and spec is None:
         raise UserError(
             f"The heads in {folder} belong to {target.name}, and engines serve whole models.",
-            "Save it with its adapter merged, then name that folder with --target. In Python: "
-            f"headstart.load({str(folder)!r}).target.save('merged').",
+            f"Save it with its adapter merged (in Python: headstart.load({str(folder)!r}).target.save('merged')), then "
+            "name that folder with --target.",
         )
     model_type, layers, size, vocab = target.sketch["architecture"].split()
     where = spec or (target.spec if _is_here(target.spec) else "")
+    config = load_config(where, trust_remote_code) if where else None
     return TargetFacts(
         spec=where,
         name=target.name,
@@ -40,7 +41,9 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
         gguf=gguf_file(where) if where else None,
         trust_remote_code=trust_remote_code,
         chat_template_kwargs=target.chat_template_kwargs,
-        **_config_facts(where, trust_remote_code),
+        context=_context(config),
+        architectures=tuple(getattr(config, "architectures", None) or ()),
+        tokens={name: number for name in _SPECIAL if isinstance(number := getattr(config, name, None), int)},
     )
 
 
@@ -86,15 +89,3 @@ def _is_here(spec: str) -> bool:
 
 def _context(config: Any) -> int:
     return getattr(config, "max_position_embeddings", None) or 0
-
-
-def _config_facts(spec: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Return architectures, context and special tokens if the target's config is available."""
-    config = load_config(spec, trust_remote_code) if spec else None
-    if config is None:
-        return {}
-    return {
-        "context": _context(config),
-        "architectures": tuple(config.architectures or ()),
-        "tokens": {name: number for name in _SPECIAL if isinstance(number := getattr(config, name, None), int)},
-    }

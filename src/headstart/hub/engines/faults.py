@@ -14,20 +14,17 @@ from typing import Any
 from headstart.heads.exchange.published import BLOCKS, LM_HEAD, Layout, Published, digest
 from headstart.hub.engines.base import AGAIN, Faults, Written
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
-from headstart.hub.engines.known_engines import KNOWN_ENGINES
+from headstart.hub.engines.known_engines import KNOWN_ENGINES, EngineTraits, tensor_faults
 from headstart.hub.engines.parsing import (
     block_setting,
     draft_ids,
-    for_sglang,
     kind_of_map,
-    layout_of,
+    optional_tensors,
     proposed_steps,
     read_published,
     samples_from_anchor,
     settings_of,
-    tensors_beside,
 )
-from headstart.hub.engines.traits import EngineTraits, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
 _NO_MAPS = "Leave out d2t and t2d."
@@ -49,53 +46,44 @@ def engine_limits(
     engine, layer, aux_layers = traits.name, settings.layer, list(settings.aux_layers)
     if layer is not None:
         if layer.hidden_act != "silu" and traits.only_silu:
-            problem = f"{engine} computes silu alone, and the MLP uses {layer.hidden_act}."
-            yield problem, "Train with heads.hidden_act=silu."
+            yield f"{engine} computes silu alone, not {layer.hidden_act}.", "Train with heads.hidden_act=silu."
         kind = layer.rope_parameters.get("rope_type", "default")
         if kind not in traits.rotary:
-            yield f"{engine} is not known to turn heads by {kind} positions.", AGAIN
-        if traits.divides_heads and settings.layout not in BLOCKS and settings.hidden_size % layer.num_attention_heads:
+            yield f"{engine} is not known to support {kind} RoPE.", AGAIN
+        heads = layer.num_attention_heads
+        if traits.divides_heads and settings.layout not in BLOCKS and settings.hidden_size % heads:
             yield (
-                f"The hidden size {settings.hidden_size} is no multiple of the {layer.num_attention_heads} attention "
-                f"heads, and {engine} stops at such a config.",
-                "Serve these with llama.cpp (--format gguf), or train with heads.num_attention_heads that divides it.",
+                f"The hidden size {settings.hidden_size} is no multiple of the {heads} attention heads, which {engine} "
+                "requires.",
+                "Serve with llama.cpp (--format gguf), or train with a heads.num_attention_heads that divides it.",
             )
     if facts is not None and settings.vocab_size != facts.vocab_size:
-        yield f"The heads are for {settings.vocab_size} tokens, and {facts.name} has {facts.vocab_size}.", AGAIN
+        yield f"The heads have a vocabulary of {settings.vocab_size}, {facts.name} of {facts.vocab_size}.", AGAIN
     layers = facts.num_layers if facts is not None else int((written.target if written else {}).get("num_layers", 0))
     deepest = layers - (settings.layout in traits.misses_last_layer)
     if layers and aux_layers and not 1 <= min(aux_layers) <= max(aux_layers) <= deepest:
         yield (
             f"{engine} cannot read the layers {aux_layers} of a target with {layers}: {deepest} is the deepest.",
-            f"Train with other heads.aux_layers, or correct ids in {CONFIG} that are counted one too high.",
+            f"Train with other heads.aux_layers, or correct off-by-one ids in {CONFIG}.",
         )
     if settings.layout in BLOCKS:
         if sorted(set(aux_layers)) != aux_layers:
             yield (
-                f"The layers {aux_layers} do not rise, and {engine} joins their outputs in the order of the layers.",
-                "Train with rising heads.aux_layers.",
+                f"The layers {aux_layers} do not rise, as {engine} requires.",
+                "Train with ascending heads.aux_layers.",
             )
-        causal = settings.causal_layers
-        if len(set(causal)) > 1 and not traits.mixes_causal:
-            yield (
-                f"{engine} lets slots of a block see later ones in all layers or in none, and these do in some.",
-                "Serve them with another engine (--format), or train with heads.causal=false.",
-            )
+        elsewhere = "Export with another --format, or train with heads.causal=false."
+        if len(set(settings.causal_layers)) > 1 and not traits.mixes_causal:
+            yield f"{engine} runs all layers of a block causally or none, and these heads some.", elsewhere
         if settings.causal and not settings.sliding_window and not traits.causal_full:
-            yield (
-                f"In {engine} slots of layers without a sliding window see later ones, and in these heads they do not.",
-                "Export with --format vllm, or train with heads.causal=false.",
-            )
+            yield f"{engine} runs layers without a sliding window bidirectionally, these heads causally.", elsewhere
         if settings.layout is Layout.DSPARK and not settings.markov_rank and traits.needs_markov:
-            yield (
-                f"{engine} knows DSpark heads by their Markov head, and these have none (heads.markov_rank=0).",
-                "Train dflash heads, or with a heads.markov_rank.",
-            )
+            problem = f"{engine} recognises DSpark heads by their Markov head (here heads.markov_rank=0)."
+            yield problem, "Train dflash heads, or with a heads.markov_rank."
     if settings.layout is Layout.EAGLE3:
         for name in traits.passes_over:
             if getattr(settings, name):
-                known = _IN_WORDS.get(name, name)
-                yield f"{engine} does not know {known}, and would draft with other numbers than were trained.", _WITHOUT
+                yield f"{engine} does not know {_IN_WORDS.get(name, name)}, and would silently leave it out.", _WITHOUT
         if settings.num_layers != 1 and traits.passes_over:
             yield f"{engine} runs one layer of such heads, and these have {settings.num_layers}.", _WITHOUT
         if len(aux_layers) != 3 and traits.passes_over:
@@ -105,71 +93,65 @@ def engine_limits(
 def unchanged(published: Published, written: Written, facts: TargetFacts | None) -> Faults:
     """Check a file of ours against its note: same heads, same target."""
     if digest(published) != written.digest:
-        yield (
-            "Numbers or settings are not those that headstart wrote: layer ids, rotary base, norms, d2t or weights "
-            "were changed.",
-            "Export the heads again.",
-        )
+        problem = "The file changed since headstart wrote it: layer ids, rotary base, norms, d2t or weights."
+        yield problem, "Export the heads again."
     theirs = written.target.get("fingerprint")
     if facts is not None and facts.fingerprint and theirs and theirs != facts.fingerprint:
-        yield (
-            f"The heads are for {written.target.get('name')}, and {facts.name} is another model.",
-            "Serve them with the target that they were trained on.",
-        )
+        problem = f"The heads are for {written.target.get('name')}; {facts.name} is another model."
+        yield problem, "Serve them with the target they were trained on."
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
-    """Report all problems an engine has with a folder of heads; a UserError where checks cannot go on."""
-    layout = layout_of(checkpoint)
-    if layout is None:
-        yield f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads."
-        return
+    """Report all problems an engine has with a folder of heads; a UserError if the checks cannot continue."""
     sound = True
-    for fault in _faults(checkpoint, layout, KNOWN_ENGINES[engine], facts):
+    for fault in _faults(checkpoint, KNOWN_ENGINES[engine], facts):
         sound = False
         yield fault
     if sound and (written := checkpoint.written) is not None:
         yield from unchanged(read_published(checkpoint), written, facts)
 
 
-def _faults(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits, facts: TargetFacts | None) -> Faults:
-    settings = settings_of(checkpoint, layout, facts)  # first: raises for heads that headstart refuses
+def _faults(checkpoint: Checkpoint, traits: EngineTraits, facts: TargetFacts | None) -> Faults:
+    settings = settings_of(checkpoint, facts)  # first: raises for heads that headstart refuses
+    layout = settings.layout
     yield from _architecture(checkpoint, layout, traits)
     yield from engine_limits(settings, traits, facts, checkpoint.written)
     if settings.layer is not None:
         yield from _rotary(checkpoint.settings)
         yield from short_context(settings, facts)
     if layout is Layout.EAGLE3:
-        yield from _layer_ids(checkpoint)
-        yield from _vocabulary_map(checkpoint, settings)
+        yield from _eagle3(checkpoint, settings)
     if layout in traits.faults:
         yield from traits.faults[layout](checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     wanted, shapes = settings.expected(), checkpoint.shapes
-    beside = tensors_beside(settings, shapes)
+    optional = optional_tensors(settings, shapes)
     match layout:
         case Layout.EAGLE3:
-            beside |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
+            optional |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
             if checkpoint.settings.get("attention_bias"):
-                beside |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}
+                optional |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}
             if LM_HEAD not in shapes and settings.draft_ids_D is None and traits.lends_lm_head:
                 wanted.pop(LM_HEAD)
         case Layout.EAGLE:
-            bias = beside.pop("fc.bias")
+            bias = optional.pop("fc.bias")
             if traits.adds_bias:
                 wanted["fc.bias"] = bias
         case Layout.MEDUSA:
-            beside["token_map"] = (settings.draft_width,)
+            optional["token_map"] = (settings.draft_width,)
         case _:
             yield from _block(checkpoint, settings, traits.name)
             for name in ("d2t", "t2d"):
                 shapes.pop(name, None)
             if traits.holds_verifier:
-                beside |= {"verifier_lm_head.weight": beside[LM_HEAD], "verifier_norm.weight": (settings.hidden_size,)}
-    yield from tensor_faults(wanted, beside, shapes, traits)
+                optional |= {
+                    "verifier_lm_head.weight": optional[LM_HEAD],
+                    "verifier_norm.weight": (settings.hidden_size,),
+                }
+    yield from tensor_faults(wanted, optional, shapes, traits)
 
 
 def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
@@ -178,32 +160,26 @@ def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
     for name in ("aux_hidden_state_layer_ids", AUX_IDS):
         if config.get(name) not in (None, list(settings.aux_layers)):
             yield (
-                f"The layer ids disagree: {config[name]} in {name}, and {list(settings.aux_layers)} elsewhere; "
+                f"The layer ids disagree: {config[name]} in {name}, {list(settings.aux_layers)} elsewhere; "
                 "target_layer_ids should be one less each.",
-                f"Correct the wrong ones in {CONFIG}.",
+                CORRECT,
             )
     if settings.sliding_window and not (config.get("use_sliding_window") or block_setting(config, "swa_window_size")):
-        yield f"Qwen3's config drops sliding_window unless use_sliding_window is true, and {engine} then stops.", WRITE
+        yield f"{engine} stops: Qwen3's config drops sliding_window unless use_sliding_window is true.", WRITE
     drafts = settings.block_size - (0 if samples_from_anchor(config, settings.layout) else 1)
     if checkpoint.is_speculators and (asked := proposed_steps(config)) > drafts:
-        yield (
-            f"The config proposes {asked} draft tokens, and a block of {settings.block_size} has {drafts}: {engine} "
-            "drafts past what was trained.",
-            f"Write speculative_tokens = {drafts} into {CONFIG}.",
-        )
+        problem = f"The config proposes {asked} draft tokens, and a block of {settings.block_size} has {drafts}."
+        yield problem, f"Write speculative_tokens = {drafts} into {CONFIG}."
     for name, stops in (("d2t", "vLLM"), ("t2d", "llama.cpp's converter")):
         if name in checkpoint.names:
-            yield f"There is a {name}, and the whole vocabulary is drafted: {stops} stops at it.", _NO_MAPS
+            yield f"There is a {name}, although the full vocabulary is drafted: {stops} stops at it.", _NO_MAPS
 
 
 def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) -> Faults:
     engine, model_type = traits.name, checkpoint.config.get("model_type")
     if layout is Layout.MEDUSA:
         if not traits.has_medusa:
-            yield (
-                f"{engine} has no Medusa heads.",
-                "Serve them with vLLM up to 0.32 (--format vllm), or with headstart.",
-            )
+            yield f"{engine} has no Medusa heads.", "Serve them with vLLM up to 0.32 (--format vllm) or headstart."
         return
     if checkpoint.is_speculators and traits.reads_speculators:
         return
@@ -212,19 +188,13 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) 
         return
     known = traits.architectures.get(layout)
     if known is None:
-        yield (
-            f"headstart knows of no {engine} that serves {layout} heads as it writes them.",
-            "Serve them with another engine (--format), or train heads that it knows.",
-        )
+        yield f"There is no {engine} that serves {layout} heads.", "Serve them with another engine (--format)."
         return
-    given = checkpoint.config.get("architectures")
-    if not set(map(str, given if isinstance(given, list) else [])) & set(known):
-        yield (
-            f"{engine} knows such heads as {known[0]}, and architectures is {given!r}.",
-            f"Correct it in {CONFIG}, or export with --format {engine}.",
-        )
+    if not checkpoint.architectures & set(known):
+        problem = f"{engine} expects architectures = {[known[0]]}, not {checkpoint.config.get('architectures')!r}."
+        yield problem, f"Correct it in {CONFIG}, or export with --format {engine}."
     if layout in BLOCKS and model_type != "qwen3":
-        yield f"The layers of block drafters are Qwen3's for all targets, and model_type is {model_type!r}.", CORRECT
+        yield f"The layers of block drafters are Qwen3's for all targets, not {model_type!r} (model_type).", CORRECT
 
 
 def _rotary(config: Mapping[str, Any]) -> Faults:
@@ -233,7 +203,7 @@ def _rotary(config: Mapping[str, Any]) -> Faults:
         return
     sections = (new, *(inner for inner in new.values() if isinstance(inner, Mapping)))
     if any(section.get("rope_type", "default") != "default" for section in sections) != bool(old):
-        yield "rope_parameters and rope_scaling are of two kinds, and engines read one of them.", CORRECT
+        yield "rope_parameters and rope_scaling disagree, and each engine reads only one.", CORRECT
 
 
 def short_context(settings: Published, facts: TargetFacts | None) -> Faults:
@@ -241,35 +211,26 @@ def short_context(settings: Published, facts: TargetFacts | None) -> Faults:
     layer = settings.layer
     if layer is not None and facts is not None and layer.max_position_embeddings < facts.context:
         yield (
-            f"The heads' context is {layer.max_position_embeddings} tokens (max_position_embeddings) and that of "
-            f"{facts.name} is {facts.context}: beyond it engines stop, or accept few drafts.",
-            "Import and export them with headstart, which lets their rotary positions go on to the target's end.",
+            f"The heads' context is {layer.max_position_embeddings} tokens, and the context of {facts.name} is "
+            f"{facts.context}: beyond it engines stop, or accept few drafts.",
+            "Import and export them with headstart, which extends max_position_embeddings.",
         )
 
 
-def _layer_ids(checkpoint: Checkpoint) -> Faults:
-    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
-    if top and nested and [layer + 1 for layer in nested] != list(top):
-        yield (
-            f"The layer ids disagree: {list(top)} at the top (vLLM, llama.cpp) and {list(nested)} in eagle_config "
-            "(SGLang), which should be one less each.",
-            f"Correct the wrong ones in {CONFIG}.",
-        )
-
-
-def _vocabulary_map(checkpoint: Checkpoint, settings: Published) -> Faults:
+def _eagle3(checkpoint: Checkpoint, settings: Published) -> Faults:
     """`d2t` must hold offsets, and only for a reduced vocabulary."""
+    top, nested = checkpoint.aux_ids
+    if top and nested and [layer + 1 for layer in nested] != list(top):
+        ids = f"{list(top)} at the top (vLLM, llama.cpp), {list(nested)} in eagle_config (SGLang)"
+        yield f"The layer ids disagree: {ids}, which should be one less each.", CORRECT
     names = checkpoint.names
     if "d2t" not in names:
         return
     given_D = checkpoint.read("d2t")
     width = checkpoint.settings.get("draft_vocab_size") or settings.vocab_size
     if len(given_D) == settings.vocab_size:
-        yield "There is a d2t, and the whole vocabulary is drafted: vLLM stops at it.", _NO_MAPS
+        yield "There is a d2t, although the full vocabulary is drafted: vLLM stops at it.", _NO_MAPS
     if kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in names else None, settings.vocab_size) == "ids":
-        yield (
-            "d2t holds token ids, and engines read offsets (token = i + d2t[i]).",
-            "Subtract each entry's place from it.",
-        )
+        yield "d2t holds token ids; engines read offsets (token = i + d2t[i]).", "Subtract its index from each entry."
     if len(given_D) != width:
-        yield f"d2t has {len(given_D)} entries, and draft_vocab_size is {width}.", f"Correct {CONFIG}."
+        yield f"d2t has {len(given_D)} entries, and draft_vocab_size is {width}.", CORRECT

@@ -88,7 +88,7 @@ class Vllm(FolderFormat):
         return _engine_files(held, facts, dtype, "LlamaForCausalLM")
 
     def knows(self, checkpoint: Checkpoint) -> bool:
-        return not checkpoint.is_speculators and not _is_for_sglang_alone(checkpoint)
+        return not checkpoint.is_speculators and checkpoint.architectures != {SGLANG_EAGLE}
 
 
 class Sglang(FolderFormat):
@@ -101,7 +101,7 @@ class Sglang(FolderFormat):
         """Drop the embeddings: SGLang uses the target's, and adds the bias of `fc`."""
         if published.normed_embeddings:
             raise UserError(
-                "SGLang takes the target's embeddings as they are, and these heads read them normed.",
+                "SGLang feeds the target's embeddings without a norm, and these heads need normed embeddings.",
                 "Export with --format vllm, or train with heads.embedding_norm=false.",
             )
         tensors = {name: tensor for name, tensor in published.tensors.items() if name != EMBEDDINGS}
@@ -111,7 +111,7 @@ class Sglang(FolderFormat):
         return _engine_files(held, facts, dtype, SGLANG_EAGLE)
 
     def knows(self, checkpoint: Checkpoint) -> bool:
-        return _is_for_sglang_alone(checkpoint)
+        return checkpoint.architectures == {SGLANG_EAGLE}
 
 
 class Speculators(FolderFormat):
@@ -150,12 +150,8 @@ class Speculators(FolderFormat):
         return checkpoint.is_speculators
 
 
-def _is_for_sglang_alone(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("architectures") == [SGLANG_EAGLE]
-
-
 def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_architecture: str) -> Files:
-    """Build files for vLLM or SGLang, whose architecture names differ for EAGLE-1 heads."""
+    """Build files for vLLM or SGLang; only their architecture names of EAGLE-1 heads differ."""
     tensors = dict(held.tensors)
     match held.layout:
         case Layout.EAGLE3:
@@ -181,7 +177,18 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
                 config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(held)}
             config |= {"block_size": held.block_size, "num_target_layers": facts.num_layers}
         case Layout.MEDUSA:
-            config = _medusa_config(held, dtype)
+            config = {  # vLLM up to 0.32 renames all other keys with "num" and "heads" or "layers" in them
+                "architectures": ["MedusaModel"],
+                "model_type": "medusa",
+                "hidden_size": held.hidden_size,
+                "vocab_size": held.vocab_size,
+                "truncated_vocab_size": held.draft_width,
+                "num_heads": held.steps,
+                "num_hidden_layers": held.num_layers,
+                "medusa_fc_bias": True,
+                "original_lm_head": LM_HEAD in held.tensors,
+                "torch_dtype": dtype,
+            }
             if LM_HEAD in tensors:
                 tensors["lm_heads.0.weight"] = tensors.pop(LM_HEAD)
     return config, tensors
@@ -213,7 +220,7 @@ def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
-        **(facts.tokens or {}),
+        **facts.tokens,
     }
     if published.layout in BLOCKS:
         window, causal = published.sliding_window, published.causal_layers
@@ -235,10 +242,8 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
             "embed_requires_grad": False,
         }
     if published.layout not in BLOCKS:
-        raise UserError(
-            f"The speculators format has EAGLE-3 heads and block drafters, and these are {kind_of(published)} heads.",
-            "Export them with --format vllm.",
-        )
+        problem = f"speculators has EAGLE-3 heads and block drafters, and these are {kind_of(published)} heads."
+        raise UserError(problem, "Export them with --format vllm.")
     return {
         "architectures": [SPECULATORS[published.layout]],
         "speculators_model_type": str(published.layout),
@@ -274,22 +279,6 @@ def _markov_keys(published: Published) -> dict[str, Any]:
     }
 
 
-def _medusa_config(published: Published, dtype: str) -> dict[str, Any]:
-    """For vLLM up to 0.32, which renames all other keys with "num" and "heads" or "layers" in them."""
-    return {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": published.hidden_size,
-        "vocab_size": published.vocab_size,
-        "truncated_vocab_size": published.draft_width,
-        "num_heads": published.steps,
-        "num_hidden_layers": published.num_layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": LM_HEAD in published.tensors,
-        "torch_dtype": dtype,
-    }
-
-
 def _outputs(published: Published) -> list[int]:
     """Return the aux layers as indices of layer outputs, from 0."""
     return [layer - 1 for layer in published.aux_layers]
@@ -315,8 +304,6 @@ def _without_bias(published: Published) -> Published:
     embeddings_VE = tensors[EMBEDDINGS]
     missing = (map_EE @ added_E - bias_E.double()).norm() / bias_E.double().norm()
     if missing > 1e-6 or added_E.abs().max() > 16 * embeddings_VE.abs().max():
-        raise UserError(
-            "vLLM does not add the bias of an EAGLE-1 head's joining map, and these heads' embeddings cannot hold it.",
-            "Train eagle3 heads for vLLM.",
-        )
+        problem = "vLLM does not add the bias of fc in EAGLE-1 heads, and it cannot be folded into these embeddings."
+        raise UserError(problem, "Train eagle3 heads for vLLM.")
     return published.with_tensors({**tensors, EMBEDDINGS: embeddings_VE + added_E.to(embeddings_VE)})

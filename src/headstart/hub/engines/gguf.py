@@ -44,7 +44,7 @@ HOOKS = frozenset(
         *("gemma4", "gemma4_text", "lfm2", "minimax_m2"),
     }
 )
-"""Model types for which llama.cpp passes hidden states to heads (all but the last layer's)."""
+"""Model types where llama.cpp passes hidden states to heads (all but the last layer's)."""
 
 
 class Gguf(Format):
@@ -56,10 +56,8 @@ class Gguf(Format):
 
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
         if published.layout not in ARCHITECTURES:
-            raise UserError(
-                f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, and these are {kind_of(published)} heads.",
-                "Train eagle3, dflash or dspark heads for it.",
-            )
+            problem = f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, not with {kind_of(published)} heads."
+            raise UserError(problem, "Train eagle3, dflash or dspark heads for it.")
         return _limits(published, facts, None)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
@@ -81,17 +79,12 @@ class Gguf(Format):
 def _limits(settings: Published, facts: TargetFacts | None, written: Written | None) -> Faults:
     yield from engine_limits(settings, LLAMA_CPP, facts, written)
     if settings.layout in BLOCKS and not 0 <= settings.mask_token_id < settings.vocab_size:
-        yield (
-            f"The mask token is {settings.mask_token_id}, which is no token of a vocabulary of {settings.vocab_size}: "
-            "llama.cpp stops.",
-            "Train with a heads.mask_token_id of the target's vocabulary.",
-        )
+        problem = f"The mask token {settings.mask_token_id} is no token of a vocabulary of {settings.vocab_size}."
+        yield problem, "Train with a heads.mask_token_id of the target's vocabulary."
     model_type = facts.model_type if facts is not None else (written.target if written else {}).get("model_type")
     if model_type and model_type not in HOOKS:
-        yield (
-            f"llama.cpp has no hooks in {model_type} targets: it would stop when it drafts.",
-            f"It has them in {', '.join(sorted(HOOKS))}; serve this one with vLLM (--format vllm).",
-        )
+        problem = f"llama.cpp has no hooks in {model_type} targets (only in {', '.join(sorted(HOOKS))})."
+        yield problem, "Serve with vLLM (--format vllm)."
 
 
 def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
@@ -109,13 +102,10 @@ def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
     if settings.layout in BLOCKS:
         for key in (f"{BLOCK}.block_size", MASK):
             if file.value(key) is None:
-                yield f"The file does not say {key}, and llama.cpp stops or takes one of its own.", AGAIN
+                yield f"The file does not say {key}: llama.cpp stops or uses its default.", AGAIN
     elif settings.draft_ids_D is not None and not are_tokens(settings.draft_ids_D, settings.vocab_size):
-        yield (
-            "d2t does not name distinct tokens of the target: llama.cpp reads token ids there, and Hugging Face files "
-            "hold offsets.",
-            "Add each entry's place to it.",
-        )
+        problem = "d2t does not name distinct tokens of the target: llama.cpp reads token ids, not offsets."
+        yield problem, "Add its index to each entry."
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

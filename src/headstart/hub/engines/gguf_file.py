@@ -31,8 +31,9 @@ from headstart.heads.exchange.published import (
     Published,
 )
 from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written
-from headstart.hub.engines.known_engines import LLAMA_CPP
-from headstart.hub.engines.traits import tensor_faults
+from headstart.hub.engines.checkpoint import ANOTHER
+from headstart.hub.engines.known_engines import LLAMA_CPP, tensor_faults
+from headstart.hub.engines.parsing import window_settings
 from headstart.model.loading import gguf_library, read_gguf
 
 EAGLE3, BLOCK = "eagle3", "dflash"
@@ -178,20 +179,20 @@ def read_settings(file: GgufFile) -> Published:
     """Read the heads without their tensors; a UserError for unsupported heads."""
     of = file.architecture
     if of not in (EAGLE3, BLOCK):
-        raise UserError(
-            f"The GGUF file is of the architecture {of!r}, and draft heads are of {EAGLE3!r} or {BLOCK!r}.",
-            "Give the file of the draft heads, not that of a model.",
-        )
+        problem = f"The GGUF file has the architecture {of!r}; draft heads have {EAGLE3!r} or {BLOCK!r}."
+        raise UserError(problem, "Give a file of draft heads, not of a model.")
     note, d2t = file.written, file.tensors.get(D2T)
     layout, steps, block_size = Layout.EAGLE3, note.steps if note and note.steps else 5, 0
-    sights: dict[str, Any] = {}
+    windows: dict[str, Any] = {}
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
         block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
         steps = block_size - (layout is Layout.DFLASH)
-        sights = _sights(file)
+        causal, window = bool(file.value(f"{BLOCK}.{CAUSAL}", False)), int(file.value(f"{BLOCK}.{WINDOW}", 0))
+        sliding = [bool(slides) for slides in file.setting(SLIDING)] if window else [False]
+        windows = window_settings(sliding, [causal] * len(sliding), window)
     elif file.setting("block_count") != 1:
-        raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has others.", AGAIN)
+        raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has several.", AGAIN)
     tokens, layer = file.fields.get("tokenizer.ggml.tokens"), _layer_sizes(file)
     _refuse_variants(file, layout, layer.head_dim)
     return Published(
@@ -210,26 +211,8 @@ def read_settings(file: GgufFile) -> Published:
         mask_token_id=int(file.value(MASK, -1)) if of == BLOCK else -1,
         markov_rank=file.shapes[_MARKOV][1] if _MARKOV in file.tensors else 0,
         confidence=_CONFIDENCE in file.tensors,
-        **sights,
+        **windows,
     )
-
-
-def _sights(file: GgufFile) -> dict[str, Any]:
-    """Read windows and causality as settings of `Published`."""
-    causal = bool(file.value(f"{BLOCK}.{CAUSAL}", False))
-    if not (window := int(file.value(f"{BLOCK}.{WINDOW}", 0))):
-        return {"causal": causal}
-    sliding = [bool(slides) for slides in file.setting(SLIDING)]
-    if not any(sliding):
-        return {"causal": causal}
-    full_layers = tuple(number for number, slides in enumerate(sliding) if not slides)
-    if full_layers and causal:
-        raise UserError(
-            f"Slots of the GGUF file's full layers do not see those after them ({BLOCK}.{CAUSAL}), beside sliding "
-            "layers; headstart has that of sliding layers.",
-            "Take another file.",
-        )
-    return {"sliding_window": window, "full_layers": full_layers, "causal": causal}
 
 
 def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
@@ -244,9 +227,7 @@ def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
     }
     for key, values in usual.items():
         if ((value := file.value(f"{of}.{key}")) and value not in values) or (value is False and True in values):
-            raise UserError(
-                f"The GGUF file says {of}.{key} = {value!r}, which headstart has not.", "Take another file."
-            )
+            raise UserError(f"The GGUF file has {of}.{key} = {value!r}, which headstart does not support.", ANOTHER)
 
 
 def _layer_sizes(file: GgufFile) -> LayerSizes:
@@ -286,7 +267,7 @@ def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) ->
     """Report missing, unknown or misshapen tensors."""
     assert settings.layer is not None, "these heads have decoder layers"
     whole = (settings.vocab_size, settings.hidden_size)
-    beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
-    beside |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
+    optional = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
+    optional |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
     wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
-    return tensor_faults(wanted, beside, shapes, LLAMA_CPP)
+    return tensor_faults(wanted, optional, shapes, LLAMA_CPP)

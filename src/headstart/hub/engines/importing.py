@@ -9,7 +9,6 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from pydantic import ValidationError
 
 from headstart.errors import UserError
@@ -19,11 +18,10 @@ from headstart.hub.engines.base import infinite
 from headstart.hub.engines.export import formats_of
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.format import export_heads, refuse_other_files
-from headstart.hub.pull import HUB_ID
+from headstart.hub.pull import HUB_ID, fetch
 from headstart.hub.target_facts import kind_of
 from headstart.model.model import Target
 from headstart.support.files import no_folder
-from headstart.support.hub_errors import explained
 
 GUESSED = "guessed"
 """Marks an acceptance that was not measured."""
@@ -32,7 +30,11 @@ GUESSED = "guessed"
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
     """Write a published checkpoint as a folder of headstart heads, see `headstart.import_heads`."""
     refuse_other_files(out)
-    folder = _folder(source, revision)
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        if not isinstance(source, str) or not HUB_ID.fullmatch(source):
+            raise no_folder(source, "Give a folder of draft heads, or a Hub id (user/name).")
+        folder = fetch(source, revision, files=["*.json", "*.safetensors"])
     published = read_checked(folder, target)
     family = next(family for family in families().values() if family.publishes is published.layout)
     try:
@@ -40,9 +42,9 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(
-            f"Heads of headstart cannot hold {'.'.join(map(str, first['loc']))} of this checkpoint: "
+            f"headstart does not support {'.'.join(map(str, first['loc']))} of this checkpoint: "
             f"{first['msg'].lower()}.",
-            "Take another checkpoint, or upgrade headstart from where you have it.",
+            "Take another checkpoint, or upgrade headstart.",
         ) from None
     name = source if isinstance(source, str) and HUB_ID.fullmatch(source) else folder.name
     facts = {"training": {"imported from": str(name), "arrangement": kind_of(published)}}
@@ -58,14 +60,14 @@ def read_checked(folder: Path, target: Target) -> Published:
         raise UserError(
             f"The heads in {folder} are for a target of size {published.hidden_size} over {published.vocab_size} "
             f"tokens; {facts.name} has {facts.hidden_size} over {facts.vocab_size}.",
-            "Name the target that they were trained on with --target.",
+            "Name the heads' target with --target.",
         )
     for fault in infinite(published):
         raise UserError(*fault)
     if published.layer is not None and (ours := published.layer.max_position_embeddings) < facts.context:
         warnings.warn(
-            f"The heads' context of {ours} tokens is raised to the {facts.context} of {facts.name}: beyond {ours} they "
-            "were not trained, and fewer drafts may be accepted.",
+            f"The heads' context of {ours} tokens is raised to the {facts.context} of {facts.name}. They were not "
+            f"trained beyond {ours} tokens, where fewer drafts may be accepted.",
             stacklevel=3,
         )
     return published.with_context(facts.context).in_order()
@@ -88,13 +90,3 @@ def untuned(heads: DraftHead, right: Sequence[float] | None = None) -> dict[str,
         "chain": steps,
         "settings": {"acceptance": GUESSED if right is None else "of the training's validation"},
     }
-
-
-def _folder(source: str | Path, revision: str | None) -> Path:
-    folder = Path(source).expanduser()
-    if folder.exists():
-        return folder
-    if not isinstance(source, str) or not HUB_ID.fullmatch(source):
-        raise no_folder(source, "Give a folder of draft heads, or a Hub id (user/name).")
-    with explained("Cannot fetch", source, revision):
-        return Path(snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.safetensors"]))

@@ -8,27 +8,26 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.io import heads_folder
-from headstart.hub.engines.base import DTYPES, Finding
+from headstart.hub.engines.base import DTYPES, SAY_WHERE, Finding
 from headstart.hub.engines.checkpoint import opened
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.format import check_folder
+from headstart.hub.pull import fetch
 from headstart.hub.target_facts import TargetFacts
 from headstart.model.loading import tensor_files
 from headstart.model.outline import outline
 from headstart.model.shipped import check_shipped
 from headstart.support.artifacts import link_or_copy
 from headstart.support.files import need_disk, refuse_others, write_atomic, write_tensors
-from headstart.support.hub_errors import explained
 
 _DRAFTS = 3
 """Maximum drafts to serve with: later ones are seldom accepted."""
@@ -62,8 +61,9 @@ def export_checkpoint(
     facts = facts_of_heads(folder, target, trust_remote_code)
     source = _source(facts)
     changed = _changed(source, tensors)
-    files = list(_files(source))
-    copied = sum((source / file).stat().st_size for file in files if str(file) in changed or not _is_linked(file))
+    paths = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file()]
+    files = [file for file in paths if not any(part.startswith(".") for part in file.parts[:-1])]  # no .git, .cache
+    copied = sum((source / file).stat().st_size for file in files if str(file) in changed or file.suffix not in _LINKED)
     need_disk(out.parent, copied, "The changed part of the checkpoint", "or choose another --out")
 
     def write(partial: Path) -> None:
@@ -73,7 +73,7 @@ def export_checkpoint(
                 with opened(source / file) as held:
                     whole = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118  # it is no mapping
                     write_tensors(partial / file, {**whole, **changed[str(file)]}, held.metadata())
-            elif _is_linked(file):
+            elif file.suffix in _LINKED:
                 link_or_copy((source / file).resolve(), partial / file)  # the Hub's cache holds symlinks
             else:
                 shutil.copyfile(source / file, partial / file)
@@ -86,12 +86,9 @@ def export_checkpoint(
 def check_checkpoint(
     folder: Path, engines: Sequence[str] = (), against: Path | None = None, trust_remote_code: bool = False
 ) -> list[Finding]:
-    """Report problems of engines with the module in a target's checkpoint, which must be that of `against`."""
-    problems = [
-        (engine, f"It reads no modules of a checkpoint, and {folder} is one.", "Ask vllm or sglang.")
-        for engine in engines
-        if engine not in ENGINES
-    ]
+    """Report problems of engines with the module in a target's checkpoint; it must equal the heads `against`."""
+    unread = [engine for engine in engines if engine not in ENGINES]
+    problems = [(engine, "It does not draft with modules of a checkpoint.", "Ask vllm or sglang.") for engine in unread]
     read_by = [engine for engine in engines or ENGINES if engine in ENGINES]
     try:
         for file in sorted(set(tensor_files(str(folder)).values())):
@@ -101,10 +98,8 @@ def check_checkpoint(
         if against is not None:
             tensors = check_folder(heads_folder(against)).in_checkpoint()
             if differing := [name for of_file in _changed(folder, tensors).values() for name in of_file]:
-                raise UserError(
-                    f"{len(differing)} tensors, {differing[0]} among them, are not those of {against}.",
-                    "Export the heads again.",
-                )
+                problem = f"{len(differing)} tensors differ from {against}, {differing[0]} among them."
+                raise UserError(problem, "Export the heads again.")
     except UserError as error:
         problems += [(engine, error.problem, error.remedy) for engine in read_by]
     return [Finding(*problem) for problem in problems]
@@ -113,27 +108,11 @@ def check_checkpoint(
 def _source(facts: TargetFacts) -> Path:
     """Return the folder of the target's checkpoint, downloaded if necessary."""
     if not facts.spec:
-        raise UserError(
-            f"The trained module goes into a copy of {facts.name}, which is not on this machine.",
-            "Say where it is with --target.",
-        )
+        raise UserError(f"The trained module goes into a copy of {facts.name}, not on this machine.", SAY_WHERE)
     if facts.gguf is not None:
-        raise UserError(
-            f"{facts.gguf} is a GGUF file, which has no room for another module.",
-            "Name the checkpoint as it was published, with its safetensors files, by --target.",
-        )
-    if Path(facts.folder).is_dir():
-        return Path(facts.folder)
-    with explained("Cannot fetch", facts.folder, None):
-        return Path(snapshot_download(facts.folder))
-
-
-def _files(source: Path) -> Iterator[Path]:
-    """Yield relative paths of a checkpoint's files, without folders such as .git and .cache."""
-    for path in sorted(source.rglob("*")):
-        file = path.relative_to(source)
-        if path.is_file() and not any(part.startswith(".") for part in file.parts[:-1]):
-            yield file
+        problem = f"{facts.gguf} is a GGUF file, which cannot hold another module."
+        raise UserError(problem, "Name the published checkpoint with safetensors files by --target.")
+    return Path(facts.folder) if Path(facts.folder).is_dir() else fetch(facts.folder, files=None)
 
 
 def _changed(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -142,34 +121,27 @@ def _changed(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str,
     changed: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if (file := file_of.get(name)) is None:
-            raise UserError(
-                f"The checkpoint in {source} has no {name}: it is not what the heads were trained with, or not whole.",
-                "Name the target's checkpoint as it was published with --target.",
-            )
+            problem = f"The checkpoint in {source} has no {name}: it is incomplete, or not the heads' target."
+            raise UserError(problem, "Name the target's published checkpoint with --target.")
         with opened(source / file) as held:
             kind, before = held.get_slice(name).get_dtype(), held.get_tensor(name)
         if before.dtype not in DTYPES.values():
             raise UserError(
                 f"The checkpoint in {source} holds {name} in few bits ({kind}), and a trained module has more.",
-                "Name the checkpoint in bfloat16 with --target, and quantise the copy as a whole afterwards.",
+                "Name the checkpoint in bfloat16 with --target, and quantise the copy afterwards.",
             )
         if before.shape != tensor.shape:
             raise UserError(
                 f"The checkpoint in {source} has {name} in the shape {list(before.shape)}, the heads in "
                 f"{list(tensor.shape)}.",
-                "Name the target that the heads were trained on with --target.",
+                "Name the heads' target with --target.",
             )
         if not torch.equal(before, now := tensor.to(before)):
             changed.setdefault(file, {})[name] = now
     return changed
 
 
-def _is_linked(file: Path) -> bool:
-    return file.suffix in _LINKED
-
-
 def _commands(folder: Path, drafts: int, facts: TargetFacts) -> dict[str, str]:
-    """Return command lines to serve the copy, by engine."""
     config = json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
     chain = ["--speculative-num-steps", drafts, "--speculative-eagle-topk", 1]
     words = {

@@ -1,4 +1,4 @@
-"""`EngineTraits` of vLLM, SGLang, speculators and llama.cpp; rules for all engines are in `faults.py`.
+"""Traits of vLLM, SGLang, speculators and llama.cpp as readers of heads; rules for all engines are in `faults.py`.
 
 From the sources of vLLM 0.32, SGLang of mid-2026 and speculators 0.9.
 """
@@ -6,40 +6,111 @@ From the sources of vLLM 0.32, SGLang of mid-2026 and speculators 0.9.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published
 from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, EAGLE3_NORMED, HEADS_GGUF, SGLANG_EAGLE, Faults
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
-from headstart.hub.engines.parsing import for_sglang
-from headstart.hub.engines.traits import EngineTraits
 from headstart.hub.target_facts import TargetFacts
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """How an engine treats heads.
+
+    Attributes:
+        name: the name users type.
+        architectures: names of the heads in config.json by layout, the usual one first.
+        when_missing, when_unknown: behaviour for a missing and an unknown tensor.
+        rotary: supported RoPE types.
+        misses_last_layer: layouts that cannot read the output of the target's last layer.
+        divides_heads: whether the hidden size must be a multiple of the number of attention heads (as in transformers'
+            LlamaConfig).
+        needs_markov: whether it identifies DSpark heads by their Markov head.
+        mixes_causal: whether only some layers of a block drafter may be causal.
+        causal_full: whether layers without a sliding window may be causal.
+        passes_over: unsupported settings of EAGLE-3 heads; if there are any, it runs one layer that reads three of the
+            target's.
+        reads_speculators, reads_others: whether it reads configs of the speculators library, and others.
+        lends_lm_head: whether EAGLE-3 heads without an LM head use the target's.
+        adds_bias: whether it supports a bias of `fc` in EAGLE-1 heads.
+        holds_verifier: whether it knows tensors of the target in folders of block drafters.
+        faults: checks of a folder for this engine alone, by layout.
+        command: builds the serve command from the heads' folder, heads, target, and drafts by concurrent requests; None
+            if it is not a server.
+        remarks: notes on heads that it reads but does not serve everywhere.
+    """
+
+    name: str
+    architectures: Mapping[Layout, tuple[str, ...]] = field(default_factory=dict)
+    when_missing: str = "leaves it random silently"
+    when_unknown: str = "stops at it"
+    rotary: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
+    only_silu: bool = True
+    misses_last_layer: frozenset[Layout] = frozenset()
+    divides_heads: bool = True
+    needs_markov: bool = False
+    mixes_causal: bool = True
+    causal_full: bool = True
+    passes_over: tuple[str, ...] = ()
+    has_medusa: bool = False
+    reads_speculators: bool = False
+    reads_others: bool = True
+    lends_lm_head: bool = True
+    adds_bias: bool = False
+    holds_verifier: bool = False
+    faults: Mapping[Layout, Callable[[Checkpoint, Published], Faults]] = field(default_factory=dict)
+    command: Callable[[str, Published, TargetFacts, Mapping[int, int]], list[str]] | None = None
+    remarks: Callable[[Published], list[str]] = lambda _: []
+
+
+OURS = EngineTraits("headstart", when_missing="needs it")
+
+
+def tensor_faults(
+    required: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    traits: EngineTraits,
+) -> Faults:
+    """Report missing, unknown and misshapen tensors."""
+    for name in required:
+        if name not in shapes:
+            yield f"The tensor {name} is missing, and {traits.name} {traits.when_missing}.", AGAIN
+    expected = {**optional, **required}
+    for name, shape in sorted(shapes.items()):
+        if name not in expected:
+            yield f"{traits.name} has no tensor {name} in these heads, and {traits.when_unknown}.", AGAIN
+        elif shape != expected[name]:
+            yield f"The tensor {name} is {list(shape)}, and its config asks for {list(expected[name])}.", AGAIN
+
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
 _ON_GPUS = (
-    "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and they cannot be served as DFlash, whose slots "
-    "draft their own places and not the next ones: on a CPU serve them with llama.cpp (--format gguf)."
+    "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and cannot serve them as DFlash heads, where slots "
+    "draft their own positions: on a CPU use llama.cpp (--format gguf)."
 )
 _TWO_KINDS = (
-    "vLLM runs blocks with sliding layers and full ones in its newer model runner alone "
-    "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build does not have."
+    "vLLM runs blocks with both sliding and full layers in its newer model runner alone "
+    "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
 )
 _MOST_REQUESTS = 4096
 """End of the last range of vLLM's schedule, which it clips at `--max-num-seqs`."""
 _UNEQUAL_NORMS = (
-    "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
-    "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
+    "vLLM's CPU build norms context keys of every layer with the k_norm of the first, and accepts fewer drafts. "
+    "For a CPU train with heads.num_layers=1, or serve with llama.cpp."
 )
 
 
 def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
-    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
+    top, nested = checkpoint.aux_ids
     if nested and not top:
         yield (
-            f"vLLM takes the nested layer ids {list(nested)} as they are, one layer before those that SGLang reads.",
+            f"vLLM takes the nested layer ids {list(nested)} unchanged, and reads one layer before SGLang's.",
             f"Write {AUX_IDS} = {[layer + 1 for layer in nested]} at the top of {CONFIG}.",
         )
     count = checkpoint.config.get("num_aux_hidden_states") or len(nested or ()) or 3
@@ -47,7 +118,7 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
         count = 3
     if (ids := top or nested) and len(ids) != count:
         yield (
-            f"vLLM fuses {count} layers of such heads, and there are {len(ids)} layer ids.",
+            f"vLLM fuses {count} layers for these heads, and there are {len(ids)} layer ids.",
             f"Export with --format vllm, or write num_aux_hidden_states = {len(ids)} into {CONFIG}.",
         )
     model_type, architecture = ("qwen3", EAGLE3_NORMED) if settings.qk_norm else ("llama", EAGLE3)
@@ -67,23 +138,21 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
         )
     has_bias = any(name.endswith("o_proj.bias") for name in checkpoint.shapes)
     if checkpoint.settings.get("attention_bias") and not has_bias:
-        yield "vLLM reads a bias of o_proj with attention_bias, and there is none: it stays random.", AGAIN
+        yield "With attention_bias vLLM expects a bias of o_proj, and leaves it random if missing.", AGAIN
 
 
 def _medusa_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
     config = checkpoint.config
     if (model_type := config.get("model_type")) != "medusa":
-        yield f"vLLM knows Medusa heads by model_type medusa, and it is {model_type!r}.", CORRECT
+        yield f"vLLM recognises Medusa heads by model_type medusa, not {model_type!r}.", CORRECT
     asked = config.get("num_heads", config.get("medusa_num_heads"))
     if isinstance(asked, int) and asked > settings.steps:
-        yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the others random.", AGAIN
+        yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the rest random.", AGAIN
     if any(name.endswith(".bias") for name in checkpoint.names) and config.get("medusa_fc_bias") is not True:
         yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", WRITE
     if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
-        yield (
-            "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
-            "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true.",
-        )
+        problem = "vLLM 0.32 cannot load Medusa heads with a reduced vocabulary (token_map)."
+        yield problem, "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true."
 
 
 def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
@@ -92,17 +161,13 @@ def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
         return
     if settings.layout is Layout.DSPARK:
         if any(settings.sliding) and not any(causal):
-            yield (
-                "vLLM lets no slot of DSpark's sliding layers see later ones unless is_causal is false.",
-                f"Write is_causal = false into transformer_layer_config of {CONFIG}.",
-            )
+            remedy = f"Write is_causal = false into transformer_layer_config of {CONFIG}."
+            yield "vLLM runs sliding layers of DSpark causally unless is_causal is false.", remedy
     elif config.get("sliding_window_non_causal") is False and not all(causal):
-        yield (
-            "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots do not see later ones.",
-            f"Write sliding_window_non_causal = true into {CONFIG}; without sliding layers it says nothing else."
-            if not settings.sliding_window
-            else "Serve these with --format vllm.",
-        )
+        remedy = f"Write sliding_window_non_causal = true into {CONFIG}."
+        if settings.sliding_window:
+            remedy = "Serve these with --format vllm."
+        yield "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: they run causally.", remedy
 
 
 def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
@@ -111,7 +176,7 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
         causal = str(settings.causal).lower()
         yield f"SGLang reads causality in is_causal alone, which should be {causal} here.", WRITE
     if settings.sliding_window and "sliding_attention" not in (config.get("layer_types") or []):
-        yield "SGLang reads sliding layers in layer_types alone, and not use_swa.", WRITE
+        yield "SGLang reads sliding layers in layer_types alone, not in use_swa.", WRITE
 
 
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
@@ -161,18 +226,18 @@ _VLLM = EngineTraits(
 
 def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
     config = checkpoint.settings
-    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
+    top, nested = checkpoint.aux_ids
     if top and not nested:
         yield (
-            f"SGLang reads the layer ids in eagle_config alone, and takes the usual ones instead of {list(top)}.",
+            f"SGLang reads the layer ids in eagle_config alone, and its default layers instead of {list(top)}.",
             f"Write eagle_config.{AUX_IDS} = {[layer - 1 for layer in top]} into {CONFIG}.",
         )
     if config.get("tie_word_embeddings", True) is not False:
         yield "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.", WRITE
     if "draft_vocab_size" not in checkpoint.config:
-        yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", WRITE
+        yield "SGLang needs draft_vocab_size, also for the full vocabulary.", WRITE
     if config.get("attention_bias"):
-        yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
+        yield "SGLang leaves out the biases of the attention.", "Serve them with vLLM."
 
 
 def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
@@ -182,7 +247,7 @@ def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mappi
     words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
     if published.layout is not Layout.DFLASH:
         words += ["--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"]
-    return [*words, "--speculative-num-draft-tokens", str(count + 1)]  # the root is one of them
+    return [*words, "--speculative-num-draft-tokens", str(count + 1)]  # counts the root
 
 
 _SGLANG = EngineTraits(
@@ -227,8 +292,8 @@ def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Ma
 
 
 _MANY_SLOTS = (
-    "llama-server has several slots where --parallel does not say otherwise, and is reported to accept fewer drafts "
-    "with many of them: compare draft_n_accepted with --parallel 1."
+    "llama-server runs several slots by default, and is reported to accept fewer drafts with many slots: compare "
+    "draft_n_accepted with --parallel 1."
 )
 
 LLAMA_CPP = EngineTraits(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,18 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
 from headstart.hub.engines.base import DFLASH, DSPARK
-from headstart.hub.engines.checkpoint import ANOTHER, AUX_IDS, CONFIG, FETCH, Checkpoint, absolute_ids, small, whole
-from headstart.hub.engines.traits import OURS, tensor_faults
+from headstart.hub.engines.checkpoint import (
+    ANOTHER,
+    AUX_IDS,
+    CONFIG,
+    CORRECT,
+    FETCH,
+    Checkpoint,
+    absolute_ids,
+    small,
+    whole,
+)
+from headstart.hub.engines.known_engines import OURS, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
 SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}
@@ -58,10 +68,10 @@ _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
 """Known settings of drafter sections, with the supported values; empty for any."""
 
 
-def layout_of(checkpoint: Checkpoint) -> Layout | None:
-    """Detect the layout of a folder's heads; None if it has none."""
+def _layout(checkpoint: Checkpoint) -> Layout:
+    """Detect the layout of a folder's heads; a UserError if it has none."""
     config, names = checkpoint.config, checkpoint.names
-    kinds = {*_architectures(checkpoint), str(config.get("speculators_model_type"))}
+    kinds = {*checkpoint.architectures, str(config.get("speculators_model_type"))}
     if any(name.startswith("blocks.0.") for name in names):
         return Layout.MEDUSA
     if kinds & _DSPARK or any(name.startswith("markov_head.") for name in names):
@@ -70,29 +80,21 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
         return Layout.DFLASH
     if "layers.0.hidden_norm.weight" in names or "d2t" in names or "draft_vocab_size" in config:
         return Layout.EAGLE3
-    return Layout.EAGLE if "fc.weight" in names else None
-
-
-def _architectures(checkpoint: Checkpoint) -> set[str]:
-    given = checkpoint.config.get("architectures")
-    return set(map(str, given if isinstance(given, list) else []))
+    if "fc.weight" in names:
+        return Layout.EAGLE
+    raise UserError(f"{checkpoint.folder} holds no draft heads.", "Give a folder of heads, not of a model.")
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
     """Read the heads of a folder, or raise a UserError; `facts` supply defaults that follow from the target."""
-    layout = layout_of(checkpoint)
-    if layout is None:
-        raise UserError(
-            f"{checkpoint.folder} holds no EAGLE, EAGLE-3, DFlash, DSpark or Medusa heads.",
-            "Give the folder of draft heads, not that of a model.",
-        )
-    settings = settings_of(checkpoint, layout, facts)
+    settings = settings_of(checkpoint, facts)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     return settings.with_tensors(_tensors(checkpoint, settings))
 
 
-def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
+def settings_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> Published:
     """Read the heads without their tensors; errors as in `read_published`."""
+    layout = _layout(checkpoint)
     if layout is Layout.MEDUSA:
         return _medusa_settings(checkpoint)
     _refuse_unknown(checkpoint, layout)
@@ -101,23 +103,20 @@ def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | Non
 
 def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise a UserError for settings that change the computation in unsupported ways."""
-    config, names = checkpoint.settings, _architectures(checkpoint)
+    config, names = checkpoint.settings, checkpoint.architectures
     others = names if layout in BLOCKS else {name for name in names if name.startswith(("DFlash", "DSpark"))}
     if others and not others & (_DFLASH | _DSPARK):
-        raise UserError(
-            f"architectures is {sorted(names)}, and headstart has the block drafters "
-            f"{', '.join(sorted(_DFLASH | _DSPARK))}.",
-            ANOTHER,
-        )
+        supported = ", ".join(sorted(_DFLASH | _DSPARK))
+        raise UserError(f"architectures is {sorted(names)}; supported block drafters are {supported}.", ANOTHER)
     if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
-        raise UserError(f"The checkpoint's layers are those of {kind}, and headstart's are Llama's.", ANOTHER)
+        raise UserError(f"The checkpoint has {kind} layers, and headstart supports Llama layers.", ANOTHER)
     unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual)]
     if layout in BLOCKS:
         unusual += [name for name in config if name.startswith(_OF_DFLASH_2) and config[name]]
     for name in unusual:
         raise UserError(
-            f"The checkpoint has {name} = {config[name]!r}, which headstart's heads do not.",
-            f"Take another checkpoint, or delete {name} from its {CONFIG} if it is left over from the target's.",
+            f"The checkpoint has {name} = {config[name]!r}, which headstart does not support.",
+            f"Take another checkpoint, or delete {name} from its {CONFIG} if it was copied from the target's.",
         )
     for section, known in _SECTIONS.items():
         settings = config.get(section)
@@ -125,7 +124,7 @@ def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
             if name not in known or (known[name] and value not in known[name]):
                 raise UserError(
                     f"The checkpoint has {section}.{name} = {value!r}, which headstart does not know.",
-                    "Take another checkpoint, or upgrade headstart from where you have it.",
+                    "Take another checkpoint, or upgrade headstart.",
                 )
 
 
@@ -133,12 +132,10 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     config, written = checkpoint.settings, checkpoint.written
     size = whole(config.get("hidden_size"), "hidden_size")
     if config.get("target_hidden_size") not in (None, size):
-        raise UserError(
-            f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER
-        )
+        raise UserError(f"The heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER)
     slides = config.get("use_sliding_window") and not config.get("max_window_layers")
     if "sliding_attention" in (config.get("layer_types") or ()) or slides:
-        raise UserError("The checkpoint's layers see a sliding window of the text; headstart's see all of it.", ANOTHER)
+        raise UserError("The layers have a sliding window, which headstart does not support here.", ANOTHER)
     fused = layout is Layout.EAGLE3
     return Published(
         layout=layout,
@@ -153,7 +150,8 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         norm_output=fused and bool(config.get("norm_output", False)),
         qk_norm=fused and "layers.0.self_attn.q_norm.weight" in checkpoint.names,
         aux_norms=fused and bool(config.get("fc_norm", False)),
-        norm_before_fc=fused and bool(for_sglang(config).get("norm_before_fc", config.get("norm_before_fc", False))),
+        norm_before_fc=fused
+        and bool(checkpoint.eagle_config.get("norm_before_fc", config.get("norm_before_fc", False))),
     )
 
 
@@ -162,9 +160,7 @@ def _medusa_settings(checkpoint: Checkpoint) -> Published:
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.")}
     lm_head = next((shape for name, shape in shapes.items() if name.startswith("lm_head")), None)
     if lm_head is None:
-        raise UserError(
-            f"{checkpoint.folder} has no LM heads, which Medusa heads draft with.", "Fetch the checkpoint again."
-        )
+        raise UserError(f"{checkpoint.folder} has no LM heads, which Medusa heads draft with.", FETCH)
     size = next((shape[0] for name, shape in blocks.items() if name.endswith(".weight")), 0)
     in_files = len({int(name.split(".")[1]) for name in blocks})
     heads = next((config[key] for key in ("num_heads", "medusa_num_heads") if key in config), in_files)
@@ -185,7 +181,8 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     vocab = whole(config.get("vocab_size"), "vocab_size")
     block_size = whole(block_setting(config, "block_size"), "block_size", 2 if layout is Layout.DFLASH else 1, 64)
     rank = block_setting(config, "markov_rank") or 0
-    settings = Published(
+    _refuse_block_variants(checkpoint, layout, vocab)
+    return Published(
         layout=layout,
         hidden_size=whole(config.get("hidden_size"), "hidden_size"),
         vocab_size=vocab,
@@ -196,40 +193,38 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         aux_layers=_block_aux_layers(config, facts),
         block_size=block_size,
         mask_token_id=whole(block_setting(config, "mask_token_id"), "mask_token_id", 0, vocab - 1),
-        **sights(checkpoint, block_size),
+        **_windows(checkpoint, block_size),
         markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
     )
-    for variant in _block_variants(checkpoint, layout, vocab):
-        raise UserError(*variant)
-    return settings
 
 
-def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Iterator[tuple[str, str]]:
-    """Report unsupported variants of block drafters, as (problem, remedy)."""
+def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> None:
+    """Raise a UserError for unsupported variants of block drafters."""
     config = checkpoint.settings
-    if config.get("draft_vocab_size") not in (None, vocab):
-        count = config["draft_vocab_size"]
-        yield f"The checkpoint drafts from {count} of {vocab} tokens through an LM head of its own.", ANOTHER
-    anchor = samples_from_anchor(config, layout)
+    count, anchor = config.get("draft_vocab_size", vocab), samples_from_anchor(config, layout)
+    if count not in (None, vocab):
+        raise UserError(f"The checkpoint drafts from {count} of {vocab} tokens with its own LM head.", ANOTHER)
     if anchor is None:
-        yield (
-            f"{checkpoint.folder / CONFIG} does not say sample_from_anchor: speculators then takes true, vLLM and "
-            "llama.cpp false, and every draft is off by one place.",
-            "Add the one that the heads were trained with.",
-        )
-    elif anchor != (layout is Layout.DSPARK):
+        raise _missing(checkpoint, "sample_from_anchor", "true in speculators, false in vLLM and llama.cpp")
+    if anchor != (layout is Layout.DSPARK):
         slots = (
-            "the place after their own, and DFlash's their own" if anchor else "their own place, and DSpark's the next"
+            "the position after their own (DFlash: their own)" if anchor else "their own position (DSpark: the next)"
         )
-        yield f"The checkpoint's slots draft {slots}: every draft is off by one (sample_from_anchor).", ANOTHER
+        raise UserError(f"The checkpoint's slots draft {slots}: drafts are off by one (sample_from_anchor).", ANOTHER)
     if (markov := block_setting(config, "markov_head_type") or "vanilla") != "vanilla":
-        yield f"The checkpoint's Markov head is {markov!r}, and headstart has the vanilla one.", ANOTHER
+        raise UserError(f"The checkpoint's Markov head is {markov!r}; headstart supports vanilla.", ANOTHER)
     with_markov = block_setting(config, "confidence_head_with_markov")
     if block_setting(config, "enable_confidence_head") and with_markov is False:
-        yield "The checkpoint's confidence head does not read the token before, and headstart's does.", ANOTHER
+        raise UserError("The checkpoint's confidence head ignores the previous token (headstart's reads it).", ANOTHER)
     if (checkpoint.folder / _MASK).exists():
-        yield f"The checkpoint has an embedding of its own for the mask token ({_MASK}).", ANOTHER
+        raise UserError(f"The checkpoint has a separate embedding for the mask token ({_MASK}).", ANOTHER)
+
+
+def _missing(checkpoint: Checkpoint, name: str, defaults: str) -> UserError:
+    """Build the error for a setting that is required because defaults differ between engines."""
+    problem = f"{checkpoint.folder / CONFIG} does not say {name}; the default is {defaults}."
+    return UserError(problem, "Add the value that the heads were trained with.")
 
 
 def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> tuple[int, ...]:
@@ -239,18 +234,16 @@ def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> t
         ids, name, added = block_setting(config, "target_layer_ids"), "target_layer_ids", 1
     if not ids or not are_layers(ids):
         raise UserError(
-            f"{name} is {ids!r}, and a block drafter names the layers of the target that it reads.",
-            f"Write them into {CONFIG}: target_layer_ids count layers' outputs from 0.",
+            f"{name} is {ids!r}: a block drafter names the layers of the target that it reads.",
+            f"Write them into {CONFIG}: target_layer_ids index layer outputs from 0.",
         )
     return _in_target(tuple(layer + added for layer in ids), facts)
 
 
 def _in_target(aux_layers: tuple[int, ...], facts: TargetFacts | None) -> tuple[int, ...]:
     if facts is not None and not all(0 < layer <= facts.num_layers for layer in aux_layers):
-        raise UserError(
-            f"The heads read the layers {list(aux_layers)}, and {facts.name} has {facts.num_layers} layers.",
-            "Name the target that they were trained on.",
-        )
+        problem = f"The heads read the layers {list(aux_layers)}, and {facts.name} has {facts.num_layers} layers."
+        raise UserError(problem, "Name the target they were trained on.")
     return aux_layers
 
 
@@ -278,7 +271,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         section = config.get(name) or {}
         if not isinstance(section, Mapping):
-            raise UserError(f"The config's {name} is {section!r}.", f"Correct it in {CONFIG}.")
+            raise UserError(f"The config's {name} is {section!r}.", CORRECT)
         by_kind = {kind: inner for kind, inner in section.items() if isinstance(inner, Mapping)}
         kinds = config.get("layer_types")
         used = dict.fromkeys(map(str, kinds if isinstance(kinds, list) and kinds else ["full_attention"]))
@@ -293,24 +286,22 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
             key = "rope_type" if name == "type" else name
             found.setdefault(key, place)
             if rope.setdefault(key, value) != value:
-                raise UserError(
-                    f"The config says {key} {rope[key]} {found[key]} and {value} {place}.",
-                    f"Correct the wrong one in {CONFIG}; engines read the one or the other.",
-                )
+                problem = f"The config says {key} {rope[key]} {found[key]} and {value} {place}; engines read either."
+                raise UserError(problem, CORRECT)
     if "rope_theta" not in rope:
         raise UserError(
-            "The config says no rope_theta, and engines then take different ones.",
+            "The config says no rope_theta, and its default differs between engines.",
             f"Write the base that the heads were trained with into {CONFIG}; often it is the target's.",
         )
     base = rope["rope_theta"]
     if not isinstance(base, int | float) or isinstance(base, bool) or not base > 0:
-        raise UserError(f"The config's rope_theta is {base!r}.", f"Correct it in {CONFIG}.")
+        raise UserError(f"The config's rope_theta is {base!r}.", CORRECT)
     return {"rope_type": "default", **rope, "rope_theta": float(base)}
 
 
 def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
     """Return EAGLE-3's aux layers as indices of transformers' hidden states."""
-    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
+    top, nested = checkpoint.aux_ids
     if (ids := top or nested) and not are_layers(ids):
         raise UserError(f"{AUX_IDS} is {ids!r}.", f"Write a list of numbers in {CONFIG}.")
     if ids:
@@ -319,19 +310,16 @@ def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int,
         aux_layers = (2, facts.num_layers // 2, facts.num_layers - 3)
     else:
         raise UserError(
-            f"{checkpoint.folder / CONFIG} does not say which layers are read ({AUX_IDS}).",
-            "Name the target with --target: engines then take (2, L // 2, L - 3) of its L layers.",
+            f"{checkpoint.folder / CONFIG} does not list the layers to read ({AUX_IDS}).",
+            "Name the target with --target: the default is (2, L // 2, L - 3) of its L layers.",
         )
     return _in_target(aux_layers, facts)
 
 
 def _norm_before_residual(checkpoint: Checkpoint) -> bool:
-    """Read norm_before_residual; required in speculators configs, whose readers have different defaults."""
+    """Read norm_before_residual; required in speculators configs."""
     if "norm_before_residual" not in checkpoint.config and checkpoint.is_speculators:
-        raise UserError(
-            f"{checkpoint.folder / CONFIG} does not say norm_before_residual: vLLM then takes true, speculators false.",
-            "Add the one that the heads were trained with.",
-        )
+        raise _missing(checkpoint, "norm_before_residual", "true in vLLM, false in speculators")
     return bool(checkpoint.config.get("norm_before_residual", False))
 
 
@@ -342,12 +330,6 @@ def proposed_steps(config: Mapping[str, Any]) -> int:
     first = methods[0] if isinstance(methods, list) and methods else None
     steps = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else _STEPS
     return whole(steps, "speculative_tokens", maximum=16)
-
-
-def for_sglang(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section of a config that SGLang reads."""
-    section = config.get("eagle_config")
-    return section if isinstance(section, Mapping) else {}
 
 
 def are_layers(ids: Any) -> bool:
@@ -365,14 +347,14 @@ def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
     if "token_map" in names:
         ids_D = checkpoint.read("token_map").to(torch.int64)
         if not are_tokens(ids_D, vocab_size):
-            raise UserError("token_map does not name distinct tokens of the target.", "Fetch the checkpoint again.")
+            raise UserError("token_map does not name distinct tokens of the target.", FETCH)
         return ids_D if len(ids_D) < vocab_size else None
     if "d2t" not in names:
         return None
     given_D = checkpoint.read("d2t")
     kind = kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in names else None, vocab_size)
     if kind is None:
-        raise UserError("d2t names neither as offsets nor as ids distinct tokens of the target.", FETCH)
+        raise UserError("d2t names neither by offsets nor by ids distinct tokens of the target.", FETCH)
     ids_D = absolute_ids(given_D) if kind == "offsets" else given_D.to(torch.int64)
     return ids_D if len(ids_D) < vocab_size else None
 
@@ -410,31 +392,31 @@ def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     """Read the tensors by published name, after a check of names and shapes."""
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
-    for problem, remedy in tensor_faults(settings.expected(), tensors_beside(settings, shapes), shapes, OURS):
+    for problem, remedy in tensor_faults(settings.expected(), optional_tensors(settings, shapes), shapes, OURS):
         raise UserError(f"{checkpoint.folder}: {problem}", remedy)
     tensors = {}
     for name in shapes:
         stored = checkpoint.tensors[checkpoint.names[name]]
         if stored.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise UserError(f"{name} in {checkpoint.folder} is {stored.dtype}, packed numbers.", ANOTHER)
+            raise UserError(f"{name} in {checkpoint.folder} has the packed dtype {stored.dtype}.", ANOTHER)
         tensors[name] = checkpoint.read(name)
     return tensors
 
 
-def tensors_beside(settings: Published, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def optional_tensors(settings: Published, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of optional tensors."""
     size, whole_vocabulary = settings.hidden_size, (settings.vocab_size, settings.hidden_size)
-    beside: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole_vocabulary}
+    optional: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole_vocabulary}
     if settings.layout in BLOCKS:
-        beside[LM_HEAD] = whole_vocabulary
+        optional[LM_HEAD] = whole_vocabulary
     if settings.layout is Layout.EAGLE:
-        beside["fc.bias"] = (size,)
+        optional["fc.bias"] = (size,)
     if settings.layout is Layout.MEDUSA:
-        beside |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
+        optional |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
         blocks = [name for name in names if name.startswith("blocks.")]
         # A checkpoint may hold more heads than its config uses.
-        beside |= {name: (size,) if name.endswith(".bias") else (size, size) for name in blocks}
-    return beside
+        optional |= {name: (size,) if name.endswith(".bias") else (size, size) for name in blocks}
+    return optional
 
 
 # -- masks of block drafters -------------------------------------------------------------------------------------------
@@ -455,37 +437,32 @@ def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | Non
     return None if "speculators_model_type" in config else True
 
 
-def sights(checkpoint: Checkpoint, block_size: int) -> dict[str, Any]:
+def _windows(checkpoint: Checkpoint, block_size: int) -> dict[str, Any]:
     """Read windows and causality, which engines take from several places, as settings of `Published`."""
     config, layers = checkpoint.settings, whole(checkpoint.settings.get("num_hidden_layers", 1), "layers", maximum=64)
     kinds = config.get("layer_types") or ["full_attention"] * layers
-    known = {"full_attention", "sliding_attention"}
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= known:
-        raise UserError(
-            f"layer_types is {kinds!r}, and each of the {layers} layers is one of {', '.join(sorted(known))}.", FETCH
-        )
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= set(known):
+        raise UserError(f"layer_types is {kinds!r}: each of the {layers} layers is {' or '.join(known)}.", FETCH)
     sliding = [kind == "sliding_attention" for kind in kinds]
     if block_setting(config, "use_swa") and not any(sliding):
         sliding = [True] * layers
-    causal = _causal(checkpoint, sliding)
-    if not any(sliding):
-        return {"causal": causal[0]}
     window = block_setting(config, "swa_window_size") or config.get("sliding_window")
-    if not isinstance(window, int) or window <= block_size:
-        raise UserError(
-            f"The checkpoint has sliding layers, and its sliding_window is {window!r}, which is not more than the "
-            f"{block_size} slots of a block.",
-            FETCH,
-        )
-    slots = dict(zip(sliding, causal, strict=True))
-    if slots.get(False, False):
-        raise UserError(
-            "Slots of the checkpoint's full layers do not see those after them (causal), beside sliding layers; "
-            "headstart has that of sliding layers.",
-            ANOTHER,
-        )
+    if any(sliding) and (not isinstance(window, int) or window <= block_size):
+        raise UserError(f"sliding_window is {window!r}, not more than the {block_size} slots of a block.", FETCH)
+    return window_settings(sliding, _causal(checkpoint, sliding), window)
+
+
+def window_settings(sliding: list[bool], causal: list[bool], window: Any) -> dict[str, Any]:
+    """Return windows and causality of layers as settings of `Published`; a UserError for unsupported combinations."""
+    by_kind = dict(zip(sliding, causal, strict=True))
+    if True not in by_kind:
+        return {"causal": by_kind[False]}
+    if by_kind.get(False):
+        problem = "The heads have causal full layers beside sliding layers; headstart supports causal sliding layers."
+        raise UserError(problem, ANOTHER)
     full_layers = tuple(number for number, slides in enumerate(sliding) if not slides)
-    return {"sliding_window": window, "full_layers": full_layers, "causal": slots[True]}
+    return {"sliding_window": window, "full_layers": full_layers, "causal": by_kind[True]}
 
 
 def _causal(checkpoint: Checkpoint, sliding: list[bool]) -> list[bool]:
@@ -499,9 +476,5 @@ def _causal(checkpoint: Checkpoint, sliding: list[bool]) -> list[bool]:
     if not checkpoint.is_speculators or not any(sliding):
         return sliding
     if "sliding_window_non_causal" not in config:
-        raise UserError(
-            f"{checkpoint.folder / CONFIG} does not say sliding_window_non_causal: vLLM then takes true, speculators "
-            "false.",
-            "Add the one that the heads were trained with.",
-        )
+        raise _missing(checkpoint, "sliding_window_non_causal", "true in vLLM, false in speculators")
     return [slides and not config["sliding_window_non_causal"] for slides in sliding]

@@ -1,19 +1,18 @@
-"""Writes one part of conversations, in the planning process or in a helper process."""
+"""Generate one batch of conversations, which is the same in any process, up to rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cached_property
-from typing import Any
 
 from headstart.data.conversations.answers import Answers, KeepsStates
-from headstart.data.conversations.jobs import Workers
+from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.loading import LeftOut, in_turns
 from headstart.data.prompts.overlap import Excluded, normalise
 from headstart.data.prompts.self_prompts import write_prompts
 from headstart.data.prompts.shapes import Prompt
+from headstart.data.workers import Workers
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Writer
@@ -22,14 +21,10 @@ from headstart.recipes.sections import DataSection
 
 SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversations"}
 """Splits in writing order, each with the setting for its number of conversations."""
-PART = "part"
-"""Kind of these jobs."""
-_OF_PLANNING = {"conversations", "heldout", "validation", "minutes", "cache_gigabytes"}
-"""Settings that change the number of parts, not their content."""
 
 
-class PartWriter:
-    """Writer of parts; a part is the same in any process, up to rounding. `capture` takes hidden states."""
+class BatchWriter:
+    """Writer of batches; `capture` takes hidden states."""
 
     def __init__(self, target: Target, settings: DataSection, capture: KeepsStates | None = None) -> None:
         self.target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
@@ -54,47 +49,27 @@ class PartWriter:
         size = self.settings.batch_size
         return Workers(self.target.device, -(-count // size), self._writer.batches(size))
 
-    def job(self, part: dict[str, Any], given: Sequence[Prompt]) -> dict[str, Any]:
-        """Return the job of a part: `part` (split, number, prompt range, maximum size) with these given prompts.
-
-        Prompts written by the target fill up the rest, if the settings ask for any.
-        """
-        return {
-            **part,
-            "kind": PART,
-            # Requests to servers are limited within one process, so no other process helps.
-            "target": "" if self.settings.server else self.target.whole_identity,
-            "settings": self.settings.model_dump(mode="json", exclude=_OF_PLANNING),
-            "prompts": [asdict(prompt) for prompt in given],
-            "states": None if self._capture is None else list(self._capture.aux_layers),
-        }
-
-    def write(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
-        split, number = str(what["split"]), int(what["number"])
+    def write(
+        self, split: str, number: int, size: int, given: Sequence[Prompt], check: Callable[[], None]
+    ) -> tuple[list[Conversation], LeftOut]:
+        """Write the conversations of at most `size` prompts: the given ones, filled up with the target's own."""
         # Held-out and validation text comes from the unquantised target.
         writer = self._training_writer if split == "train" else self._writer
         seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
-        left_out = LeftOut()
-        prompts = [Prompt(**prompt) for prompt in what["prompts"]]
-        share, missing = self.settings.self_share, what["size"] - len(prompts)
-        if share and missing:
+        prompts, left_out, own_share = list(given), LeftOut(), self.settings.self_share
+        missing = size - len(prompts)
+        if own_share and missing:
             # A margin: some of the written prompts are unusable.
             count = missing + -(-missing // 4) if prompts else self.settings.batch_size
             own = self._self_prompts(writer, f"{split}-{number}", count, seed, check, left_out)[:missing]
-            turns = in_turns([iter(prompts), iter(own)], [1 - share, share])
+            turns = in_turns([iter(prompts), iter(own)], [1 - own_share, own_share])
             prompts = [prompt for _, prompt in turns] if prompts else own
         answers = Answers(self.target, self.settings, writer, capture=self._capture, check=check)
         if split == "heldout":
-            written = answers.openings(prompts, left_out)
-        else:
-            # Validation answers keep the configured temperature, at which decoding is judged.
-            share = self.settings.sampled_fraction if split == "train" else 0.0
-            written = answers.answered(prompts, seed, share, left_out)
-        return {
-            "conversations": [item.to_json() for item in written],
-            "left_out": left_out.counts,
-            "examples": left_out.examples,
-        }
+            return answers.openings(prompts, left_out), left_out
+        # Validation answers keep the configured temperature, at which decoding is judged.
+        sampled_fraction = self.settings.sampled_fraction if split == "train" else 0.0
+        return answers.answered(prompts, seed, sampled_fraction, left_out), left_out
 
     def _self_prompts(
         self, writer: Writer, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
@@ -112,15 +87,3 @@ class PartWriter:
             else:
                 prompts.setdefault(normalise(text), prompt)
         return list(prompts.values())
-
-
-def help_writing(
-    target: Target,
-    what: dict[str, Any],
-    capture: Callable[[Sequence[int], str], KeepsStates],
-    check: Callable[[], None],
-) -> dict[str, Any]:
-    """Write a part planned by another process; `capture(layers, dtype)` creates the sink if the job keeps states."""
-    settings = DataSection.model_validate(what["settings"])
-    states = capture(what["states"], settings.states_dtype) if what["states"] else None
-    return PartWriter(target, settings, states).write(what, check)

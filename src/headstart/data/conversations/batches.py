@@ -1,0 +1,172 @@
+"""Files of conversation batches, and the time budget for writing them.
+
+The first line of a batch's file describes its conversations, so a restart parses only that line; conversation lines are
+copied into the splits unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.loading import LeftOut
+from headstart.data.prompts.overlap import prompt_key
+from headstart.data.prompts.shapes import opening
+from headstart.errors import UserError
+from headstart.support.files import read_json, write_atomic, write_json, write_text
+
+CLOCKS = "clocks.json"
+"""File beside the batches: where each time budget ended."""
+
+
+class Written(NamedTuple):
+    """A conversation in its batch's file: line, sizes, and keys (`prompt_key`) of its opening and of all prompts."""
+
+    file: str
+    line: int
+    tokens: int
+    answer_tokens: int
+    opening: str
+    asked: str
+
+    @classmethod
+    def of(cls, item: Conversation, file: str, line: int) -> Written:
+        given = item.sampling.get("source") == "given"
+        asked = [message for message in item.messages if given or message["role"] != "assistant"]
+        keys = prompt_key(opening(item.messages), item.tools), prompt_key(asked, item.tools)
+        return cls(file, line, len(item.tokens), sum(item.supervised), *keys)
+
+
+def file_name(number: int, split: str) -> str:
+    return f"{number:05d}-{split}.jsonl"
+
+
+@dataclass
+class ConversationBatch:
+    """One batch of conversations of a split, with a number among the batches of all splits.
+
+    Attributes:
+        prompts: range of given prompts in the batch.
+        seconds: writing time, while `concurrent` batches were written at once.
+        left_out: dropped conversations, turns and ends of answers.
+    """
+
+    number: int
+    split: str
+    prompts: tuple[int, int]
+    seconds: float
+    concurrent: int
+    conversations: list[Written]
+    left_out: LeftOut
+
+    @property
+    def share(self) -> float:
+        """Seconds of the run's time that the batch took."""
+        return self.seconds / self.concurrent
+
+    @classmethod
+    def read(cls, file: Path) -> ConversationBatch:
+        """Read the first line of a batch; raise a UserError for any other file."""
+        try:
+            with file.open("rb") as handle:
+                about = json.loads(next(handle))
+            del about["crc32"]
+            about["conversations"] = [Written(file.name, line, *row) for line, row in enumerate(about["conversations"])]
+            about["left_out"] = LeftOut(*about["left_out"])
+            return cls(**about)
+        except (StopIteration, KeyError, TypeError, ValueError) as error:
+            raise _no_batch(file, str(error)) from None
+
+
+def write_batch(file: Path, conversations: Sequence[Conversation], left_out: LeftOut, **about: Any) -> None:
+    """Write the file of a batch; `about` are the other attributes of `ConversationBatch`."""
+    lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in conversations)
+    described = {
+        **about,
+        "conversations": [Written.of(item, file.name, line)[2:] for line, item in enumerate(conversations)],
+        "left_out": [left_out.counts, left_out.examples],
+        "crc32": zlib.crc32(lines.encode()),
+    }
+    write_text(file, f"{json.dumps(described)}\n{lines}")
+
+
+def _no_batch(file: Path, reason: str) -> UserError:
+    return UserError(f"{file} is not a batch of conversations ({reason}).", "Move it away; headstart writes a new one.")
+
+
+def write_split(file: Path, folder: Path, chosen: Sequence[Written]) -> None:
+    """Copy conversation lines from the batches of a folder; raise a UserError for a damaged batch."""
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as handle:
+            for name, items in groupby(chosen, key=lambda item: item.file):
+                first, _, rest = (folder / name).read_bytes().partition(b"\n")
+                if zlib.crc32(rest) != json.loads(first)["crc32"]:
+                    raise _no_batch(folder / name, "it is damaged")
+                lines = rest.split(b"\n")
+                handle.writelines(lines[item.line] + b"\n" for item in items)
+
+    write_atomic(file, write)
+
+
+class TimeBudget:
+    """Time budget for a run's training conversations; None `minutes` is unlimited.
+
+    `file` records the number of batches at which a budget was spent, so that the same budget ends there again.
+    """
+
+    def __init__(self, minutes: float | None, file: Path) -> None:
+        self._file, self._key = file, str(minutes)
+        self._budget = math.inf if minutes is None else 60 * minutes
+        self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
+        self._taken, self._before, self._duration = 0, 0.0, 0.0
+        self._began = time.perf_counter()
+        self.ended = False
+
+    def takes(self, batch: ConversationBatch, is_new: bool) -> bool:
+        """Count a batch if it is within the budget: it is new, its midpoint fits, or it was counted before."""
+        if is_new:
+            taken = True
+        elif self._key in self._ends:
+            taken = self._taken < self._ends[self._key]
+        else:
+            taken = not self._taken or self._before + batch.share / 2 < self._budget
+        self.ended = self.ended or not taken
+        if taken:
+            self._taken, self._duration = self._taken + 1, batch.seconds
+            self._before += 0.0 if is_new else batch.share
+        return taken
+
+    @property
+    def _spent(self) -> float:
+        return self._before + time.perf_counter() - self._began
+
+    @property
+    def fraction_spent(self) -> float:
+        """Spent fraction of the budget; 0 if unlimited."""
+        return self._spent / self._budget
+
+    def is_over(self, pending: int, seconds: float) -> bool:
+        """Whether another batch would overshoot the budget by more than stopping now undershoots it.
+
+        `pending` batches are to be counted yet, with `seconds` of time spent before this start.
+        """
+        if self._key in self._ends:
+            self.ended = self._taken + pending >= self._ends[self._key]
+        else:
+            spent = self._spent + seconds + self._duration / 2
+            self.ended = self._taken + pending > 0 and spent >= self._budget
+        return self.ended
+
+    def stop(self) -> None:
+        """Record where the budget ended, if it is spent."""
+        if self.ended and self._budget < math.inf and self._key not in self._ends:
+            write_json(self._file, {**self._ends, self._key: self._taken})
