@@ -140,6 +140,6 @@ def test_questions_are_continued_and_several_turns_are_refused(base: Target) -> 
     results = evaluate(Drafts(base), questions, options, console)
     assert results["per_prompt"][0]["prompt_tokens"] == len(base.tokenizer.encode("the user is"))
     assert isinstance(console.file, io.StringIO)
-    assert "base has no chat template: it goes on with each question as it is" in console.file.getvalue()
+    assert "base has no chat template: it continues the text of each question" in console.file.getvalue()
     with pytest.raises(UserError, match="no chat template"):
         evaluate(Drafts(base), questions, EvalOptions(max_new_tokens=4, multi_turn=True))

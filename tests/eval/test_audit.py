@@ -80,7 +80,7 @@ def test_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Path) 
     text = (tmp_path / "out" / "audit.md").read_text()
     assert "**Clean: 240 greedy tokens and 4000 samples" in text
     largest = max(row["least_seen"] for row in results["sampling"])
-    could = f"a drafter that gets one token in 10 wrong, and samples whose distribution is off by {largest:.2f} or more"
+    could = f"a drafter that gets one token in 10 wrong, and a sampling distribution off by {largest:.2f} or more"
     assert f"In 95 % of cases this finds {could}." in text, "from 30 tokens per drafter and batch size"
     assert "Bonferroni" in text
     console = Console(record=True, width=120)
@@ -99,12 +99,12 @@ def test_certain_texts_prove_nothing_about_sampling(tmp_path: Path) -> None:
     decoder = Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), TUNING)
     found = run_audit(decoder, PROMPTS, replace(QUICK, drafters=("static",), samples=40, verifier=("top_k",)))
     assert [row["least_seen"] for row in found["sampling"]] == [None]
-    assert sentence(found).endswith("In 1 of 1 checks of sampling the text is all but certain, so nothing shows.")
+    assert sentence(found).endswith("In 1 of 1 sampling checks the text is nearly certain, so no fault would show.")
     write_audit(found, tmp_path)
-    assert "| nothing to see |" in (tmp_path / "audit.md").read_text()
+    assert "| not testable |" in (tmp_path / "audit.md").read_text()
     console = Console(record=True, width=140)
     show_audit(found, console)
-    assert "seen from –" in (shown := console.export_text()) and "nothing to see" in shown
+    assert "detectable from –" in (shown := console.export_text()) and "not testable" in shown
 
 
 def raw_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_broken_batch_is_found_by_sampling_alone(decoder: Decoder, monkeypatch: 
     monkeypatch.setattr(TreeCache, "commit", forgetful)
     found = run_audit(decoder, PROMPTS, replace(QUICK, drafters=("static",), depth=5, samples=200))
     assert all(row["problem"] is None for row in found["greedy"]), "at most three rows"
-    fault = "texts are others in a batch on the real cache"
+    fault = "texts differ in a batch on the real cache"
     assert found["problems"] and all(fault in one for one in found["problems"])
 
 

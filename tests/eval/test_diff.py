@@ -109,7 +109,7 @@ def changed(report: dict[str, Any], **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("planted", "figure", "change"),
-    [({"accepts": 0.938}, "tokens a round (τ)", -0.05), ({"slower": 1 / 0.95}, "speed-up over plain", -0.05)],
+    [({"accepts": 0.938}, "tokens per round (τ)", -0.05), ({"slower": 1 / 0.95}, "speed-up over plain", -0.05)],
 )
 def test_planted_regression_of_5_percent_is_found(
     before: dict[str, Any], seed: int, planted: dict[str, float], figure: str, change: float
@@ -139,7 +139,7 @@ def test_exit_code_reports_a_regression(before: dict[str, Any]) -> None:
     assert "B: no regression beyond 3 %." in works("report", "diff", "before", "run").stdout, "a run's folder"
     fell = call("report", "diff", "before/results.json", "after")
     assert fell.exit_code == 1
-    assert re.search(r"B: regression beyond 3 %: heads, tokens a round \(τ\): −[45]\.\d % \(", fell.stdout)
+    assert re.search(r"B: regression beyond 3 %: heads, tokens per round \(τ\): −[45]\.\d % \(", fell.stdout)
     assert "tokens/s" not in fell.stdout
     assert all(len(line) <= 80 for line in fell.stdout.splitlines() if "%" in line and not line.startswith("B:"))
     works("report", "diff", "before", "after", "--regression", "10%")
@@ -157,7 +157,7 @@ def test_inconclusive_drop_is_reported(before: dict[str, Any]) -> None:
 def test_figures_match_the_reports(before: dict[str, Any]) -> None:
     other = measured(1, accepts=0.95, noise=0.03)
     changes = {change.name: change for change in compared(before, other).others[0].drafters["heads"]}
-    tokens, speed, first = (changes[name] for name in ("tokens a round (τ)", "speed-up over plain", "accepted at 1"))
+    tokens, speed, first = (changes[name] for name in ("tokens per round (τ)", "speed-up over plain", "accepted at 1"))
     for change, ours, theirs in (
         (tokens, *(each["summary"]["tokens_per_round"] for each in (before, other))),
         (speed, *(each["summary"]["speedup_vs_plain"]["mean"] for each in (before, other))),
@@ -200,7 +200,7 @@ def test_speeds_of_other_machines_are_not_judged(before: dict[str, Any]) -> None
         assert "shown and not judged. Measure both on one machine" in caution
         assert str(next(iter(other.values()))) in caution
     found = compared(before, changed(measured(1, accepts=0.9), threads=4))
-    assert {change.name for _, change in found.others[0].regressions(0.03)} == {"tokens a round (τ)"}
+    assert {change.name for _, change in found.others[0].regressions(0.03)} == {"tokens per round (τ)"}
     (caution,) = compared(before, changed(before, torch="2.14")).others[0].cautions
     assert "torch 2.14, not 2.13" in caution
 
@@ -221,7 +221,7 @@ def test_incomparable_reports_are_refused(before: dict[str, Any]) -> None:
         (changed(before, stop_token_ids=[5, 6]), r"again without --stop-token-ids\.$"),
         ({**before, "per_prompt": before["per_prompt"][:8]}, "needs 5 questions .* and there are 4"),
         ({**before, "per_prompt": [{**row, "asked": "x"} for row in before["per_prompt"]]}, "no prompt in common"),
-        ({**before, "per_prompt": [{"id": "1"}]}, "does not say what each prompt took. Measure again"),
+        ({**before, "per_prompt": [{"id": "1"}]}, "has no figures per prompt. Measure again"),
         ({"summary": {}}, "is no report"),
     ):
         with pytest.raises(UserError, match=said):
@@ -259,12 +259,12 @@ def test_page_shows_all_reports(before: dict[str, Any]) -> None:
     page = Path("diff.html").read_text()
     assert not re.search(r"<(link|img|iframe|script)\b|@import|url\(", page), "nothing is fetched"
     assert page.count('<table class="barred">') == 2, "heads, and heads with n-grams"
-    rows = re.findall(r"<tr><th scope=\"row\">(?:tokens a round|speed-up|accepted).*?</tr>", page, re.DOTALL)
+    rows = re.findall(r"<tr><th scope=\"row\">(?:tokens per round|speed-up|accepted).*?</tr>", page, re.DOTALL)
     assert len(rows) == 2 * (2 + DRAFTS)
     assert all(row.count('<span class="bar') == 3 and row.count("<td>") == 3 for row in rows), "overlaid"
-    assert "C: regression beyond 3 %: heads, tokens a round (τ)" in page and "B: no regression" in page
+    assert "C: regression beyond 3 %: heads, tokens per round (τ)" in page and "B: no regression" in page
     assert "&lt;tiny&gt;" in page and "<tiny>" not in page and "None" not in page
-    assert "Prompts that lost most tokens a round in C" in page
+    assert "Largest drops in tokens per round in C" in page
     widths = [float(width) for width in re.findall(r"width:([\d.e+-]+)%", page)]
     assert widths and all(0 <= width <= 100 for width in widths)
 

@@ -11,13 +11,13 @@ from headstart.eval.figures import (
     Totals,
     Unit,
     acceptance_by_position,
+    drafting_figures,
     folded,
     method_figures,
     node_counts,
     per_prompt,
     rate_interval,
     ratio_interval,
-    rounds_by_position,
     summarise,
     tokens_per_round,
 )
@@ -48,7 +48,7 @@ def test_acceptance_is_conditional() -> None:
     rounds = [Round(4, emitted, 0, 0, 0, depth=3) for emitted in (1, 2, 3, 4)] + [Round(2, 2, 0, 0, 0, depth=1)]
     # Position 1: 4 of 5. Position 2: 2 of 3, without the shallow tree. Position 3: 1 of 2.
     assert acceptance_by_position(rounds) == [4 / 5, 2 / 3, 1 / 2]
-    assert rounds_by_position(rounds) == [5, 3, 2]
+    assert drafting_figures(rounds)["rounds_by_position"] == [5, 3, 2]
     assert acceptance_by_position([Round(4, 1, 0, 0, 0, depth=3)]) == [0.0], "nothing ever reached the second position"
     assert acceptance_by_position([Round(1, 1, 0, 0, 0)]) == [], "no drafts"
 
@@ -107,7 +107,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
         tokens = rng.integers(50, 130, size)
         slow = tokens / rng.normal(20, 2, size)
         fast = slow / 1.5 * rng.normal(1, 0.15, size)
-        ratio = ratio_interval(Totals(tokens, fast), Totals(tokens, slow), seed=0)
+        ratio = ratio_interval([Totals(tokens, fast)], [Totals(tokens, slow)], seed=0)
         assert ratio["low"] <= 1.5 <= ratio["high"]
         return ratio["high"] - ratio["low"]
 
@@ -117,7 +117,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
 def test_pairing_cancels_common_slowness() -> None:
     """A prompt that is slow for both methods does not widen the interval of their ratio."""
     tokens, seconds = [10.0] * 6, [1.0, 9.0, 2.0, 7.0, 1.0, 5.0]
-    ratio = ratio_interval(Totals(tokens, seconds), Totals(tokens, [2 * share for share in seconds]), seed=0)
+    ratio = ratio_interval([Totals(tokens, seconds)], [Totals(tokens, [2 * share for share in seconds])], seed=0)
     assert (ratio["low"], ratio["mean"], ratio["high"]) == pytest.approx((2, 2, 2))
     rate = rate_interval(Totals(tokens, seconds), seed=0)
     assert rate["low"] < rate["mean"] < rate["high"]

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from headstart.errors import UserError
+from headstart.support.artifacts import link_into_run
 from headstart.support.files import write_text
 from headstart.train import checkpoint
 from headstart.train.checkpoint import TrainerState
@@ -94,10 +95,10 @@ def test_best_heads_are_restored(tmp_path: Path, best: Path, monkeypatch: pytest
     assert (file.stat().st_nlink == 2) is links, "hard link, or else a copy"
     write_text(file, "of a lost future")
     (best / "more").touch()
-    checkpoint.restore_best(folder, best)
+    link_into_run(folder / checkpoint.BEST, best)
     assert [path.name for path in best.iterdir()] == [file.name] and file.read_text() == "the best"
     shutil.rmtree(best)
-    checkpoint.restore_best(folder, best)
+    link_into_run(folder / checkpoint.BEST, best)
     assert file.read_text() == "the best"
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 

@@ -116,7 +116,7 @@ def test_infinite_max_grad_norm_does_not_clip(run: Train, tmp_path: Path) -> Non
 
 def test_states_of_another_model_are_refused(run: Train, tiny_target: Target, tmp_path: Path) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer, "other")
-    with pytest.raises(UserError, match="are those of another model than other"):
+    with pytest.raises(UserError, match="were written by another model than other"):
         run(tmp_path, target=other)
 
 

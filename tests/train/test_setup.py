@@ -112,7 +112,7 @@ def test_same_heads_continue_unchanged(build: Build, earlier: Earlier) -> None:
     heads, said = build()
     expected = earlier[1].state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in heads.state_dict().items())
-    assert said == f"Started from {earlier[0]}: 4 of 4 tensors are those of earlier medusa heads."
+    assert said == f"Started from {earlier[0]}: copied 4 of 4 tensors from the earlier medusa heads."
 
 
 def test_tensors_that_do_not_fit_keep_their_start(
@@ -132,7 +132,9 @@ def test_draft_vocabularies_are_matched_by_token(build: Build, earlier: Earlier,
     ours, theirs = heads.draft_to_target_D.tolist(), earlier[1].draft_to_target_D.tolist()
     common = sorted({*ours} & {*theirs})
     assert 0 < len(common) < 40, "some tokens are common, some are not"
-    assert f"4 of 4 tensors are those of earlier medusa heads (1 of them for {len(common)} common draft tokens)" in said
+    assert (
+        f"copied 4 of 4 tensors from the earlier medusa heads (1 of them for {len(common)} common draft tokens)" in said
+    )
     table_KDE, given_KDE = heads.state_dict()["lm_head_KDE"], earlier[1].state_dict()["lm_head_KDE"]
     for position, token in enumerate(ours):
         if token in common:
@@ -147,7 +149,7 @@ def test_only_the_vocabulary_axis_may_differ() -> None:
     sizes = {"hidden_size": 8, "vocab_size": 30}
     heads = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=20, **sizes))
     other = MedusaHead(MedusaConfig(num_heads=2, draft_vocab_size=10, **sizes))
-    with pytest.raises(UserError, match="None of the 4 tensors of these medusa heads has a name and shape"):
+    with pytest.raises(UserError, match="None of the 4 tensors of these medusa heads matches"):
         take_over(heads, other)
 
 
@@ -159,7 +161,7 @@ def test_other_family_gives_tensors_of_equal_name_and_shape() -> None:
     other = Other(MedusaConfig(**config, num_layers=2))
     torch.nn.init.normal_(other.lm_head_KDE)
     heads = MedusaHead(MedusaConfig(**config))
-    assert take_over(heads, other) == "2 of 4 tensors are those of earlier other heads"
+    assert take_over(heads, other) == "copied 2 of 4 tensors from the earlier other heads"
     assert torch.equal(heads.lm_head_KDE, other.lm_head_KDE)
 
 
@@ -180,7 +182,7 @@ def test_run_begins_at_the_tau_of_its_earlier_heads(run: Train, tmp_path: Path) 
     onward: dict[str, Any] = {"loss": "hard_ce", "steps": 1, "lr": 1e-9, "start_from": str(first.heads_folder)}
     second = run(tmp_path / "second", Console(file=written, width=500), **onward)
     assert second.metrics["tau"] == first.metrics["tau"]
-    assert "4 of 4 tensors are those of earlier medusa heads" in written.getvalue()
+    assert "copied 4 of 4 tensors from the earlier medusa heads" in written.getvalue()
     assert torch.equal(
         load_heads(second.heads_folder).draft_to_target_D, load_heads(first.heads_folder).draft_to_target_D
     )

@@ -133,7 +133,7 @@ def test_teacher_of_another_target_is_refused(place: Place, tmp_path: Path, taug
     other = save_teacher(tmp_path / "other", Target(tiny_model("llama", seed=9, vocab_size=taught.vocab_size)))
     assert other is not None
     store = StateStore(place.run / "data" / "states" / "train")
-    with pytest.raises(UserError, match="are those of another model"):
+    with pytest.raises(UserError, match="were written by another model"):
         train(place.recipe(), load_teacher(other, torch.device("cpu")), store, store, tmp_path / "out")
 
 

@@ -19,7 +19,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, product
 from time import perf_counter
@@ -46,15 +46,12 @@ from headstart.model.model import Target
 from headstart.support.terminal import Bar, progress_bar
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
-SCHEMA_VERSION = 1
-"""Of audit.json."""
-LEVEL = 0.01
-"""False-alarm rate of the whole audit: all sampling tests together (Bonferroni)."""
+SCHEMA_VERSION = 1  # of audit.json
+LEVEL = 0.01  # false-alarm rate of the whole audit: all sampling tests together (Bonferroni)
 RANDOM, WRONG = "random heads", "always wrong"
 AUDITED = ("dynamic", "static", RANDOM, WRONG, "ngram", "heads+ngram", "lookahead")
 """Default drafters of the greedy proof."""
-TEMPERATURES = (0.7, 1.0)
-"""Default temperatures of the sampling proof."""
+TEMPERATURES = (0.7, 1.0)  # default temperatures of the sampling proof
 PROMPTS = (
     "What is the capital of France?",
     "Say yes or no: is water wet?",
@@ -75,14 +72,10 @@ PROMPTS = (
 )
 """Default questions: short and diverse, some with a nearly certain answer."""
 
-_CANDIDATES = 8
-"""Number of leading prompts considered by the sampling proof."""
-_ROWS = 32
-"""Batch size of sampling."""
-_DEPTH = 4
-"""Text tokens in each tree of the bit comparison; each but the root follows two wrong siblings."""
-_TEXTS, _TOKENS = 4, 16
-"""Maximum texts of the bit comparison, and tokens of each."""
+_CANDIDATES = 8  # number of leading prompts considered by the sampling proof
+_ROWS = 32  # batch size of sampling
+_DEPTH = 4  # text tokens in each tree of the bit comparison; each but the root follows two wrong siblings
+_TEXTS, _TOKENS = 4, 16  # maximum texts of the bit comparison, and tokens of each
 
 Prompts = Sequence[Sequence[int]]
 
@@ -96,7 +89,13 @@ def run_audit(
     sampling, bits (rows of logits compared, and how many differ in any bit), settings (with the version of the heads),
     environment. Raises UserError, before anything runs, for unsupported settings.
     """
-    options = _filled(options or AuditOptions())
+    options = options or AuditOptions()
+    options = replace(
+        options,
+        drafters=options.drafters or AUDITED,
+        verifier=options.verifier or tuple(DRAWS),
+        temperature=[temperature for temperature in options.temperature or TEMPERATURES if temperature != 0],
+    )
     started = perf_counter()
     target = source.target
     _check(target, prompts, options)
@@ -111,8 +110,8 @@ def run_audit(
     with progress_bar(console, "sampling", drawn) as bar:
         sampling = _sampling(source, prompts, options, bar) if options.temperature else []
     problems = [problem for row in [*greedy, *sampling] if (problem := row["problem"])]
-    if target.exact == "bits" and bits.differ:
-        problems.append(f"{bits.differ} of {bits.rows} rows of logits differ from single steps in some bit.")
+    if target.exact == "bits" and bits["differ"]:
+        problems.append(f"{bits['differ']} of {bits['rows']} rows of logits differ from single steps in some bit.")
     tokenizer = target.tokenizer
     return {
         "schema_version": SCHEMA_VERSION,
@@ -121,7 +120,7 @@ def run_audit(
         "problems": problems,
         "greedy": greedy,
         "sampling": sampling,
-        "bits": asdict(bits),
+        "bits": bits,
         "settings": {
             **asdict(options),
             "target": target.name,
@@ -134,16 +133,6 @@ def run_audit(
         },
         "environment": environment(target),
     }
-
-
-def _filled(options: AuditOptions) -> AuditOptions:
-    """Fill in defaults; the sampling proof's temperatures are added."""
-    return replace(
-        options,
-        drafters=options.drafters or AUDITED,
-        verifier=options.verifier or tuple(DRAWS),
-        temperature=[temperature for temperature in options.temperature or TEMPERATURES if temperature != 0],
-    )
 
 
 def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
@@ -183,10 +172,9 @@ def _narrow(heads: DraftHead) -> TreeShape:
 def _greedy(
     source: Source, drafters: Mapping[str, tuple[Drafter, ...]], prompts: Prompts, options: AuditOptions, bar: Bar
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Compare every drafter at every batch size with plain decoding, one prompt at a time; return the rows and the
-    plain answers.
+    """Compare every drafter at every batch size with plain decoding of single prompts; return rows and plain answers.
 
-    In a short dtype, compare with plain decoding of the same batch: batching changes rounding.
+    Below float32, compare with plain decoding of the same batch: batching changes rounding.
     """
     target, rows = source.target, list[dict[str, Any]]()
     judge = Judge(target)
@@ -211,12 +199,9 @@ def _greedy(
             plain, outputs = answers[batch], decode(drafters[name], name, batch)
             differences = judge.judge(prompts, plain, [output.tokens for output in outputs]).differences
             counts = tokens_that_differ(plain, outputs)
-            error = next((output.drafter_error for output in outputs if output.drafter_error), None)
-            problem = None
+            problem = _drafter_problem(outputs)
             if counts["different_tokens"]:
                 problem = f"{counts['different_tokens']} of {counts['tokens']} tokens differ."
-            elif error:
-                problem = f"the drafter failed ({error})."
             rows.append(
                 {
                     "drafter": name,
@@ -256,28 +241,25 @@ def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generat
     for answer, output in zip(plain, outputs, strict=True):
         different += sum(expected != token for expected, token in zip(answer, output.tokens, strict=False))
         different += abs(len(answer) - len(output.tokens))
-    return {
-        "tokens": sum(map(len, plain)),
-        "different_tokens": different,
-        "drafts_accepted": sum(done.emitted - 1 for output in outputs for done in output.rounds),
-        "rounds": sum(len(output.rounds) for output in outputs),
-    }
+    return {"tokens": sum(map(len, plain)), "different_tokens": different, **_draft_counts(outputs)}
+
+
+def _draft_counts(outputs: Sequence[Generation]) -> dict[str, int]:
+    rounds = [done for output in outputs for done in output.rounds]
+    return {"drafts_accepted": sum(done.emitted - 1 for done in rounds), "rounds": len(rounds)}
+
+
+def _drafter_problem(outputs: Sequence[Generation]) -> str | None:
+    error = next((output.drafter_error for output in outputs if output.drafter_error), None)
+    return error and f"the drafter failed ({error})."
 
 
 # -- bits ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BitCount:
-    """Rows of logits compared, and how many differ in at least one bit."""
-
-    rows: int
-    differ: int
-
-
 @torch.inference_mode()
-def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> BitCount:
-    """Compare logits of single steps and of trees on (prompt, answer) texts; `Target.exact` sets the expectation."""
+def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, int]:
+    """Compare logits of single steps and of trees on (prompt, answer) texts; count rows, and rows with other bits."""
     rows = differ = 0
     for prompt, answer in list(texts)[:_TEXTS]:
         answer = answer[: min(_TOKENS, target.max_length - len(prompt)) // _DEPTH * _DEPTH]
@@ -298,7 +280,7 @@ def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int
                 single.commit([[0]])
                 rows += 1
                 differ += not torch.equal(alone_V, read[node])
-    return BitCount(rows, differ)
+    return {"rows": rows, "differ": differ}
 
 
 def _tree(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], list[int], list[int]]:
@@ -348,7 +330,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
             row = _tested(outputs, exact, verifier, level)
             again = _again(on_the_cache, prompts, number, replace(asked, verifier=verifier), outputs) if exactly else {}
             if not row["problem"] and again.get("differ"):
-                row["problem"] = f"{again['differ']} of {again['texts']} texts are others in a batch on the real cache."
+                row["problem"] = f"{again['differ']} of {again['texts']} texts differ in a batch on the real cache."
             row["again"] = again
             where = f"{verifier} at temperature {temperature:g}, prompt {number}"
             row["problem"] = row["problem"] and f"{where}: {row['problem']}"
@@ -369,12 +351,10 @@ def _again(
 
 def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
     result = fit(Counter(tuple(output.tokens) for output in outputs), exact)
-    problem = None
-    if error := next((output.drafter_error for output in outputs if output.drafter_error), None):
-        problem = f"the drafter failed ({error})."
-    elif result.impossible:
+    problem = _drafter_problem(outputs)
+    if problem is None and result.impossible:
         problem = f"{result.impossible} of {result.samples} samples should never be drawn."
-    elif not result.clean(level):
+    elif problem is None and not result.clean(level):
         problem = f"the samples do not fit (p = {result.p_value:.2g}, below {level:.2g})."
     return {
         "verifier": verifier,
@@ -382,8 +362,7 @@ def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, l
         "level": level,
         "least_seen": least_seen(result.cells, result.samples, level),
         "enumerated": 1.0 - exact.rest,
-        "drafts_accepted": sum(done.emitted - 1 for output in outputs for done in output.rounds),
-        "rounds": sum(len(output.rounds) for output in outputs),
+        **_draft_counts(outputs),
         "problem": problem,
     }
 

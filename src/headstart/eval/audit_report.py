@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from headstart.eval.enumeration import SEEN
 from headstart.eval.formats import number
@@ -30,9 +30,8 @@ def sentence(results: Mapping[str, Any]) -> str:
     if results["clean"]:
         compared = f"{tokens} greedy tokens and {samples} samples compared, and nothing differs from plain decoding"
         return f"Clean: {compared}. {_could_have_been_seen(results)}"
-    return (
-        f"Not clean: {len(results['problems'])} of {len(results['greedy']) + len(results['sampling'])} checks failed."
-    )
+    checks = len(results["greedy"]) + len(results["sampling"])
+    return f"Not clean: {len(results['problems'])} of {checks} checks failed."
 
 
 def _could_have_been_seen(results: Mapping[str, Any]) -> str:
@@ -41,10 +40,10 @@ def _could_have_been_seen(results: Mapping[str, Any]) -> str:
     if tokens := min((row["tokens"] for row in results["greedy"]), default=0):
         parts.append(f"a drafter that gets one token in {max(1, int(1 / (1 - (1 - SEEN) ** (1 / tokens))))} wrong")
     if seen := [row["least_seen"] for row in sampled if row["least_seen"] is not None]:
-        parts.append(f"samples whose distribution is off by {max(seen):.2f} or more")
+        parts.append(f"a sampling distribution off by {max(seen):.2f} or more")
     text = f"In {100 * SEEN:.0f} % of cases this finds {', and '.join(parts)}." if parts else ""
     if certain := len(sampled) - len(seen):
-        text += f" In {certain} of {len(sampled)} checks of sampling the text is all but certain, so nothing shows."
+        text += f" In {certain} of {len(sampled)} sampling checks the text is nearly certain, so no fault would show."
     return text
 
 
@@ -52,11 +51,8 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
     """Print one line per check, then the verdict and the problems."""
     settings = results["settings"]
     version = f" ({settings['heads_version']})" if settings["heads_version"] else ""
-    table = Table(title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
-    table.add_column("check")
-    table.add_column("compared", justify="right")
-    table.add_column("found", justify="right")
-    table.add_column("verdict")
+    columns = "check", Column("compared", justify="right"), Column("found", justify="right"), "verdict"
+    table = Table(*columns, title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
     for row in _lines(results):
         table.add_row(*row)
     console.print(table)
@@ -83,8 +79,8 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             f"{row['verifier']}, temperature {row['temperature']:g}, prompt {row['prompt']}",
             f"{row['samples']} samples",
             f"p {row['p_value']:.2g}, off by {row['total_variation']:.3f} (noise {row['expected_variation']:.3f}), "
-            f"seen from {number(row['least_seen'], 3)}",
-            _mark(row["problem"] is None) if row["problem"] or row["cells"] > 1 else "[dim]nothing to see[/]",
+            f"detectable from {number(row['least_seen'], 3)}",
+            _mark(row["problem"] is None) if row["problem"] or row["cells"] > 1 else "[dim]not testable[/]",
         )
 
 

@@ -34,8 +34,7 @@ from headstart.eval.figures import (
 from headstart.eval.labels import PLAIN, label_of
 from headstart.eval.results import read_results
 
-WORST = 10
-"""Maximum number of prompts listed that lost tokens per round."""
+WORST = 10  # maximum number of prompts listed that lost tokens per round
 _SEED = 0
 _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),
@@ -65,41 +64,29 @@ class Report:
 
 
 class Change(NamedTuple):
-    """A figure in the base and in another report, and its change.
-
-    Attributes:
-        unit: "x" of a speed-up, "%" of a share (stored as a fraction), empty for tokens.
-        change: difference of shares, else relative to the base.
-        judged: whether a fall can be a regression.
-    """
+    """A figure in the base and in another report, and its change."""
 
     name: str
-    unit: str
+    unit: str  # "x" of a speed-up, "%" of a share (stored as a fraction), empty for tokens
     base: Interval
     other: Interval
-    change: Interval
-    judged: bool = False
+    change: Interval  # difference of shares, else relative to the base
+    judged: bool = False  # whether a fall can be a regression
 
     def regressed(self, limit: float) -> bool:
         """Whether it fell by more than the limit, with an interval below zero."""
         return self.judged and self.change["mean"] < -limit and below(self.change)
 
 
-class Fall(NamedTuple):
-    id: str
-    category: str
-    base: float
-    other: float
-
-
 @dataclass(frozen=True)
 class Comparison:
-    """A report against the base: cautions, changed figures by drafter, and the prompts that lost most."""
+    """A report against the base: cautions, changes by drafter, and the (base, other) rows of the prompts that lost
+    most tokens per round."""
 
     report: Report
     cautions: list[str]
     drafters: dict[str, list[Change]]
-    worst: list[Fall]
+    worst: list[tuple[Row, Row]]
 
     def regressions(self, limit: float) -> list[tuple[str, Change]]:
         return [(name, change) for name, change in self._judged() if change.regressed(limit)]
@@ -116,7 +103,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Diff:
-    """All reports, on their common prompts; `left_out` counts the others. `limit` is the allowed fall, a fraction."""
+    """All reports on their common prompts, without `left_out` others. `limit` is the allowed fall, a fraction."""
 
     base: Report
     others: list[Comparison]
@@ -147,8 +134,7 @@ def diff(paths: Sequence[Path], limit: float) -> Diff:
     Raises:
         UserError: a report is unreadable, or they differ in target or settings, or share too few prompts.
     """
-    reports = [Report(path, chr(ord("A") + place), _read(path)) for place, path in enumerate(paths)]
-    base, *others = reports
+    base, *others = reports = [Report(path, chr(ord("A") + place), _read(path)) for place, path in enumerate(paths)]
     for other in others:
         _check(base, other)
     rows = [{_key(row): row for row in report.results["per_prompt"]} for report in reports]
@@ -163,7 +149,7 @@ def diff(paths: Sequence[Path], limit: float) -> Diff:
 def _read(path: Path) -> dict[str, Any]:
     results, file = read_results(path)
     if not results.get("per_prompt") or "drafters" not in results["per_prompt"][0]:
-        raise UserError(f"{file} does not say what each prompt took.", "Measure again: headstart eval.")
+        raise UserError(f"{file} has no figures per prompt.", "Measure again: headstart eval.")
     return results
 
 
@@ -206,7 +192,7 @@ def _check_prompts(base: Report, shared: Sequence[Any], rows: Mapping[Any, Row],
     if not shared:
         raise UserError("The reports have no prompt in common.", remedy)
     if base.results["settings"]["batch_size"] > 1 and len(shared) < every:
-        problem = f"Only {len(shared)} of {every} prompts are in all reports, and batches hold the others as well."
+        problem = f"Only {len(shared)} of {every} prompts are in all reports, and batches include the rest."
         raise UserError(problem, remedy)
     groups = len({rows[key]["group"] for key in shared})
     if groups < LEAST_UNITS:
@@ -226,8 +212,7 @@ def _cautions(base: Report, other: Report) -> Iterator[str]:
         yield f"{other.letter} used other versions than {base.letter} ({differing})."
     for report in (base, other):
         for row in report.results["compare"]:
-            if row["drafter_error"]:
-                error = row["drafter_error"]
+            if error := row["drafter_error"]:
                 yield f"{report.letter}: {label_of(row['name'])} failed ({error}); decoding went on without it."
 
 
@@ -244,49 +229,39 @@ def _compare(base: Report, other: Report, ours: Sequence[Row], theirs: Sequence[
     for our, their in pairs:
         name = label_of(our) if our == their else f"{label_of(our)} → {label_of(their)}"
         drafters[name] = list(_changes(_Drafter(our, ours, ours), _Drafter(their, theirs, ours), same_speed))
-    falls = [
-        Fall(old["id"], old["category"], old["tokens_per_round"], new["tokens_per_round"])
-        for old, new in zip(ours, theirs, strict=True)
-        if new["tokens_per_round"] < old["tokens_per_round"]
+    kept = [
+        (new["tokens_per_round"] / old["tokens_per_round"], old, new) for old, new in zip(ours, theirs, strict=True)
     ]
-    worst = sorted(falls, key=lambda fall: fall.other / fall.base)[:WORST]
-    return Comparison(other, list(_cautions(base, other)), drafters, worst)
+    worst = sorted((entry for entry in kept if entry[0] < 1), key=lambda entry: entry[0])[:WORST]
+    return Comparison(other, list(_cautions(base, other)), drafters, [(old, new) for _, old, new in worst])
 
 
 @dataclass(frozen=True)
 class _Drafter:
-    """A drafter's counts, summed over the groups of `grouped`, the base's rows."""
+    """A drafter's counts by group; `grouped` are the base's rows, which define the groups."""
 
     name: str
     rows: Sequence[Row]
     grouped: Sequence[Row]
 
     def emitted(self) -> Totals:
-        return self._totals(lambda row: (self._of(row)["emitted"], self._of(row)["rounds"]))
+        return self._totals(lambda row, drafted: (drafted["emitted"], drafted["rounds"]))
 
     def drafted(self) -> Totals:
-        return self._totals(lambda row: (self._of(row)["tokens"], self._of(row)["seconds"]))
+        return self._totals(lambda row, drafted: (drafted["tokens"], drafted["seconds"]))
 
     def plain(self) -> Totals:
-        return self._totals(lambda row: (row["tokens"][PLAIN], row["seconds"][PLAIN]))
+        return self._totals(lambda row, drafted: (row["tokens"][PLAIN], row["seconds"][PLAIN]))
 
     def accepted(self, position: int) -> Totals:
         """Rounds that accepted a position (from 0), over the rounds that reached it."""
+        here = slice(position, position + 1)
+        return self._totals(lambda row, drafted: (sum(drafted["accepted"][here]), sum(drafted["reached"][here])))
 
-        def counts(row: Row) -> tuple[float, float]:
-            reached = self._of(row)["reached"]
-            return (self._of(row)["accepted"][position], reached[position]) if position < len(reached) else (0, 0)
-
-        return self._totals(counts)
-
-    def _of(self, row: Row) -> Row:
-        drafting: Row = row["drafters"][self.name]
-        return drafting
-
-    def _totals(self, counts: Callable[[Row], tuple[float, float]]) -> Totals:
+    def _totals(self, counts: Callable[[Row, Row], tuple[float, float]]) -> Totals:
         sums: dict[int, tuple[float, float]] = {}
         for row, grouped in zip(self.rows, self.grouped, strict=True):
-            before, more = sums.get(grouped["group"], (0, 0)), counts(row)
+            before, more = sums.get(grouped["group"], (0, 0)), counts(row, row["drafters"][self.name])
             sums[grouped["group"]] = before[0] + more[0], before[1] + more[1]
         return Totals([over for over, _ in sums.values()], [under for _, under in sums.values()])
 
@@ -295,8 +270,8 @@ def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Cha
     old, new = ours.emitted(), theirs.emitted()
     if sum(old.seconds_N) and sum(new.seconds_N):  # rounds, here
         change = relative_interval([new], [old], _SEED)
-        yield Change("tokens a round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
-    before, after = (ratio_interval(each.drafted(), each.plain(), _SEED) for each in (ours, theirs))
+        yield Change("tokens per round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
+    before, after = (ratio_interval([each.drafted()], [each.plain()], _SEED) for each in (ours, theirs))
     change = relative_interval([theirs.drafted(), ours.plain()], [theirs.plain(), ours.drafted()], _SEED)
     yield Change("speed-up over plain", "x", before, after, change, same_speed)
     for position in count():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -80,7 +80,7 @@ def verdict(change: Change, limit: float) -> str:
 def sentences(diff: Diff) -> list[tuple[str, bool]]:
     """List the conclusions, each with whether it is a regression."""
     beyond = f"{100 * diff.limit:g} %"
-    without = f"; {diff.left_out} more are not in all reports, and left out" if diff.left_out else ""
+    without = f"; {diff.left_out} more are not in all reports and left out" if diff.left_out else ""
     told = [(f"Compared on {diff.prompts} prompts that all reports have{without}.", False)]
     for other in diff.others:
         letter, regressions = other.report.letter, other.regressions(diff.limit)
@@ -91,7 +91,7 @@ def sentences(diff: Diff) -> list[tuple[str, bool]]:
         if unseen := other.unseen(diff.limit):
             low, name, figure = unseen
             fall = f"a fall of {-100 * low:.1f} % is not excluded ({name}, {figure})"
-            told.append((f"{letter}: on these prompts {fall}; more prompts would tell.", False))
+            told.append((f"{letter}: on these prompts {fall}; measure more prompts to exclude it.", False))
         told += [(caution, False) for caution in other.cautions]
     return told
 
@@ -101,42 +101,26 @@ def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
     settings = [report.results["settings"] for report in reports]
     environments = [report.results["environment"] for report in reports]
     heads = [each.get("heads", {}) for each in settings]
+    of_heads = dict.fromkeys(name for each in heads for name in each)
+    machine = ("dtype", "threads", "cpu", "gpu", "headstart")
     rows = [
         ("heads", [each["heads_name"] for each in settings]),
-        *(
-            (name, [each.get(name) for each in heads])
-            for name in dict.fromkeys(name for each in heads for name in each)
-        ),
+        *((name, [each.get(name) for each in heads]) for name in of_heads),
         ("drafter", [label_of(report.drafters[0]) for report in reports]),
         ("target", [each["target"] for each in settings]),
         ("new tokens, at most", [each["max_new_tokens"] for each in settings]),
         ("temperature", [each["temperature"] for each in settings]),
         ("batch", [each["batch_size"] for each in settings]),
-        *(
-            (name, [each.get(name) for each in environments])
-            for name in ("dtype", "threads", "cpu", "gpu", "headstart")
-        ),
+        *((name, [each.get(name) for each in environments]) for name in machine),
         ("measured", [format_moment(each["date"]) for each in environments]),
     ]
     return [(name, values) for name, values in rows if any(value is not None for value in values)]
 
 
-class Line(NamedTuple):
-    """A figure in every report.
-
-    Attributes:
-        most: value of the longest bar.
-        cells: figure and change of each report, the base first; None if not compared.
-    """
-
-    name: str
-    most: float
-    cells: list[tuple[Interval, Change] | None]
-
-
-def beside(diff: Diff) -> dict[str, list[Line]]:
-    """Tabulate the figures of each drafter."""
-    tables: dict[str, list[Line]] = {}
+def beside(diff: Diff) -> dict[str, list[dict[str, Any]]]:
+    """Tabulate the figures of each drafter. A line has a name, `most` (value of the longest bar), and `cells`: the
+    figure and change of each report, the base first; None if not compared."""
+    tables: dict[str, list[dict[str, Any]]] = {}
     for drafter in dict.fromkeys(name for other in diff.others for name in other.drafters):
         compared = [{change.name: change for change in other.drafters.get(drafter, ())} for other in diff.others]
         names = max(compared, key=len)
@@ -144,8 +128,8 @@ def beside(diff: Diff) -> dict[str, list[Line]]:
     return tables
 
 
-def _line(name: str, changes: Sequence[Change | None]) -> Line:
+def _line(name: str, changes: Sequence[Change | None]) -> dict[str, Any]:
     first = next(change for change in changes if change is not None)
     cells = [(first.base, first), *(change and (change.other, change) for change in changes)]
     most = 1.0 if first.unit == "%" else max(cell[0]["high"] or 0.0 for cell in cells if cell)
-    return Line(name, most, cells)
+    return {"name": name, "most": most, "cells": cells}

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,51 +25,35 @@ from headstart.decode.sampling import process
 from headstart.decode.verify import min_length_processors
 from headstart.model.model import Target
 
-EXACT_MARGIN = 1e-3
-"""Margin in float32, where different shapes agree to about 1e-5."""
-LEADERS = 4
-"""Top tokens of each position on which the rounding error is measured."""
-MEASURED_PROMPTS = 16
-"""Diverging prompts on which the rounding error is measured, largest margins first."""
+EXACT_MARGIN = 1e-3  # margin in float32, where different shapes agree to about 1e-5
+LEADERS = 4  # top tokens of each position on which the rounding error is measured
+MEASURED_PROMPTS = 16  # diverging prompts on which the rounding error is measured, largest margins first
 
 Texts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which an output differs from the plain loop's.
+    """The first token at which an output differs from the plain loop's."""
 
-    Attributes:
-        prompt: index among the compared prompts.
-        tokens: (plain's token, the other's); None if that output had ended.
-        margin: distance of the worse token from the best, in float32 logits; None if an output had ended.
-    """
-
-    prompt: int
+    prompt: int  # index among the compared prompts
     position: int
-    tokens: tuple[int | None, int | None]
-    margin: float | None = None
+    tokens: tuple[int | None, int | None]  # (plain's, the other's); None if that output had ended
+    margin: float | None = None  # of the worse token to the best, in float32 logits; None if an output had ended
     explained: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the `divergence` entry of per_prompt in results.json."""
-        entry = asdict(self)
-        del entry["prompt"]
-        return {**entry, "tokens": list(self.tokens)}
+        return {name: value for name, value in asdict(self).items() if name != "prompt"} | {"tokens": [*self.tokens]}
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """All differences between the plain loop's outputs and another method's: one per prompt that differs.
-
-    Attributes:
-        tokens_compared: positions up to and including each first difference.
-        margin_limit: margin up to which differences are explained; None without differences.
-    """
+    """Differences between the outputs of the plain loop and of another method, at most one per prompt."""
 
     prompts: int = 0
-    tokens_compared: int = 0
-    margin_limit: float | None = None
+    tokens_compared: int = 0  # positions up to and including each first difference
+    margin_limit: float | None = None  # differences up to this margin are explained; None without differences
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -99,7 +84,7 @@ class Judge:
         """Compare greedy outputs with the plain loop's, up to each first difference."""
         pairs = enumerate(zip(plain, other, strict=True))
         firsts = [first_difference(number, expected, output) for number, (expected, output) in pairs]
-        differences = [difference for difference in firsts if difference is not None]
+        differences = list(filter(None, firsts))
         compared = sum(map(len, plain))
         compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
         if not differences:
@@ -119,7 +104,7 @@ class Judge:
         return Judgement(len(prompts), compared, limit, judged)
 
     def margin(self, prompt: Sequence[int], answer: Sequence[int], tokens: Sequence[int | None]) -> float | None:
-        """Return the distance, in float32 logits after this text, of the worst of these tokens from the best token."""
+        """Return the gap in float32 logits after this text between the best token and the worst of `tokens`."""
         if None in tokens:
             return None
         text = (*prompt, *answer)
@@ -146,11 +131,9 @@ class Judge:
 
     def _exact_logits(self, tokens: Sequence[int], keep: int) -> Tensor:
         """Return float32 logits [keep, V] after the last `keep` tokens, with transformers' own attention."""
-        with self._target.stock() as model:
-            if self._target.dtype in (torch.float32, torch.float64):
-                return _logits(model, tokens, keep)
-            with in_float32(model, self._target.layers):
-                return _logits(model, tokens, keep)
+        exact = self._target.dtype in (torch.float32, torch.float64)
+        with self._target.stock() as model, nullcontext() if exact else in_float32(model, self._target.layers):
+            return _logits(model, tokens, keep)
 
 
 def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) -> Difference | None:
@@ -162,12 +145,8 @@ def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) ->
     >>> first_difference(0, [5, 6], [5]).tokens
     (6, None)
     """
-    for position in range(max(len(plain), len(other))):
-        expected = plain[position] if position < len(plain) else None
-        token = other[position] if position < len(other) else None
-        if expected != token:
-            return Difference(prompt, position, (expected, token))
-    return None
+    differing = ((at, pair) for at, pair in enumerate(zip_longest(plain, other)) if pair[0] != pair[1])
+    return next((Difference(prompt, position, pair) for position, pair in differing), None)
 
 
 def gap_error(rounded_TV: Tensor, exact_TV: Tensor, dtype: torch.dtype) -> float:

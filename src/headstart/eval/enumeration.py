@@ -28,60 +28,39 @@ from transformers import (
 from headstart.decode.options import SamplingOptions
 from headstart.model.model import Target
 
-MIN_EXPECTED = 5.0
-"""Cells with a lower expected count are pooled, as the chi-square approximation requires."""
-SEEN = 0.95
-"""Power of the audit's statement about the smallest detectable fault."""
-_ROWS = 32
-"""Batch size of the enumeration."""
+MIN_EXPECTED = 5.0  # cells with a lower expected count are pooled, as the chi-square approximation requires
+SEEN = 0.95  # power of the audit's statement about the smallest detectable fault
+_ROWS = 32  # batch size of the enumeration
 
 Text = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The exact distribution of texts of a few tokens, enumerated as far as affordable.
-
-    Attributes:
-        rest: total probability of the texts that were not enumerated.
-        following: possible next tokens of each shorter text that was extended.
-    """
+    """The exact distribution of texts of a few tokens, enumerated as far as affordable."""
 
     depth: int
     probs: Mapping[Text, float]
-    rest: float = 0.0
-    following: Mapping[Text, frozenset[int]] = field(repr=False, default_factory=dict)
+    rest: float = 0.0  # total probability of the texts that were not enumerated
+    following: Mapping[Text, frozenset[int]] = field(repr=False, default_factory=dict)  # next tokens of extended texts
 
     def possible(self, text: Text) -> bool:
         """Return False only for a text that is known to have probability zero."""
-        for length in range(self.depth):
-            known = self.following.get(text[:length])
-            if known is None:
-                return True
-            if text[length] not in known:
-                return False
-        return True
+        prefixes = [text[:length] for length in range(self.depth)]
+        return all(token in self.following.get(prefix, {token}) for prefix, token in zip(prefixes, text, strict=True))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How well samples fit a distribution, in cells: texts expected often enough, and all others pooled.
-
-    Attributes:
-        chi_square: Pearson's statistic; it has `cells` - 1 degrees of freedom.
-        p_value: probability that honest samples fit at least as badly; 1 for a single cell.
-        total_variation: half the sum of |share - probability| over the cells.
-        expected_variation: its mean for as many honest samples: sampling noise.
-        impossible: samples of probability zero.
-    """
+    """Goodness of fit of samples: a cell for each text expected often enough, and one for all other texts."""
 
     samples: int
     cells: int
-    chi_square: float
-    p_value: float
-    total_variation: float
-    expected_variation: float
-    impossible: int
+    chi_square: float  # Pearson's statistic; it has `cells` - 1 degrees of freedom
+    p_value: float  # probability that honest samples fit at least as badly; 1 for a single cell
+    total_variation: float  # half the sum of |share - probability| over the cells
+    expected_variation: float  # mean total variation of the same number of honest samples: sampling noise
+    impossible: int  # samples of probability zero
 
     def clean(self, level: float) -> bool:
         return self.impossible == 0 and self.p_value >= level
@@ -134,17 +113,16 @@ def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) ->
 
 def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
     """Return transformers' processors for these settings, in the order of its `generate`."""
-    warpers = LogitsProcessorList()
-    if sampling.repetition_penalty != 1:
-        warpers.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
-    if sampling.top_k:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        warpers.append(MinPLogitsWarper(sampling.min_p))
-    return warpers
+    penalty, top_k, top_p, min_p = sampling.repetition_penalty, sampling.top_k, sampling.top_p, sampling.min_p
+    return LogitsProcessorList(
+        [
+            *([RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []),
+            TemperatureLogitsWarper(float(sampling.temperature)),
+            *([TopKLogitsWarper(top_k)] if top_k else []),
+            *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
+            *([MinPLogitsWarper(min_p)] if min_p > 0 else []),
+        ]
+    )
 
 
 def fit(counts: Mapping[Text, int], exact: Distribution) -> Fit:
@@ -187,10 +165,10 @@ def chi_square_p(statistic: float, freedom: int) -> float:
 
 
 def least_seen(cells: int, samples: int, level: float) -> float | None:
-    """Return the total variation from which a deviation fails the test with probability `SEEN`; None for a single cell.
+    """Return the smallest total variation that fails the test with probability `SEEN`; None for a single cell.
 
     Under a deviation the statistic is noncentral chi-square, a Poisson mixture of central ones. Its noncentrality is
-    `samples` times the sum of squared deviations over probabilities, at least 4 times the squared total variation
+    `samples` times the sum of squared deviations over probabilities: at least 4 times the squared total variation
     (Cauchy-Schwarz).
 
     >>> round(least_seen(2, 100, 0.05) or 0, 4)  # of one normal variable: (1.9600 + 1.6449) / sqrt(100) / 2

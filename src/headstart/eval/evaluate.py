@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -26,7 +26,7 @@ from headstart.data.prompts.chat import (
     with_tools,
 )
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import Drafter, check
+from headstart.decode.loop import Drafter, check, check_options
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
@@ -50,12 +50,10 @@ from headstart.eval.tuned import tuned
 from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
 
-SCHEMA_VERSION = 2
-"""Of results.json; raised when a key changes its meaning or is removed."""
+SCHEMA_VERSION = 2  # of results.json; raised when a key changes its meaning or is removed
 _NOT_OF_RESULTS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
 """Decoding options that do not apply to measuring."""
-_BEFORE, _AFTER = 16, 12
-"""Tokens shown of two answers before and after they diverge."""
+_BEFORE, _AFTER = 16, 12  # tokens shown of two answers before and after they diverge
 _OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
 """Figures kept of a drafter at other batch sizes."""
 _EVERY = 4
@@ -132,8 +130,7 @@ def _predicted(source: Source, options: EvalOptions) -> float | None:
     comparable = options.drafter == "heads" and options.temperature == 0 and options.batch_size == 1
     if not comparable or tuned_dtype != source.target.dtype_name:
         return None
-    speedup: float | None = source.calibration.get("predicted", {}).get("speedup")
-    return speedup
+    return cast("float | None", source.calibration.get("predicted", {}).get("speedup"))
 
 
 def make_methods(
@@ -249,10 +246,11 @@ def _checked(
 ) -> list[Question]:
     """Select the questions and turns to ask; refuse settings that cannot be measured."""
     numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size")]
-    for name, value in (*numbers, *(("sweep_batch", size) for size in options.sweep_batch)):
+    for name, value in [*numbers, *(("sweep_batch", size) for size in options.sweep_batch)]:
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
-    check(target, [[0]], replace(options, max_new_tokens=1))
+    check_options(options)
+    check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked below
     asked = list(questions)[: options.limit]
     if not options.multi_turn:
         asked = [replace(question, turns=question.turns[:1]) for question in asked]
@@ -261,7 +259,7 @@ def _checked(
     if tokenizer is None or options.multi_turn:  # a target without a template can continue a text only once
         check_template(tokenizer)
     elif console is not None and not has_template(tokenizer):
-        console.print(f"{target.name} has no chat template: it goes on with each question as it is.", style="dim")
+        console.print(f"{target.name} has no chat template: it continues the text of each question.", style="dim")
     for question in asked:
         _check_fits(target, tokenizer, question, options)
     return asked

@@ -22,8 +22,7 @@ from headstart.eval.divergence import Judgement
 from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER, PLAIN
 from headstart.eval.methods import Run
 
-RESAMPLES = 10_000
-"""Bootstrap resamples per interval."""
+RESAMPLES = 10_000  # bootstrap resamples per interval
 LEAST_UNITS = 5
 """Minimum units for an interval: with fewer, resamples are too similar and the interval too narrow."""
 
@@ -38,24 +37,19 @@ class Interval(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One measured prompt: the tokens of a conversation up to the answer. The second turn of question 81 is "81/2".
-    `question` is the last user message."""
+    """One measured prompt: the tokens of a conversation up to the answer."""
 
-    id: str
+    id: str  # the second turn of question 81 is "81/2"
     category: str
     tokens: list[int]
-    question: str = ""
+    question: str = ""  # the last user message
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Prompts decoded in one batch, and each method's run.
+    """Prompts decoded in one batch, and each method's run."""
 
-    Attributes:
-        group: unit of the bootstrap; turns of the same questions are dependent and share a group.
-    """
-
-    group: int
+    group: int  # unit of the bootstrap; turns of the same questions are dependent and share a group
     prompts: list[Prompt]
     runs: Mapping[str, Run]
 
@@ -89,8 +83,8 @@ def tokens_per_round(rounds: Sequence[Round]) -> float:
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """Return conditional acceptance: of the rounds that drafted at least k tokens ahead and whose first k - 1 drafts
-    were accepted, the share that accepted the k-th. It ends at the last position that any round reached.
+    """Return conditional acceptance: the share of rounds that accepted draft k, among rounds that drafted k tokens
+    ahead and accepted the first k - 1. The list ends at the last position that any round reached.
 
     >>> rounds = [Round(3, emitted, 0, 0, 0, depth=2) for emitted in (1, 3, 2)]
     >>> acceptance_by_position([*rounds, Round(2, 2, 0, 0, 0, depth=1)])  # 3 of 4, then 1 of 2
@@ -102,9 +96,14 @@ def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
     ]
 
 
-def rounds_by_position(rounds: Sequence[Round]) -> list[int]:
-    """Count the rounds behind each share of `acceptance_by_position`."""
-    return [len(reached) for reached in _reached(rounds)]
+def drafting_figures(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return τ and acceptance by position; `rounds_by_position` counts the rounds behind each share of acceptance."""
+    return {
+        "rounds": len(rounds),
+        "tokens_per_round": tokens_per_round(rounds),
+        "acceptance_by_position": acceptance_by_position(rounds),
+        "rounds_by_position": [len(reached) for reached in _reached(rounds)],
+    }
 
 
 def _reached(rounds: Sequence[Round]) -> Iterator[list[Round]]:
@@ -148,8 +147,7 @@ def accepted(row: Mapping[str, Any]) -> list[tuple[float, int]]:
     return list(zip(shares, rounds, strict=False))
 
 
-LEAST_ROUNDS = 30
-"""Minimum rounds of a share that is shown on its own: 30 give ±18 points."""
+LEAST_ROUNDS = 30  # minimum rounds of a share that is shown on its own: 30 give ±18 points
 
 
 def folded(row: Mapping[str, Any]) -> list[tuple[str, float, int]]:
@@ -222,19 +220,13 @@ def rate_interval(totals: Totals, seed: int) -> Interval:
     return _interval(*totals.rates(seed), len(totals.tokens_N))
 
 
-def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
-    """Return the speed-up: the ratio of two throughputs (total tokens over total seconds), with its 95 % interval.
+def ratio_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
+    """Return a product of rates over another, with its 95 % paired bootstrap interval: each resample draws units, and
+    takes all rates of these units.
 
-    Paired bootstrap: a resample draws units, and takes both methods' runs of each.
-
-    >>> ratio_interval(Totals([10] * 5, [1] * 5), Totals([10] * 5, [2] * 5), seed=0)
+    >>> ratio_interval([Totals([10] * 5, [1] * 5)], [Totals([10] * 5, [2] * 5)], seed=0)
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
     """
-    return quotient_interval([totals], [base], seed)
-
-
-def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a product of rates over another, of the same units, with its 95 % paired bootstrap interval."""
     point, resampled_R = 1.0, np.ones(RESAMPLES)
     for rate, rate_R in (totals.rates(seed) for totals in above):
         point, resampled_R = point * rate, resampled_R * rate_R
@@ -244,14 +236,10 @@ def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: in
 
 
 def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a relative change: `quotient_interval` less 1."""
-    ratio = quotient_interval(above, below, seed)
-    low, high = ratio["low"], ratio["high"]
-    return {
-        "mean": ratio["mean"] - 1,
-        "low": None if low is None else low - 1,
-        "high": None if high is None else high - 1,
-    }
+    """Return a relative change: `ratio_interval` less 1."""
+    ratio = ratio_interval(above, below, seed)
+    mean, low, high = ratio["mean"], ratio["low"], ratio["high"]
+    return {"mean": mean - 1, "low": None if low is None else low - 1, "high": None if high is None else high - 1}
 
 
 def difference_interval(totals: Totals, base: Totals, seed: int) -> Interval:
@@ -268,11 +256,12 @@ def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Int
 
 
 def _totals(units: Sequence[Unit], method: str) -> Totals:
-    groups = dict.fromkeys(unit.group for unit in units)
-    runs = [[unit.runs[method] for unit in units if unit.group == group] for group in groups]
+    runs: dict[int, list[Run]] = {}
+    for unit in units:
+        runs.setdefault(unit.group, []).append(unit.runs[method])
     return Totals(
-        [sum(run.count for run in of_group) for of_group in runs],
-        [sum(run.seconds for run in of_group) for of_group in runs],
+        [sum(run.count for run in group) for group in runs.values()],
+        [sum(run.seconds for run in group) for group in runs.values()],
     )
 
 
@@ -287,7 +276,7 @@ def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) ->
     within = of_methods(units, method, base)
     if method == base or not within:
         return None
-    return ratio_interval(_totals(within, method), _totals(within, base), seed)
+    return ratio_interval([_totals(within, method)], [_totals(within, base)], seed)
 
 
 def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
@@ -301,23 +290,21 @@ def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interva
 def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, Any]:
     """Return a report's figures of a method; inapplicable ones are None."""
     rounds, speed = method_rounds(units, method), rate(units, method, seed)
-    errors = [unit.runs[method].drafter_error for unit in of_methods(units, method)]
+    within = of_methods(units, method)
     return {
-        "prompts": sum(len(unit.prompts) for unit in of_methods(units, method)),
+        "prompts": sum(len(unit.prompts) for unit in within),
         "tokens_per_second": speed["mean"] if speed else None,
         "tokens_per_second_interval": speed,
         **speedups(units, method, seed),
-        "tokens_per_round": tokens_per_round(rounds) if rounds else None,
-        "acceptance_by_position": acceptance_by_position(rounds),
-        "rounds_by_position": rounds_by_position(rounds),
-        "rounds": len(rounds),
+        **drafting_figures(rounds),
+        **({} if rounds else {"tokens_per_round": None}),
         "node_counts": node_counts(rounds),
         "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
         "round_ms": mean_round_ms(units, method),
         "ttft_ms": _percentiles(units, method, _first_ms),
         "inter_token_ms": _percentiles(units, method, _gaps_ms),
         "undrafted_prompts": undrafted_prompts(units, method) if rounds and method != PLAIN else None,
-        "drafter_error": next((error for error in errors if error), None),
+        "drafter_error": next((error for unit in within if (error := unit.runs[method].drafter_error)), None),
     }
 
 

@@ -7,15 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from headstart.decode.loop import Round
-from headstart.eval.figures import (
-    Prompt,
-    Unit,
-    acceptance_by_position,
-    rate,
-    rounds_by_position,
-    speedups,
-    tokens_per_round,
-)
+from headstart.eval.figures import Prompt, Unit, drafting_figures, rate, speedups
 from headstart.eval.labels import HEADS, METHODS
 
 
@@ -42,7 +34,7 @@ def places(units: Sequence[Unit]) -> list[dict[str, Any]]:
     for row in (row for unit in units for row in unit.runs[HEADS].rounds):
         for place, done in zip(accumulate((done.emitted for done in row), initial=2), row, strict=False):
             within.setdefault(top(place, 16), []).append(done)
-    return [{"place": octave(place, 16), **_drafting(within[place])} for place in sorted(within)]
+    return [{"place": octave(place, 16), **drafting_figures(within[place])} for place in sorted(within)]
 
 
 def top(count: int, least: int) -> int:
@@ -83,16 +75,7 @@ def _share(units: Sequence[Unit], seed: int, name_of: Callable[[Prompt], str], n
     ratios = speedups(within, HEADS, seed)
     return {
         "prompts": len(of_prompts),
-        **_drafting([done for row in of_prompts for done in row]),
+        **drafting_figures([done for row in of_prompts for done in row]),
         "tokens_per_second": {method: speed["mean"] if speed else None for method, speed in speeds.items()},
         **(ratios if alone else dict.fromkeys(ratios)),
-    }
-
-
-def _drafting(rounds: Sequence[Round]) -> dict[str, Any]:
-    return {
-        "rounds": len(rounds),
-        "tokens_per_round": tokens_per_round(rounds),
-        "acceptance_by_position": acceptance_by_position(rounds),
-        "rounds_by_position": rounds_by_position(rounds),
     }

@@ -9,24 +9,17 @@ METHODS = (HEADS, PLAIN, STOCK, LOOKUP)
 """Methods of every report, by their names in results.json; `HEADS` is the tested drafter."""
 OTHER = "other: "
 """Prefix of compared drafters among a unit's runs, so that their names do not clash with `METHODS`."""
-HEADS_NGRAM = "heads+ngram"
-"""Default drafter of decoding; most reports include it."""
+HEADS_NGRAM = "heads+ngram"  # default drafter of decoding; most reports include it
 
 
 @dataclass(frozen=True)
 class Label:
-    """Names of a method.
+    """Names of a method."""
 
-    Attributes:
-        name: in tables and sentences; `short` for narrow columns.
-        row: start of a row of benchmarks, in Markdown.
-        speedup: figure of results.json with the speed-up over this method; empty for the drafter itself.
-    """
-
-    name: str
-    short: str
-    row: str
-    speedup: str = ""
+    name: str  # in tables and sentences
+    short: str  # in narrow columns
+    row: str  # start of a row of benchmarks, in Markdown
+    speedup: str = ""  # figure of results.json with the speed-up over this method; empty for the drafter itself
 
 
 LABELS = {

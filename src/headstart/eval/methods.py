@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -28,12 +29,9 @@ from headstart.model.model import Target
 
 TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
 """Names of the heads with each kind of tree; "heads" uses the kind that tuning found best."""
-ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
-"""Meaning of `--compare all`."""
-LOOKUP_TOKENS = 4
-"""Drafts per round of transformers' prompt lookup."""
-WARM_UP_TOKENS = 32
-"""Maximum tokens of each method's unmeasured first generation, without CUDA graphs."""
+ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")  # meaning of `--compare all`
+LOOKUP_TOKENS = 4  # drafts per round of transformers' prompt lookup
+WARM_UP_TOKENS = 32  # maximum tokens of each method's unmeasured first generation, without CUDA graphs
 
 
 class Source(Protocol):
@@ -56,21 +54,13 @@ class Source(Protocol):
 
 @dataclass
 class Run:
-    """One method's results on one batch of prompts, by row.
+    """One method's results on one batch of prompts, by row."""
 
-    Attributes:
-        tokens: emitted token ids, the end-of-turn token included.
-        seconds: wall-clock time of the whole batch, prefill included.
-        token_ms: arrival of each token, in milliseconds since the call.
-        rounds: empty for methods that do not draft through our loop.
-        drafter_error: error of a failed drafter; decoding continued without it.
-    """
-
-    tokens: list[list[int]]
-    seconds: float
-    token_ms: list[list[float]]
-    rounds: list[list[Round]] = field(default_factory=list)
-    drafter_error: str | None = None
+    tokens: list[list[int]]  # emitted token ids, the end-of-turn token included
+    seconds: float  # wall-clock time of the whole batch, prefill included
+    token_ms: list[list[float]]  # arrival of each token, in milliseconds since the call
+    rounds: list[list[Round]] = field(default_factory=list)  # empty for methods that do not draft through our loop
+    drafter_error: str | None = None  # error of a failed drafter; decoding continued without it
 
     @property
     def count(self) -> int:
@@ -94,12 +84,6 @@ def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
     asked = [name.strip() for listed in names for name in listed.split(",")]
     every = [method for name in asked if name for method in (ALL if name == "all" else (name,))]
     return tuple(name for name in dict.fromkeys(every) if name not in (drafter, "none", PLAIN, STOCK, LOOKUP))
-
-
-class Method(Protocol):
-    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
-        """Decode a batch and time it."""
-        ...
 
 
 class Ours:
@@ -146,10 +130,10 @@ def warm_up(method: Method, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
 
 class Transformers:
-    """transformers' `generate` on the untouched model, plain or (one prompt at a time only) with its prompt lookup.
+    """transformers' `generate` on the untouched model, plain or (for single prompts) with its prompt lookup.
 
-    The model's own generation defaults (repetition penalty, top-p, ...) are disabled, so that both loops sample from
-    the same distribution.
+    The model's generation defaults (repetition penalty, top-p, ...) are disabled, so both loops sample from the same
+    distribution.
     """
 
     def __init__(self, target: Target, options: DecodeOptions, lookup: bool = False) -> None:
@@ -186,6 +170,9 @@ class Transformers:
         return Run(tokens, seconds, [clock.token_ms[: len(row)] for row in tokens])
 
 
+Method = Ours | Transformers
+
+
 class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no types
     """Records when `generate` emits tokens; its first call has the prompt."""
 
@@ -211,13 +198,12 @@ def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
     >>> _cut([5, 2, 0, 0], frozenset({2}))
     [5, 2]
     """
-    stop = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:stop]
+    return tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return token ids and attention mask [B, T], both int64."""
-    width = max(map(len, prompts))
-    tokens = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    tokens_BT = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask_BT = pad_sequence([torch.ones_like(row_T) for row_T in rows], batch_first=True, padding_side="left")
+    return tokens_BT.to(device), mask_BT.to(device)

@@ -26,7 +26,7 @@ class EvalOptions(DecodeOptions):
         1, "Decode this many prompts together. transformers' prompt lookup takes only one.", minimum=1
     )
     sweep_batch: Sequence[int] = option(
-        (), "Also measure every drafter with so many prompts at a time; may be repeated.", minimum=1, metavar="N"
+        (), "Also measure every drafter at this batch size; may be repeated.", minimum=1, metavar="N"
     )
     multi_turn: bool = option(
         False, "Ask every turn, following plain decoding's answers to the earlier ones; by default only the first."
@@ -34,8 +34,8 @@ class EvalOptions(DecodeOptions):
     baselines: bool = option(
         True, "Measure transformers, too, on some of the prompts: on a CPU they take half of the time."
     )
-    heads_name: str = option("heads", "What the report calls the heads.", typed=False)
-    questions_name: str | None = option(None, "What the report calls the questions.", typed=False)
+    heads_name: str = option("heads", "Name of the heads in the report.", typed=False)
+    questions_name: str | None = option(None, "Name of the questions in the report.", typed=False)
 
 
 @explained
@@ -57,9 +57,9 @@ class AuditOptions:
     )
     top_p: float = option(0.9, meaning(DecodeOptions, "top_p").text)
     samples: int = option(2000, "Samples for each prompt, verifier and temperature.", minimum=1)
-    texts: int = option(2, "Sample after so many prompts, those that test it most sharply.", typed=False)
+    texts: int = option(2, "Number of prompts to sample after: the most sensitive ones.", typed=False)
     depth: int = option(3, "Tokens of a sample; all but the first are decided by verifying drafts.", typed=False)
     seed: int = option(0, meaning(DecodeOptions, "seed").text)
     raw: bool = option(False, meaning(DecodeOptions, "raw").text)
     limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
-    heads_name: str = option("heads", "What the report calls the heads.", typed=False)
+    heads_name: str = option("heads", "Name of the heads in the report.", typed=False)

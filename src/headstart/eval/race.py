@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from headstart.decode.options import DecodeOptions, random_seed
@@ -34,8 +34,7 @@ from headstart.eval.replay import (
 from headstart.eval.results import read_results
 from headstart.support.terminal import ACCEPTED, format_moment, tell
 
-DRAFTED, REJECTED = "dim italic", "strike red"
-"""Styles of pending and of rejected drafts."""
+DRAFTED, REJECTED = "dim italic", "strike red"  # styles of pending and of rejected drafts
 _FRAME_SECONDS = 0.05
 _NARROW = 76  # columns below which answers are stacked
 _AROUND = 2  # border lines of a panel
@@ -69,12 +68,11 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
     races: list[Race] = results.get("replays") or []
     if not races:
         raise UserError(f"{file} holds no replays.", "Name the results.json of a report; headstart eval writes them.")
-    if prompt_id is None:
-        return featured(races), conditions(results["settings"]["target"], results["environment"])
     known = {race["id"]: race for race in races}
-    if prompt_id not in known:
+    if prompt_id is not None and prompt_id not in known:
         raise UserError(f"{file} holds no replay of prompt {prompt_id}.", f"It holds {', '.join(known)}.")
-    return known[prompt_id], conditions(results["settings"]["target"], results["environment"])
+    race = featured(races) if prompt_id is None else known[prompt_id]
+    return race, conditions(results["settings"]["target"], results["environment"])
 
 
 def conditions(target: str, environment: Mapping[str, Any]) -> str:
@@ -121,9 +119,7 @@ def frame(answers: Sequence[Replay], ms: float, console: Console) -> RenderableT
     panels = [_panel(answer, ms, console, width, height) for answer in answers]
     if narrow:
         return Group(*panels)
-    grid = Table.grid(expand=True)
-    for _ in panels:
-        grid.add_column(ratio=1)
+    grid = Table.grid(*(Column(ratio=1) for _ in panels), expand=True)
     grid.add_row(*panels)
     return grid
 

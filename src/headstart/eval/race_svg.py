@@ -30,10 +30,8 @@ from headstart.eval.replay import (
     visible,
 )
 
-MOST_TOKENS = 160
-"""Longer answers are truncated, with a note in the picture."""
-PAUSE_MS = 3000.0
-"""Pause at the end, before it restarts."""
+MOST_TOKENS = 160  # longer answers are truncated, with a note in the picture
+PAUSE_MS = 3000.0  # pause at the end, before it restarts
 
 _COLUMNS = 54
 _CELL, _LINE = 8.1, 19  # pixels; a monospaced character is about 0.6 of the font size (13.5 px) wide
@@ -58,18 +56,14 @@ text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink);whi
 """
 _TURNS = 3  # then it stops: not every viewer can stop an animation
 
-Times = Sequence[tuple[float, str]]
-"""Start time (ms) of each style."""
-Cell = tuple[int, int]
-"""Row and column of a character."""
+Times = Sequence[tuple[float, str]]  # start time (ms) of each style
+Cell = tuple[int, int]  # row and column of a character
 
 
 def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
     """Draw a race, plain decoding on top, with the measurement's conditions and the command that drew it."""
     answers = [beginning(answer, MOST_TOKENS) for answer in contestants(race)]
-    cut = any(
-        len(answer["tokens"]) < len(whole["tokens"]) for answer, whole in zip(answers, contestants(race), strict=True)
-    )
+    cut = any(len(answer["tokens"]) > MOST_TOKENS for answer in contestants(race))
     scene = _Scene(max(map(end_ms, answers)) + PAUSE_MS)
     y = 30.0
     question = " ".join(race["question"].split())
@@ -177,7 +171,7 @@ def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
     """Place the rejected drafts of a step over the text that replaced them."""
     text = step["rejected"]
     row, column = start
-    if following[:1].isspace() != text[:1].isspace() and column:  # a word of its own, or the end of the one before
+    if following[:1].isspace() != text[:1].isspace() and column:  # as a new word, or to the previous word
         column += 1 if text[:1].isspace() else -1
     text = text.lstrip(" ")
     return _segments(text, _cells(text, (row, column))[0])

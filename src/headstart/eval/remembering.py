@@ -15,12 +15,9 @@ from torch import Tensor
 from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Tree, TreeBatch
 
-MAX_TEXTS = 4000
-"""Maximum number of cached texts."""
-MAX_BYTES = 1 << 30
-"""Memory for their logits; a vocabulary of 50k takes 0.2 MB per text."""
-_MAX_NODES = 256
-"""Maximum nodes of one forward."""
+MAX_TEXTS = 4000  # maximum number of cached texts
+MAX_BYTES = 1 << 30  # memory for their logits; a vocabulary of 50k takes 0.2 MB per text
+_MAX_NODES = 256  # maximum nodes of one forward
 
 Text = tuple[int, ...]
 

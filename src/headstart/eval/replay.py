@@ -6,8 +6,9 @@ Every race (page, picture, terminal) is drawn from a report's replays alone; res
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, takewhile
 from typing import Any, NamedTuple, TypedDict
 
 from headstart.decode.loop import Round
@@ -16,33 +17,22 @@ from headstart.eval.labels import HEADS, HEADS_NGRAM, OTHER, PLAIN, label_of
 from headstart.eval.methods import Run
 from headstart.support.detokenizer import IncrementalDetokenizer
 
-SHOWN = 5
-"""Maximum number of prompts with replays: from the highest to the lowest speed-up."""
-LINGER_MS = 150.0
-"""Time that rejected drafts stay visible, unless the next drafts come earlier."""
+SHOWN = 5  # maximum number of prompts with replays: from the highest to the lowest speed-up
+LINGER_MS = 150.0  # time that rejected drafts stay visible, unless the next drafts come earlier
 _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff\\ufffe\\uffff]")
 _CONTEXT = 8  # preceding tokens for detokenizing drafts
 
 
 class Step(TypedDict):
-    """A round of an answer; the first is the prefill, which drafts nothing.
+    """A round of an answer; the first is the prefill, which drafts nothing. Times are since the call."""
 
-    Attributes:
-        drafted_ms, ms: times since the call at which the drafts were ready and were decided.
-        tokens: tokens of the answer from this round: `accepted` drafts, then the target's own unless the answer ends.
-        nodes: verified drafts.
-        kept: accepted drafts at the start of the likeliest path.
-        accepted: accepted drafts; more than `kept` on another path.
-        rejected: the rest of the likeliest path, as text.
-    """
-
-    ms: float
-    tokens: int
-    drafted_ms: float
-    nodes: int
-    kept: int
-    accepted: int
-    rejected: str
+    ms: float  # when the drafts were decided
+    tokens: int  # tokens of the answer: `accepted` drafts, then the target's own unless the answer ends
+    drafted_ms: float  # when the drafts were ready
+    nodes: int  # verified drafts
+    kept: int  # accepted drafts at the start of the likeliest path
+    accepted: int  # accepted drafts; more than `kept` on another path
+    rejected: str  # the rest of the likeliest path, as text
 
 
 class Replay(TypedDict):
@@ -55,19 +45,12 @@ class Replay(TypedDict):
 
 
 class Race(TypedDict):
-    """The answers of several methods to a prompt, plain decoding first.
+    """The answers of several methods to a prompt, plain decoding first."""
 
-    Attributes:
-        id: the prompt's, as in `per_prompt`.
-        question: the last user message.
-        rank, ranked: place by speed-up among `ranked` prompts, 1 is the highest; of the default drafter if it was
-            measured, else of the tested one.
-    """
-
-    id: str
-    question: str
-    rank: int
-    ranked: int
+    id: str  # of the prompt, as in `per_prompt`
+    question: str  # the last user message
+    rank: int  # by speed-up of the default drafter if measured, else of the tested one; 1 is the highest
+    ranked: int  # number of ranked prompts
     answers: list[Replay]
 
 
@@ -147,8 +130,8 @@ def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:
         drafts = list(decided.likeliest) if decided else []
         accepted = min(decided.emitted - 1, count) if decided else 0
         emitted = tokens[before : before + accepted]
-        kept = next((k for k, pair in enumerate(zip(drafts, emitted, strict=False)) if pair[0] != pair[1]), None)
-        kept = min(len(drafts), accepted) if kept is None else kept
+        matches = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, emitted, strict=False))
+        kept = sum(1 for _ in matches)
         drafted_ms = min(ms, past + decided.draft_ms) if drafts and decided else ms
         spelled = pieces_of(tokenizer, tokens[max(0, before - _CONTEXT) : before], drafts)
         replayed["steps"].append(
@@ -176,8 +159,7 @@ def _steps(run: Run, row: int) -> list[tuple[int, float, Round | None]] | None:
     if len(decided) != len(arrivals):
         return None
     steps = [(count, ms, step) for (count, ms), step in zip(arrivals, decided, strict=True)]
-    exact = all(count == (step.emitted if step else 1) for count, _, step in steps[:-1])
-    return steps if exact else None
+    return steps if all(count == (step.emitted if step else 1) for count, _, step in steps[:-1]) else None
 
 
 def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
@@ -196,8 +178,7 @@ def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> l
 def standing(answer: Replay, ms: float) -> Standing:
     """Return the state of an answer `ms` milliseconds after the call."""
     done = [step for step in answer["steps"] if step["ms"] <= ms]
-    coming = answer["steps"][len(done) : len(done) + 1]
-    drafting = next((step for step in coming if step["drafted_ms"] <= ms), None)
+    drafting = next((step for step in answer["steps"][len(done) :][:1] if step["drafted_ms"] <= ms), None)
     return Standing(len(done), sum(step["tokens"] for step in done), drafting)
 
 
@@ -229,11 +210,9 @@ def end_ms(answer: Replay) -> float:
 
 def beginning(answer: Replay, tokens: int) -> Replay:
     """Truncate an answer to whole rounds of at most `tokens` tokens; keep the prefill in any case."""
-    steps, count = answer["steps"][:1], answer["steps"][0]["tokens"]
-    for step in answer["steps"][1:]:
-        if count + step["tokens"] > tokens:
-            break
-        steps, count = [*steps, step], count + step["tokens"]
+    counts = list(accumulate(step["tokens"] for step in answer["steps"]))
+    steps = answer["steps"][: max(1, bisect_right(counts, tokens))]
+    count = counts[len(steps) - 1]
     return {**answer, "tokens": answer["tokens"][:count], "pieces": answer["pieces"][:count], "steps": steps}
 
 

@@ -23,21 +23,19 @@ from headstart.support.terminal import format_moment, tell
 DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
     "target's own next token. Plain decoding has τ = 1.",
-    "Acceptance at position k": "Of the rounds that drafted at least k tokens ahead and whose first k − 1 drafts were "
-    "accepted, the share whose k-th was accepted too; with the 95 % interval of Wilson, as if "
-    "rounds did not depend on each other.",
+    "Acceptance at position k": "The share of rounds that accepted draft k, among rounds that drafted k tokens ahead "
+    "and accepted the first k − 1; with Wilson's 95 % interval, which treats rounds as independent.",
     "Speed-up": "Tokens per second with the drafter divided by tokens per second without, all tokens over all seconds. "
     "The interval is the middle 95 % of a paired bootstrap over prompts.",
     "Time to first token": "From the call to the first token, reading the prompt included.",
     "Time between tokens": "The wait for each arrival, shared evenly by the tokens that came with it.",
     "Host": "The part of a round that is neither drafting nor verifying: accepting, committing, bookkeeping.",
-    "Divergence": "A prompt whose greedy output with drafts is not the plain loop's. It is explained when rounding "
-    "alone accounts for it: in float32, after the same text, both tokens lie within a measured margin of the best one.",
+    "Divergence": "A prompt with different greedy outputs with drafts and in the plain loop. Rounding explains it if "
+    "in float32, after the same text, both tokens lie within a measured margin of the best one.",
 }
 
 
-_SLOWER = 1.3
-"""Ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25."""
+_SLOWER = 1.3  # ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25
 
 
 def write_report(results: Mapping[str, Any], out: Path) -> None:
@@ -63,13 +61,10 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     console.print(table)
     predicted = results["summary"]["predicted_speedup"]
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
-    for sentence in (*verdicts(results), *expected, divergence_sentence(results)):
+    for sentence in (*verdicts(results), *expected, divergence_sentence(results), *remarks(results)):
         tell(console, sentence)
-    for sentence in (*undrafted(results), *slower_than_tuned(results)):
-        tell(console, sentence)
-    for name, error in failed(results):
-        text = f"{name}: a drafter failed ({error}), and the figures are those of decoding without it."
-        tell(console, text, style="bold red")
+    for sentence in failed(results):
+        tell(console, sentence, style="bold red")
 
 
 def template(name: str) -> Template:
@@ -81,24 +76,22 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, times=times, cell=cell, percent_of=percent_of)
-    environment.filters.update(span=span, shares=shares, words=words, label=label_of, share_interval=share_interval)
-    environment.filters.update(place=place, by_step=by_step, end_ms=end_ms, standing=standing)
-    environment.filters.update(acceptance=acceptance, first_accepted=first_accepted)
-    environment.filters["closing"] = lambda race: closing(*contestants(race))
+    used = (number, times, cell, percent_of, span, shares, words, share_interval, place, by_step, end_ms, standing)
+    environment.filters.update({function.__name__: function for function in (*used, acceptance, first_accepted)})
+    environment.filters.update(label=label_of, closing=lambda race: closing(*contestants(race)))
     environment.globals["linger_ms"] = LINGER_MS
     return environment.get_template(name)
 
 
 def render(results: Mapping[str, Any], name: str) -> str:
     compare, races, tuned = results["compare"], results["replays"], results["tuned"]
+    timed = [(row, sum(row["round_ms"].values())) for row in compare if row["round_ms"]]
+    copied = ("summary", "settings", "tuned", "categories", "prompt_lengths", "places")
     return template(name).render(
-        summary=results["summary"],
-        settings=results["settings"],
+        **{name: results[name] for name in copied},
         settings_rows=settings_rows(results),
         conditions=conditions(results),
         heads=results["settings"].get("heads", {}),
-        **{name: results[name] for name in ("categories", "prompt_lengths", "places")},
         per_prompt=by_speedup(results["per_prompt"]),
         cards=cards(results),
         verdicts=verdicts(results),
@@ -111,11 +104,11 @@ def render(results: Mapping[str, Any], name: str) -> str:
         fastest=fastest(compare),
         baseline_names=METHODS[1:],
         default_drafter=HEADS_NGRAM,
-        timed=[(row, sum(row["round_ms"].values())) for row in compare if row["round_ms"]],
-        slowest=max((sum(row["round_ms"].values()) for row in compare if row["round_ms"]), default=0.0),
+        timed=timed,
+        slowest=max((total for _, total in timed), default=0.0),
         target_remarks=target_remarks(results["settings"]),
         failed=failed(results),
-        remarks=[*undrafted(results), *slower_than_tuned(results)],
+        remarks=remarks(results),
         fewer=fewer(results),
         over_plain=partial(over_plain, results=results),
         nothing_drafted=partial(drafted_nothing, results=results),
@@ -127,7 +120,6 @@ def render(results: Mapping[str, Any], name: str) -> str:
         drafted=drafted_rounds(results["summary"]["node_counts"]),
         batches=results.get("batches", ()),
         engines=results.get("engines", ()),
-        tuned=tuned,
         kinds=(tuned or {}).get("kinds", []),
         tree=tree_svg(tuned) if tuned else None,
         tree_words=tree_words(tuned) if tuned else "",
@@ -167,21 +159,15 @@ def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             default = ", the default" if row["name"] == HEADS_NGRAM else ""
             lines = [f"{label_of(row['name'])}{default}, over {LABELS[PLAIN].name}"]
             lines += [] if ratio["low"] is None else [f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}"]
-            lines += [f"{row['tokens_per_round']:.2f} tokens a round (τ)"]
+            lines += [f"{row['tokens_per_round']:.2f} tokens per round (τ)"]
             made.append({"value": times(ratio, False), "lines": lines})
-    row, predicted = max(results["compare"], key=_speed), results["summary"]["predicted_speedup"]
-    made.append(
-        {"value": number(_speed(row), 1), "lines": [f"tokens/s with {label_of(row['name'])}, the fastest here"]}
-    )
-    if predicted is not None:
+    speed, name = max((row["tokens_per_second"] or 0.0, row["name"]) for row in results["compare"])
+    made.append({"value": number(speed, 1), "lines": [f"tokens/s with {label_of(name)}, the fastest here"]})
+    if (predicted := results["summary"]["predicted_speedup"]) is not None:
         measured = times(results["summary"][LABELS[PLAIN].speedup], False)
         lines = [f"predicted by tuning for {tested(results)}", f"measured: {measured}"]
         made.append({"value": f"{predicted:.2f}x", "lines": lines})
     return made
-
-
-def _speed(row: Mapping[str, Any]) -> float:
-    return row["tokens_per_second"] or 0.0
 
 
 def fastest(compare: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -228,21 +214,16 @@ def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
         "first": round(100 * tuned["acceptance"][0][0]),
         "growth": 100,
     }
-    return {key: tuned[key] for key in ("acceptance", "costs")} | {
-        "start": start,
-        "rows": settings.get("batch_size", 1),
-    }
+    rows = settings.get("batch_size", 1)
+    return {"acceptance": tuned["acceptance"], "costs": tuned["costs"], "start": start, "rows": rows}
 
 
 def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     told = {name: value for name, value in results["settings"].items() if name != "heads"}
     for name in told.keys() & {"methods", "compare", "drafters"}:
         told[name] = list(map(label_of, told[name] or ()))
-    told |= results["environment"]
-    return [
-        (name.replace("_", " "), format_moment(value) if name == "date" else cell(value))
-        for name, value in told.items()
-    ]
+    told |= results["environment"] | {"date": format_moment(results["environment"]["date"])}
+    return [(name.replace("_", " "), cell(value)) for name, value in told.items()]
 
 
 def tested(results: Mapping[str, Any]) -> str:
@@ -255,12 +236,20 @@ def tested(results: Mapping[str, Any]) -> str:
     return LABELS[HEADS].name if drafter == HEADS else label_of(drafter)
 
 
-def failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(label_of(row["name"]), row["drafter_error"]) for row in results["compare"] if row["drafter_error"]]
+def failed(results: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{label_of(row['name'])}: a drafter failed ({row['drafter_error']}); decoding went on without it."
+        for row in results["compare"]
+        if row["drafter_error"]
+    ]
+
+
+def remarks(results: Mapping[str, Any]) -> list[str]:
+    return [*undrafted(results), *slower_than_tuned(results)]
 
 
 def undrafted(results: Mapping[str, Any]) -> list[str]:
-    """List, in sentences, the methods that drafted nothing for some prompts.
+    """List the methods that drafted nothing for some prompts, in sentences.
 
     >>> undrafted({"compare": [{"name": "heads", "undrafted_prompts": 2}], "per_prompt": [1, 2, 3]})
     ['heads: nothing was drafted for 2 of 3 prompts, where plain decoding was expected to be faster.']
@@ -274,7 +263,7 @@ def undrafted(results: Mapping[str, Any]) -> list[str]:
 
 
 def slower_than_tuned(results: Mapping[str, Any]) -> list[str]:
-    """Warn, in a sentence, if plain steps (greedy, one prompt) took longer than when costs were measured.
+    """Warn if plain steps (greedy, one prompt) took longer than when costs were measured.
 
     >>> plain = {"name": "plain", "round_ms": {"draft": 0.0, "verify": 62.1, "host": 0.1}}
     >>> settings = {"batch_size": 1, "temperature": 0.0}
@@ -296,19 +285,17 @@ def slower_than_tuned(results: Mapping[str, Any]) -> list[str]:
 
 
 def fewer(results: Mapping[str, Any]) -> str:
-    """Name, in a sentence, methods that skipped some prompts; empty without any.
+    """Name the methods that skipped some prompts, in a sentence; empty without any.
 
     >>> fewer({"compare": [{"name": "plain", "prompts": 8}, {"name": "ngram", "prompts": 2}], "per_prompt": [0] * 8})
-    'n-gram: 2 of the 8 prompts, spread over all; what others are over it is of these.'
+    'n-gram: 2 of the 8 prompts, evenly spaced; ratios to it are over these.'
     """
     asked = len(results["per_prompt"])
     rows = [row for row in results["compare"] if row["prompts"] < asked]
     if not rows:
         return ""
     names, it = " and ".join(label_of(row["name"]) for row in rows), "them" if len(rows) > 1 else "it"
-    return (
-        f"{names}: {rows[0]['prompts']} of the {asked} prompts, spread over all; what others are over {it} is of these."
-    )
+    return f"{names}: {rows[0]['prompts']} of the {asked} prompts, evenly spaced; ratios to {it} are over these."
 
 
 def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
@@ -325,9 +312,9 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
     told = [_verdict(summary, name, results) for name in BASELINES if summary[name]]
     for row in results.get("compare", ()):
         if row["name"] == HEADS_NGRAM != summary["drafter"] and row[key]:
-            told = [f"With {tested(results)}: {_uncapitalised(sentence)}" for sentence in told]
-            default = f"{LABELS[HEADS_NGRAM].name} (the default)"
-            told.insert(0, f"With {default}: {_uncapitalised(_verdict(row, key, results))}")
+            drafters = [f"{LABELS[HEADS_NGRAM].name} (the default)", *[tested(results)] * len(told)]
+            pairs = zip(drafters, [_verdict(row, key, results), *told], strict=True)
+            told = [f"With {drafter}: {sentence[:1].lower()}{sentence[1:]}" for drafter, sentence in pairs]
     return told
 
 
@@ -346,10 +333,6 @@ def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -
     return f"Not clearly faster or slower than {name}, {interval}."
 
 
-def _uncapitalised(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
-
-
 def target_remarks(settings: Mapping[str, Any]) -> list[str]:
     """List remarks, in sentences, on a target that differs from the published model.
 
@@ -363,8 +346,7 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
         remarks.append(f"The target's linear layers are in {bits}: {comparison}.")
     adapter = settings.get("adapter") or {}
     if adapter:
-        without = "which are not always those of the model without the adapter"
-        remarks.append(f"The target is the adapted model, {settings['target']}: {comparison}, {without}.")
+        remarks.append(f"The target is the adapted model, {settings['target']}: {comparison}, not the base model's.")
     if adapter.get("tokens"):
         before, after = adapter["perplexity_before"], adapter["perplexity_after"]
         remarks.append(
@@ -389,6 +371,5 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not judged["unexplained"]:
         return f"{same}; rounding explains the other {differ}{margins}."
-    return (
-        f"{same}; rounding does not explain {judged['unexplained']} of the other {differ}{margins}: look for a fault."
-    )
+    unexplained = f"rounding does not explain {judged['unexplained']} of the other {differ}{margins}"
+    return f"{same}; {unexplained}: look for a fault."

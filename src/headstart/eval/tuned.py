@@ -16,8 +16,7 @@ from headstart.eval.methods import Source
 from headstart.tree.tree import RankPath, TreeShape
 from headstart.tuning.tune import Tuning, path_prob
 
-_SHOWN = 15
-"""Maximum nodes drawn: further ones are rarely accepted."""
+_SHOWN = 15  # maximum nodes drawn: further ones are rarely accepted
 _WIDE, _HIGH = 76, 30  # pixels from one node to the next
 
 

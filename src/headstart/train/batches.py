@@ -32,8 +32,7 @@ from headstart.recipes.sections import TrainSection
 from headstart.support.uploads import upload
 from headstart.train.checkpoint import TrainerState
 
-Batch = list[int]
-"""Indices of the conversations of one batch."""
+Batch = list[int]  # indices of the conversations of one batch
 
 _ROUND = 16
 """Lengths are rounded up to this multiple, so that conversations of similar length are reshuffled each epoch."""
@@ -102,24 +101,18 @@ def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_step
 
 
 def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
-    """The batches of a step for one rank: every `ranks`-th."""
+    """Return the batches of a step for one rank: every `ranks`-th."""
     return list(group[rank::ranks])
 
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch in the store's encoding, on the store's device.
+    """A batch in the store's encoding, on the store's device; see `headstart.data.states.shard_format`."""
 
-    Attributes:
-        batch: with states as raw bytes of dtype `code` if encoded; see `headstart.data.states.shard_format`.
-        scales: of encoded states by layer, [B, T].
-        dtype: of the decoded states; None if they are not encoded.
-    """
-
-    batch: HeadBatch
-    scales: dict[int, Tensor]
+    batch: HeadBatch  # encoded states are raw bytes of dtype `code`
+    scales: dict[int, Tensor]  # of encoded states by layer, [B, T]
     code: torch.dtype | None
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of the decoded states; None if they are not encoded
 
     def pinned(self) -> ReadBatch:
         """Copy to pinned memory, for asynchronous transfers to a GPU."""
@@ -173,10 +166,9 @@ def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], p
 
 
 def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
-    """Sample a length for every draft: of the drafts that learn at a step, a fraction `share` continue.
+    """Sample a length for every draft: a fraction `share` of the drafts at each step continue. Reproducible by `seed`.
 
-    In expectation the loss equals that of all drafts with step k weighted by `share ** k`, at less computation. The
-    same `seed` gives the same lengths.
+    The expected loss equals the loss of all drafts with step k weighted by `share ** k`, at less computation.
     """
     if share == 1:
         return batch
@@ -188,10 +180,7 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
 
 
 def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
-    """Sample at most `anchors` origins of each conversation, uniformly among the supervised ones.
-
-    Reproducible by `seed`.
-    """
+    """Sample at most `anchors` supervised origins of each conversation, uniformly. Reproducible by `seed`."""
     origin_M, conversation_M = _origins_by_conversation(batch)
     order_M = np.random.default_rng([*seed, anchors]).permutation(len(origin_M))
     drawn_M = conversation_M[order_M]
@@ -306,18 +295,16 @@ Made = TypeVar("Made")
 def read_ahead(
     steps: Iterable[Step], read: Callable[[Step], Made], ahead: int
 ) -> Generator[tuple[Step, Made, Made | None]]:
-    """Yield each step with its data, in order, and with the next step's data if that is ready. A read error is raised
-    at its step.
+    """Yield each step with its data, in order, and with the next step's data if ready. Raises a read error at its step.
 
-    `ahead` threads read as many steps in advance; 0 reads synchronously. Closing the iterator waits for reads in
-    progress.
+    One thread for each of the `ahead` prefetched steps; 0 reads synchronously. Closing waits for reads in progress.
     """
     if not ahead:
         for step in steps:
             yield step, read(step), None
         return
     coming, waiting = iter(steps), deque[tuple[Step, Future[Made]]]()
-    # One core is enough to copy; the others compute. The setting is per thread.
+    # Copies need one core; the rest compute. The setting is per thread.
     with ThreadPoolExecutor(ahead, "headstart-batches", torch.set_num_threads, (1,)) as readers:
         try:
             while True:
@@ -326,8 +313,8 @@ def read_ahead(
                 if not waiting:
                     return
                 step, reading = waiting.popleft()
-                made, next_one = reading.result(), waiting[0][1] if waiting else None
-                there = next_one is not None and next_one.done() and next_one.exception() is None
-                yield step, made, next_one.result() if next_one is not None and there else None
+                made, following = reading.result(), waiting[0][1] if waiting else None
+                ready = following and following.done() and following.exception() is None
+                yield step, made, following.result() if following and ready else None
         finally:
             readers.shutdown(wait=True, cancel_futures=True)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headstart.errors import UserError
-from headstart.support.artifacts import link_into_run, link_or_copy
+from headstart.support.artifacts import link_or_copy
 from headstart.support.files import PARTIAL, read_json, replace, write_json
 
 MANIFEST = "checkpoint.json"
@@ -32,39 +32,26 @@ PROCESSES = "number of processes"
 ACCUMULATION = "train.gradient_accumulation_steps"
 """Settings keys; their product is the number of batches per step."""
 _WEIGHTS = "model.safetensors"
-_SEEN_WITHIN = 90.0
-"""Seconds; NFS clients cache missing files for up to a minute."""
-_OF_SEVERAL = "module."
-"""Prefix of weight names under DDP."""
+_SEEN_WITHIN = 90.0  # seconds; NFS clients cache missing files for up to a minute
+_OF_SEVERAL = "module."  # prefix of weight names under DDP
 
 
 @dataclass
 class TrainerState:
-    """Progress of a run: `step` optimiser steps in all, `index` of them in epoch `epoch` (from 0).
-
-    Attributes:
-        elapsed: training seconds over all sessions, including validation and checkpoints.
-        tokens: predictions of the first draft step trained on so far.
-        skipped: steps without any predictions.
-        best_tau: best predicted tokens per round so far, measured at `best_step`; 0 before the first validation.
-        lr: learning rate of the last step.
-        budget: [steps, minutes, epochs] of the run.
-        onward: fraction of the run done when a larger budget replaced a smaller one; 0 if none did.
-        onward_lr: learning rate then.
-    """
+    """Progress of a run: `step` optimiser steps in all, `index` of them in epoch `epoch` (from 0)."""
 
     step: int = 0
     epoch: int = 0
     index: int = 0
-    elapsed: float = 0.0
-    tokens: int = 0
-    skipped: int = 0
-    best_tau: float = 0.0
-    best_step: int = 0
-    lr: float = 0.0
-    budget: list[float | None] = field(default_factory=list)
-    onward: float = 0.0
-    onward_lr: float = 0.0
+    elapsed: float = 0.0  # training seconds over all sessions, including validation and checkpoints
+    tokens: int = 0  # predictions of the first draft step trained on so far
+    skipped: int = 0  # steps without any predictions
+    best_tau: float = 0.0  # best predicted tokens per round so far; 0 before the first validation
+    best_step: int = 0  # step of `best_tau`
+    lr: float = 0.0  # learning rate of the last step
+    budget: list[float | None] = field(default_factory=list)  # [steps, minutes, epochs] of the run
+    onward: float = 0.0  # fraction of the run done when a larger budget replaced a smaller one; 0 if none did
+    onward_lr: float = 0.0  # learning rate then
 
     def advance(self, learnt: int, per_epoch: int) -> None:
         """Count one step that trained on `learnt` predictions."""
@@ -100,8 +87,8 @@ def save(
 
 
 def load(accelerator: Accelerator, path: Path) -> None:
-    """Restore the prepared heads and optimisers from a checkpoint of any number of ranks; ranks that it does not have
-    keep their RNG state."""
+    """Restore the prepared heads and optimisers from a checkpoint of any number of ranks; additional ranks keep their
+    RNG state."""
 
     def rename(models: list[nn.Module], folder: str) -> None:
         """Load weights here if their names lack, or have, the DDP prefix."""
@@ -122,30 +109,21 @@ def load(accelerator: Accelerator, path: Path) -> None:
     hook.remove()
 
 
-def fits(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a step reads as many batches under `settings` as under a checkpoint's settings `kept`."""
-    if kept.get(PROCESSES) == settings.get(PROCESSES):
-        return kept.get(ACCUMULATION) == settings.get(ACCUMULATION)
-    before, now = batches_of_step(kept), batches_of_step(settings)
-    return before is not None and before == now
-
-
-def batches_of_step(settings: Mapping[str, Any]) -> int | None:
-    """Number of batches per optimiser step over all ranks; None if the settings lack it."""
-    ranks, each = settings.get(PROCESSES), settings.get(ACCUMULATION)
-    return None if ranks is None or each is None else int(ranks) * int(each)
+def batches_of_step(settings: Mapping[str, Any]) -> int:
+    """Number of batches per optimiser step over all ranks; 0 if the settings lack it."""
+    return int(settings.get(PROCESSES, 0)) * int(settings.get(ACCUMULATION, 0))
 
 
 def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, TrainerState] | None:
     """Find the newest complete checkpoint, if any; truncated ones are skipped with a warning.
 
     Raises:
-        UserError: its settings differ, other than in how the batches of a step are spread (see `fits`).
+        UserError: its settings differ, other than in how the batches of a step are spread (see `batches_of_step`).
     """
     for path in _newest_first(folder):
         manifest = _manifest(path)
         if manifest is None:
-            warn(f"The checkpoint {path} is cut short; falling back to the one before it.")
+            warn(f"The checkpoint {path} is cut short; falling back to the previous one.")
             continue
         _check_same_settings(folder.parent, manifest["settings"], settings)
         return path, TrainerState(**manifest["standing"])
@@ -153,8 +131,8 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
 
 
 def wait_for(path: Path, trainer_state: TrainerState) -> None:
-    """Wait until this rank sees the complete checkpoint that the main rank chose. A network disk may lag, and meanwhile
-    show a replaced one of the same step."""
+    """Wait until this rank sees the checkpoint that the main rank chose: a network disk may lag, or show a replaced one
+    of the same step."""
     end, standing = monotonic() + _SEEN_WITHIN, dataclasses.asdict(trainer_state)
     while (_manifest(path) or {}).get("standing") != standing:
         if monotonic() > end:
@@ -167,33 +145,19 @@ def wait_for(path: Path, trainer_state: TrainerState) -> None:
 
 def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise a UserError if settings differ, other than in how the batches of a step are spread over ranks."""
-    spread = {PROCESSES, ACCUMULATION} if fits(kept, settings) else set()
+    spread = {PROCESSES, ACCUMULATION} if batches_of_step(kept) == batches_of_step(settings) else set()
     for key in [key for key in settings if key not in spread]:
         if not (differing := _differing(key, kept.get(key), settings[key])):
             continue
         name, was, wanted = differing[0]
         more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
         remedy = "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME)."
-        raise UserError(
-            f"The run in {run} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.",
-            _other_processes(kept, settings) if key == PROCESSES else remedy,
-        )
-
-
-def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Remedy for a changed number of ranks."""
-    batches, ranks = batches_of_step(kept), int(settings[PROCESSES])
-    if batches is None or batches % ranks:
-        return f"Start {kept.get(PROCESSES)} processes, or begin anew in another folder of runs."
-    return (
-        f"Set {ACCUMULATION}={batches // ranks}, so that a step reads as many batches, or start "
-        f"{kept[PROCESSES]} processes."
-    )
-
-
-def restore_best(path: Path, best: Path) -> None:
-    """Replace the folder `best` by a checkpoint's best heads."""
-    link_into_run(path / BEST, best)
+        if key == PROCESSES:
+            batches, rest = divmod(batches_of_step(kept), wanted)
+            remedy = f"Start {was} processes, or begin anew in another folder of runs."
+            if batches and not rest:
+                remedy = f"Set {ACCUMULATION}={batches} for the same batches per step, or start {was} processes."
+        raise UserError(f"The run in {run} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.", remedy)
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:

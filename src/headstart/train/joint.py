@@ -33,18 +33,14 @@ from headstart.recipes.sections import TrainSection
 from headstart.replay.patch import FINAL
 from headstart.support.files import write_atomic, write_json
 
-_ROWS = 512
-"""Positions per chunk of full-vocabulary logits."""
+_ROWS = 512  # positions per chunk of full-vocabulary logits
 
 
 class Drift:
-    """Divergence of the adapted target from the original, summed over batches.
-
-    Attributes:
-        sums: float64: KL in nats, negative log-likelihoods without and with the adapter, token count.
-    """
+    """Divergence of the adapted target from the original, summed over batches."""
 
     def __init__(self, device: torch.device) -> None:
+        # KL in nats, negative log-likelihoods without and with the adapter, token count.
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
 
     @property

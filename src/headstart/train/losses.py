@@ -6,7 +6,7 @@ probability of a sampled draft under lossless verification. `train/summing.py` s
 
 Position weights scale each prediction's loss and carry no gradient. A draft starts at an origin and takes up to K
 steps; a step matters only if all earlier ones were accepted. Each rule maps the origins of the steps' predictions to
-one weight per prediction. On a draft of three steps, the second of which shares no mass with the target:
+one weight per prediction. Example: a draft of three steps with no shared mass at the second step.
 
 >>> origins = [torch.tensor([7])] * 3
 >>> alphas = [torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0])]

@@ -12,8 +12,7 @@ from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
-_SAME_REQUEST = 1.0
-"""Seconds during which repeated signals count as one."""
+_SAME_REQUEST = 1.0  # seconds during which repeated signals count as one
 
 
 def keep_freed_memory() -> bool:
@@ -29,7 +28,7 @@ def keep_freed_memory() -> bool:
 
 
 class Interrupt:
-    """A context in which the first SIGINT, SIGTERM or SIGUSR1 only sets `asked`; a later one raises KeyboardInterrupt.
+    """A context that sets `asked` at the first SIGINT, SIGTERM or SIGUSR1, and raises KeyboardInterrupt at a later one.
 
     SIGUSR1 is for schedulers: launchers kill their processes half a minute after SIGTERM, but ignore SIGUSR1, which
     leaves time for a checkpoint. Launchers also forward Ctrl-C, hence the grace period of `_SAME_REQUEST`. A no-op

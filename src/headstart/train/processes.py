@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
@@ -20,10 +20,8 @@ from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
 from headstart.support.terminal import complain, explained
 
-_SPEAKERS = "headstart/speakers"
-"""Key in the distributed store: number of ranks with an error to report."""
-_PATIENCE = 10.0
-"""Seconds that the main rank, which may host the store, waits for other ranks."""
+_SPEAKERS = "headstart/speakers"  # key in the distributed store: number of ranks with an error to report
+_PATIENCE = 10.0  # seconds for which the main rank, which may host the store, waits for other ranks
 _MEETING = timedelta(seconds=30)
 LOST_CONTACT = (
     "Another process of this training has ended.",
@@ -88,19 +86,11 @@ def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accel
     return accelerator
 
 
-def on_device(device: torch.device) -> Any:
-    """A context that makes this GPU current; a no-op for other devices."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def describe_processes(accelerator: Accelerator) -> str:
     """Log line on the ranks; a launcher may silently start fewer than requested."""
-    ranks = accelerator.num_processes
-    precision = accelerator.mixed_precision.replace("no", "float32")
-    return (
-        f"Training on {ranks} process{'es' if ranks > 1 else ''} ({accelerator.device.type}, {precision}, "
-        f"{torch.get_num_threads()} CPU threads each)."
-    )
+    ranks, precision = accelerator.num_processes, accelerator.mixed_precision.replace("no", "float32")
+    how = f"{accelerator.device.type}, {precision}, {torch.get_num_threads()} CPU threads each"
+    return f"Training on {ranks} process{'es' if ranks > 1 else ''} ({how})."
 
 
 @contextmanager

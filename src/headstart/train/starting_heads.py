@@ -69,8 +69,8 @@ def build_heads(
 
 @torch.no_grad()
 def take_over(heads: DraftHead, earlier: DraftHead) -> str:
-    """Copy tensors of `earlier` with equal name and shape into `heads`, in place; of tables over draft vocabularies of
-    different sizes, the rows of common tokens. Returns a summary phrase; a UserError if nothing fits."""
+    """Copy tensors of `earlier` with equal name and shape into `heads`, in place. Tables over draft vocabularies of
+    different sizes get the rows of common tokens. Returns a summary phrase; a UserError if nothing fits."""
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
     ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
     theirs_C = torch.searchsorted(theirs_D, ours_D[ours_C])
@@ -91,12 +91,12 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
             rows += 1
     if not complete + rows:
         raise UserError(
-            f"None of the {len(given) - 1} tensors of these {earlier.family} heads has a name and shape of the "
-            f"{heads.family} heads to train.",
+            f"None of the {len(given) - 1} tensors of these {earlier.family} heads matches the {heads.family} heads to "
+            "train in name and shape.",
             "Start from heads of the same family and width, or set train.start_from=null.",
         )
     by_token = f" ({rows} of them for {len(ours_C)} common draft tokens)" if rows else ""
-    return f"{complete + rows} of {len(state)} tensors are those of earlier {earlier.family} heads{by_token}"
+    return f"copied {complete + rows} of {len(state)} tensors from the earlier {earlier.family} heads{by_token}"
 
 
 def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
@@ -110,7 +110,7 @@ def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
         )
     if store.target_fingerprint not in (None, target.identity().fingerprint):
         raise UserError(
-            f"The states in {store.folder} are those of another model than {target.name}.",
+            f"The states in {store.folder} were written by another model than {target.name}.",
             "Train for the model that wrote the data, or build the data again in another --run-dir.",
         )
 
@@ -123,7 +123,7 @@ def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
         raise UserError(
             f"train.lora_rank adapts earlier heads as they are, and heads.{key} is {ours[key]!r} where they have "
             f"{theirs.get(key)!r}.",
-            "Take the recipe that they were trained with, or set train.lora_rank=0: what fits is then taken over.",
+            "Use the recipe of the earlier heads, or set train.lora_rank=0 to copy only matching tensors.",
         )
 
 

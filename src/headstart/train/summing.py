@@ -29,19 +29,16 @@ from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
-_BLOCK = {"cpu": 1 << 24}
-"""Logits per block, 32 MB of bfloat16 on a CPU."""
+_BLOCK = {"cpu": 1 << 24}  # logits per block, 32 MB of bfloat16 on a CPU
 _BLOCK_ELSEWHERE = 1 << 27
-_BLOCK_ROWS = 512
-"""Minimum rows of a block: each block reads the LM head and accumulates its gradient once."""
+_BLOCK_ROWS = 512  # minimum rows of a block: each block reads the LM head and accumulates its gradient once
 _CHUNK = {"cpu": 1 << 19}
 """Logits per loss evaluation: they fit a CPU's cache (2 MB of float32); elsewhere it only bounds memory."""
 _CHUNK_ELSEWHERE = 1 << 26
 _TABLE = {"cpu": 1 << 28}
 """Largest stored table of teacher logits, 512 MB of bfloat16 on a CPU; beyond, they are computed on demand."""
 _TABLE_ELSEWHERE = 1 << 30
-_DRAWN = 0.2
-"""Fraction of the loss tokens sampled from the unlikely ones."""
+_DRAWN = 0.2  # fraction of the loss tokens sampled from the unlikely ones
 _SAMPLED, _ENOUGH = 4, 512
 """Stride of the positions that choose the loss tokens, reduced to keep at least `_ENOUGH` of them."""
 

@@ -23,8 +23,7 @@ from headstart.train.machine import keep_freed_memory
 from headstart.train.processes import count_processes
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-_SHARE = 0.25
-"""Limit of cached blocks, as a fraction of free memory, over all processes."""
+_SHARE = 0.25  # limit of cached blocks, as a fraction of free memory, over all processes
 
 
 @contextmanager

@@ -26,8 +26,7 @@ from headstart.support.files import read_json, write_json
 
 _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
 """Packages of each tracker; any one suffices."""
-RUN_ID = "tracker.json"
-"""File in a training's folder with its run id, by tracker."""
+RUN_ID = "tracker.json"  # file in a training's folder with its run id, by tracker
 _WITH_ID = ("wandb", "trackio")
 _WANDB_SAYS = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"}
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headstart.data.states.store import States
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch
+from headstart.heads.base import HeadBatch
 from headstart.heads.io import save_heads
 from headstart.heads.settings import Role
 from headstart.model.frozen import FrozenModel
@@ -34,6 +34,7 @@ from headstart.model.model import Target
 from headstart.model.teacher import TeacherModel
 from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
+from headstart.support.artifacts import link_into_run
 from headstart.support.files import need_disk, read_jsonl, size, write_json, write_jsonl
 from headstart.support.terminal import format_seconds, progress_bar
 from headstart.train import checkpoint
@@ -59,7 +60,6 @@ from headstart.train.processes import (
     describe_processes,
     is_main,
     make_accelerator,
-    on_device,
     raise_on_all_ranks,
 )
 from headstart.train.starting_heads import build_heads, check_store
@@ -73,8 +73,8 @@ from headstart.train.wrapped import LowRank, Unrolled
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Folders of the best heads (by predicted tokens per round) and the last ones, for `heads.io.load_heads`; the best
-    ones' metrics, and the fraction of the validation answers covered by the draft vocabulary."""
+    """Folders of the best heads (by predicted tokens per round) and of the last, and metrics of the best. `coverage` is
+    the fraction of the validation answers in the draft vocabulary."""
 
     heads_folder: Path
     last_folder: Path
@@ -102,7 +102,7 @@ def train(
     if recipe.train.joint.rank:
         assert isinstance(target, Target), "checked above"
         joint = Joint(target, recipe.train)
-    with on_device(target.device):
+    with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
         accelerator = make_accelerator(recipe, target, folder)
         log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
         try:
@@ -137,7 +137,9 @@ class _Trainer:
         self.loss = LOSSES[self.section.loss]
         set_seed(self.section.seed)
         with raise_on_all_ranks():
-            self.heads = self._build_heads()
+            self.heads = build_heads(recipe, target, self.store, log.say)
+            self.heads.gradient_checkpointing = self.section.gradient_checkpointing
+            check_store(self.valid_store, target, self.heads)
             self.coverage = draftable_share(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
             copies = 4 * (self.section.keep_checkpoints + 1)
             needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
@@ -168,17 +170,12 @@ class _Trainer:
         self.teacher = Teacher(target, self.heads.draft_to_target_D, self.section.loss_tokens)
         self.order = Order(self.store, self.section, self.rank, self.ranks)
         self.valid = self._validation_batches()
+        self.budget = [self.section.steps, self.section.minutes, self.section.epochs]
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
         self.trainer_state = TrainerState()
         self.seconds_before = self.grad_norm = 0.0
         self.drift = Drift(accelerator.device)
         self.records: list[dict[str, Any]] = []
-
-    def _build_heads(self) -> DraftHead:
-        heads = build_heads(self.recipe, self.target, self.store, self.log.say)
-        heads.gradient_checkpointing = self.section.gradient_checkpointing
-        check_store(self.valid_store, self.target, heads)
-        return heads
 
     def _settings(self) -> dict[str, Any]:
         """Settings that must match to resume from a checkpoint."""
@@ -347,7 +344,7 @@ class _Trainer:
             self.log.say(f"{state.skipped} of {state.step} steps had no predictions to learn from and were skipped.")
         best = next(row for row in self.records if row["step"] == state.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", state.step, best, self.coverage)
-        with self._whole_heads():
+        with self._merged():
             self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
             write_json(
@@ -369,8 +366,7 @@ class _Trainer:
     # -- validation ----------------------------------------------------------------------------------------------
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """This rank's validation batches, with the target's greedy choices. Their states, which are much larger, are
-        read again in each validation."""
+        """Return this rank's validation batches with the target's greedy choices; states are read again each time."""
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
         batches_here = share(batches, self.rank, self.ranks)
         self.idle = len(share(batches, 0, self.ranks)) - len(batches_here)
@@ -379,20 +375,20 @@ class _Trainer:
         return chosen
 
     def _wait_for_others(self) -> None:
-        """Join the collective reads of other ranks' last batches, for no conversation."""
+        """Join the collective reads of other ranks' last batches, with no conversations."""
         for _ in range(self.idle):
             self.valid_store.samples([])
 
-    def _validate(self, display: Display, losses: list[float] | None) -> None:
-        """Validate the heads, record it, and save them if they are the best so far; empties `losses`."""
-        with self._whole_heads():
-            self._judge(display, losses)
-
-    def _whole_heads(self) -> AbstractContextManager[None]:
+    def _merged(self) -> AbstractContextManager[None]:
         """A context with low-rank updates merged into the heads, for validation and saving."""
         return nullcontext() if self.low_rank is None else self.low_rank.merged()
 
-    def _judge(self, display: Display, losses: list[float] | None) -> None:
+    def _validate(self, display: Display, losses: list[float] | None) -> None:
+        """Validate the heads, record it, and save them if they are the best so far; empties `losses`."""
+        with self._merged():
+            self._validate_merged(display, losses)
+
+    def _validate_merged(self, display: Display, losses: list[float] | None) -> None:
         self.model.eval()
         tally = Tally(self.heads.draft_steps, self.accelerator.device)
         with torch.no_grad():
@@ -485,14 +481,10 @@ class _Trainer:
         ours = self.accelerator.reduce(mine.to(self.accelerator.device), "sum").tolist()
         return int(ours[0]), ours[1], ours[2] > 0
 
-    @property
-    def _budget(self) -> list[float | None]:
-        return [self.section.steps, self.section.minutes, self.section.epochs]
-
     def _save(self) -> None:
         state, keep = self.trainer_state, self.section.keep_checkpoints
         # The clock decides whether another checkpoint is due at the end: all ranks must use the same one.
-        state.elapsed, state.budget = self._agree(0, False)[1], self._budget
+        state.elapsed, state.budget = self._agree(0, False)[1], self.budget
         folder, best = self.folder / "checkpoints", self.folder / "best"
         checkpoint.save(self.accelerator, folder, state, self.settings, best, keep=keep)
 
@@ -503,12 +495,12 @@ class _Trainer:
         state = self.trainer_state
         checkpoint.load(self.accelerator, path)
         self.seconds_before = state.elapsed
-        if state.budget and state.budget != self._budget:
+        if state.budget and state.budget != self.budget:
             state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
         with raise_on_all_ranks():
             rows = list(read_jsonl(self.folder / "metrics.jsonl")) if self.accelerator.is_main_process else []
         self.records = broadcast_from_main([row for _, row in rows if row["step"] <= state.step])
         if self.accelerator.is_main_process:  # discard records after the checkpoint
-            checkpoint.restore_best(path, self.folder / "best")
+            link_into_run(path / checkpoint.BEST, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)
         self.log.say(f"Continuing from step {state.step} ({format_seconds(state.elapsed)} spent).")

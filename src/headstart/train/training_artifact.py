@@ -6,7 +6,6 @@ shorter one, which keeps its own heads.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +21,7 @@ from headstart.support.artifacts import Artifact, artifact, link_into_run, relat
 from headstart.support.files import file_hash, read_json
 from headstart.train import checkpoint
 
-RESULT = "result.json"
-"""Written last; marks a finished training."""
+RESULT = "result.json"  # written last; marks a finished training
 _VERSION = 2  # Muon changes matrices in turns
 _ACCUMULATION = "gradient_accumulation_steps"
 
@@ -48,8 +46,8 @@ def finished(folder: Path) -> bool:
 
 
 def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
-    """Seed a training without checkpoints with the newest one of trainings that differ only by a smaller budget, or by
-    the number of ranks with as many batches per step."""
+    """Seed a training without checkpoints with the newest checkpoint of trainings that differ only by a smaller budget,
+    or by the number of ranks at equal batches per step."""
     checkpoints = of.folder / "checkpoints"
     if checkpoint.find(checkpoints, {}, lambda _: None) is not None:
         return
@@ -57,12 +55,12 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
     candidates = []
     for other in relatives(of, _without_accumulation):
         newest = checkpoint.find(other.folder / "checkpoints", {}, lambda _: None)
-        if newest is None or not (other.folder / "metrics.jsonl").is_file():
-            continue
-        path, trainer_state = newest
-        within = _within(other.identity["amount"], of.identity["amount"])
-        if within and checkpoint.fits(read_json(path / checkpoint.MANIFEST)["settings"], settings):
-            candidates.append((trainer_state.step, path, other.base == of.base))
+        has_metrics = (other.folder / "metrics.jsonl").is_file()
+        if newest and has_metrics and _within(other.identity["amount"], of.identity["amount"]):
+            path, trainer_state = newest
+            kept = read_json(path / checkpoint.MANIFEST)["settings"]
+            if checkpoint.batches_of_step(kept) == checkpoint.batches_of_step(settings):
+                candidates.append((trainer_state.step, path, other.base == of.base))
     if not candidates:
         return
     _, path, only_shorter = max(candidates, key=lambda candidate: candidate[0])
@@ -86,9 +84,8 @@ def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
     >>> _within({"steps": None, "minutes": 5, "epochs": 50}, {"steps": 100, "minutes": 6, "epochs": 50})
     False
     """
-
-    sizes = ((math.inf if value is None else value for value in (shorter.get(key), longer[key])) for key in longer)
-    return all(less <= more for less, more in sizes)
+    pairs = [(shorter.get(key), longer[key]) for key in longer]
+    return all(more is None or (less is not None and less <= more) for less, more in pairs)
 
 
 def weights_hash(folder: str | None) -> str | None:

@@ -13,8 +13,7 @@ from headstart.train.batches import Batch
 from headstart.train.validation import Validation
 
 FILE = "log.txt"
-_EVERY = 60.0
-"""Seconds between progress lines, without a terminal and in the log file."""
+_EVERY = 60.0  # seconds between progress lines, without a terminal and in the log file
 
 
 class Log:
@@ -30,8 +29,7 @@ class Log:
 
     def __enter__(self) -> Log:
         waiting, self._waiting = self._waiting or [], None
-        for line in waiting:
-            self._write(line)
+        self._write("".join(waiting))
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:

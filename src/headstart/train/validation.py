@@ -21,11 +21,9 @@ from headstart.model.frozen import FrozenModel
 from headstart.replay.patch import FINAL
 from headstart.train.summing import logits_by_block, positions_before_answers
 
-TOPS = (1, 4, 8)
-"""Top-k accuracies counted."""
+TOPS = (1, 4, 8)  # top-k accuracies counted
 
-_ROWS = 512
-"""Positions per chunk of full-vocabulary logits."""
+_ROWS = 512  # positions per chunk of full-vocabulary logits
 
 
 @dataclass(frozen=True)
@@ -67,13 +65,10 @@ def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
 
 
 class Tally:
-    """Counts of one validation in one tensor, for reduction over ranks.
-
-    Attributes:
-        counts_KC: float64 [K, 2 + len(TOPS)]: predictions, drafts correct up to this step, hits by `TOPS`.
-    """
+    """Counts of one validation in one tensor, for reduction over ranks."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
+        # By column: predictions, drafts correct up to this step, hits by `TOPS`.
         self.counts_KC = torch.zeros(steps, 2 + len(TOPS), dtype=torch.float64, device=device)
 
     @torch.no_grad()
