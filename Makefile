@@ -45,6 +45,8 @@ check: $(VENV)/.dev
 	  printf '%7d %s\n' "$$(find $$room $$([ $$room = . ] && echo -maxdepth 1) -name '*.py' | xargs cat | wc -l)" "$$room"; \
 	done | sort -rn
 	@printf '%7d in all\n' "$$(find src -name '*.py' | xargs cat | wc -l)"
+	@echo "Sentences that may need a second reading, of each room (--list shows them):"
+	@$(BIN)/python docs/tools/prose.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -130,8 +130,8 @@ def commit() -> str | None:
 def command(script: str, arguments: Sequence[str]) -> str:
     """Return the command that repeats a measurement; absolute paths are cut to the file name.
 
-    >>> command("/somewhere/benchmarks/kills.py", ["--out", "out/kills", "/data/asked.jsonl"])
-    'python benchmarks/kills.py --out out/kills asked.jsonl'
+    >>> command("/somewhere/benchmarks/families.py", ["--out", "out/families", "/data/asked.jsonl"])
+    'python benchmarks/families.py --out out/families asked.jsonl'
     """
     words = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
     return shlex.join(["python", "/".join(Path(script).parts[-2:]), *words])

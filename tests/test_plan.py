@@ -381,6 +381,8 @@ class TestByTheConfigAlone:
         answers = (data.conversations + data.validation + data.heldout) * answer_tokens(data.max_new_tokens)
         assert plan.seconds == {"conversations": pytest.approx(answers / 5000, rel=0.01)}
         assert list(plan.memory) == ["train", "eval"], "nothing is written here"
+        ranks = make_plan(quiet(recipe, tmp_path / "none"), 8, prompt_tokens=200, tokens_per_second=5000)
+        assert ranks.seconds == plan.seconds, "the speed is that of all servers together"
 
     def test_a_missing_target_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")

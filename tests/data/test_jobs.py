@@ -19,14 +19,17 @@ from safetensors import safe_open
 
 from headstart.data.conversations.answers import Answers
 from headstart.data.conversations.batch_writer import BatchWriter
+from headstart.data.conversations.batches import CLOCKS
 from headstart.data.conversations.building import ConversationBuild, Splits, build_conversations
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import Capture, StateKind, Work, build_store, compute_states
-from headstart.data.workers import claim, claims, clear_claims
+from headstart.data.workers import claim, claims
+from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 from headstart.replay.patch import FINAL
 from headstart.support.files import write_jsonl
+from headstart.support.lock import locked
 from tests.data.loading import everything
 
 LONG = 60
@@ -76,12 +79,24 @@ def test_the_claim_of_a_killed_process_is_free(tmp_path: Path) -> None:
         assert claim(tmp_path, "a", never) is None
         process.kill()
         process.wait()
-    assert len(claims(tmp_path)) == 1
     with claim(tmp_path, "a", never) or pytest.fail("still claimed"):
-        pass
-    (tmp_path / "b.claim").touch()
-    clear_claims(tmp_path)
-    assert not claims(tmp_path)
+        (tmp_path / "b.claim").touch()
+        assert [lock.name for lock in claims(tmp_path)] == ["a.claim"], "b is nobody's, and deleted"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_of_a_deleted_file_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last holder deleted the file after we opened it, and a third process created another."""
+
+    @contextmanager
+    def replaced(folder: Path, name: str) -> Iterator[Any]:
+        with locked(folder, name=name) as handle:
+            (folder / name).rename(folder / "old")
+            (folder / name).touch()
+            yield handle
+
+    monkeypatch.setattr("headstart.data.workers.locked", replaced)
+    assert claim(tmp_path, "a", never) is None
 
 
 # -- conversations and states ----------------------------------------------------------------------------------------
@@ -234,6 +249,21 @@ def test_a_time_budget_ends_all_processes(tiny_target: Target, tmp_path: Path, m
         together = build_conversations(tiny_target, data, folder)
     assert not raised and len(together.train) == 4
     assert len(list((folder / "batches").glob("*-train.jsonl"))) == 1
+
+
+def test_only_the_holder_of_a_run_records_where_its_time_ended(tiny_target: Target, tmp_path: Path) -> None:
+    data = section(tmp_path, minutes=1e-6)
+    for records, recorded in ((False, False), (True, True)):
+        ConversationBuild(tiny_target, data, tmp_path / "data").write(records_time=records)
+        assert (tmp_path / "data" / "batches" / CLOCKS).is_file() == recorded
+
+
+def test_a_process_with_other_splits_is_named(tiny_target: Target, tmp_path: Path) -> None:
+    build = ConversationBuild(tiny_target, section(tmp_path), tmp_path / "data")
+    build.folder.mkdir(parents=True)
+    (build.folder / "00000-train.jsonl").touch()
+    with pytest.raises(UserError, match=r"with other settings: .*00000-train\.jsonl is not of heldout"):
+        build.write()
 
 
 def items(target: Target, tmp_path: Path) -> list[Conversation]:

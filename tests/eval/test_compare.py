@@ -146,6 +146,11 @@ def test_every_method_respects_stop_tokens_and_minimum_length(decoder: Decoder) 
     assert [row["divergences"]["count"] for row in results["compare"]] == [0] * 4
 
 
+def test_minimum_length_above_the_warm_up(decoder: Decoder) -> None:
+    options = EvalOptions(max_new_tokens=40, min_new_tokens=38, baselines=False)
+    assert evaluate(decoder, QUESTIONS[:1], options)["settings"]["min_new_tokens"] == 38
+
+
 def test_margins_exclude_forbidden_end_tokens(tiny_target: Target) -> None:
     prompt = [5, 9, 7, 30]
     (plain,) = DecodeLoop(tiny_target).generate([prompt], DecodeOptions(max_new_tokens=12))

@@ -6,10 +6,11 @@ operations of a generation step are too small for many threads.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,9 +22,9 @@ from headstart.support.lock import Busy, locked
 R = TypeVar("R")
 
 _MAX = 2
-"""Each worker has a KV cache and a batch of its own."""
+"""Most workers on a CPU; each has a KV cache and a batch of its own."""
 POLL_SECONDS = 0.2
-"""Interval of looking for the results of other processes."""
+"""Interval of checks for the results of other processes."""
 _CLAIM = ".claim"
 """Suffix of the lock file of an output that a process is writing."""
 
@@ -60,28 +61,30 @@ class Workers:
 
 
 def claim(folder: Path, name: str, is_done: Callable[[], bool]) -> ExitStack | None:
-    """Lock an output until the returned stack is closed; None if it `is_done` or another process has locked it.
+    """Claim an output; closing the returned stack releases it. None if it `is_done` or another process holds it.
 
     The lock of a killed process is released.
     """
     stack, lock = ExitStack(), folder / (name + _CLAIM)
     try:
-        stack.enter_context(locked(folder, name=lock.name))
+        handle = stack.enter_context(locked(folder, name=lock.name))
     except Busy:
         return None
     stack.callback(lock.unlink, missing_ok=True)
-    if lock.exists() and not is_done():  # else its last holder has deleted the file
-        return stack
+    with suppress(FileNotFoundError):  # its last holder may have deleted the file after we opened it
+        if os.path.samestat(os.fstat(handle.fileno()), lock.stat()) and not is_done():
+            return stack
     stack.close()
     return None
 
 
 def claims(folder: Path) -> list[Path]:
-    """List the lock files of claimed outputs, including leftovers of killed processes."""
-    return list(folder.glob(f"*{_CLAIM}"))
-
-
-def clear_claims(folder: Path) -> None:
-    """Delete leftover lock files once all outputs are done."""
-    for lock in claims(folder):
-        lock.unlink(missing_ok=True)
+    """List the lock files of outputs that processes are writing; delete those of killed processes."""
+    held = []
+    for lock in folder.glob(f"*{_CLAIM}"):
+        try:
+            with locked(folder, name=lock.name):
+                lock.unlink(missing_ok=True)
+        except Busy:
+            held.append(lock)
+    return held

@@ -12,9 +12,10 @@ worth its tokens less the plain rounds that fit into its time. "Left" is the mos
    `max_new_tokens`.
 2. A drafted round adds its worth, which may be negative, up to an account of 8 (`_MOST_HELD`). A plain round adds
    1/50 (`SHARE`) / (1 + lost tries), up to 2 or reserve + price, whichever is more.
-3. A try is a drafted round with 4 nodes a row and 3 levels (`_SMALL`), or two while costs are unknown. Its cost is the
-   plain rounds that fit into its time, less the round itself, plus reading the prompt and every plain round since the
-   last draft. Its price is the same, with at most 4 (`_MOST_OF_TRY`) beside the reading.
+3. A try is one drafted round (two while costs are unknown) of 4 nodes a row and 3 levels (`_SMALL`). Its cost, in
+   tokens: the plain rounds that fit into its time, minus one per round, plus the time in which the heads read the text
+   they have not read yet (the prompt at first, then one token per plain round). Its price is the same, with at most 4
+   (`_MOST_OF_TRY`) beside the reading.
 4. The reserve is 2 if the tokens left cannot win back a try: (1 - its round's time in plain rounds / max(2, mean tokens
    a round)) * (left - its rounds) <= cost. This includes costs at which drafting never wins. Otherwise it is 0.
 5. A plan is made when a call starts, when costs become known, and when a try is lost; it fixes price and reserve until
@@ -22,8 +23,8 @@ worth its tokens less the plain rounds that fit into its time. "Left" is the mos
    rounds come first, until the account covers reserve + price. If these are more than half of the tokens left, or any
    while costs are unknown, the call drafts no more; so the first answer of a new loop is plain if a try costs more than
    the stake, as after a long prompt. When sampling or `deterministic`, a reserve ends drafting as well.
-6. A try is lost when a drafted round leaves the account at the reserve or below. The loss counts before the plan is
-   made: rounds of the first pause add 1/100, those of the second 1/150.
+6. A try is lost when a drafted round leaves the account at the reserve or below. The loss is counted first, so plain
+   rounds of the first pause already add 1/100, and of the second 1/150.
 7. After a loss drafting is on trial, with 4 nodes at most, until the account exceeds its value at the start of the
    trial (which resets the lost tries) or the next try is lost. Statistics of promised drafts start anew.
 8. Account, lost tries, mean tokens a round and measured rounds serve later calls of the loop with a similar number of
@@ -32,17 +33,18 @@ worth its tokens less the plain rounds that fit into its time. "Left" is the mos
 So drafting can lose the stake, that share of plain rounds, and eight tokens of its gains.
 
 Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain rounds before it make a
-pair, which shows how wrong the costs are. It must be among the first 4 after them, or the first 24 of a call while its
-kind (trees of its size, or drafts) has fewer than 2 pairs. A draft counts only if it read no more text than usual,
-which the first one does. Rounds that captured a graph for later ones are not timed. A new loop starts with 2 plain
-rounds. Costs are unknown until 2 pairs of drafts exist, for 4 timed and 32 untimed drafted rounds at most: until then
-trees have at most 4 nodes, thresholds are 0, nothing is pruned, and rounds enter the account only afterwards, at the
-corrected costs. From then on trees have at most twice the nodes of the largest size with 2 pairs. Two plain rounds are
-due after 100 drafted ones (200 with 12 pairs of drafts), and after 24 if one of these verified a larger size. A size
-that no round since the last plain ones verified then loses a pair.
+pair, which shows how wrong the costs are. Only the first 4 drafted rounds after plain ones count, or the first 24 of a
+call while their kind (trees of this size, or drafts) has fewer than 2 pairs. A draft counts only if it read no more
+text than usual, which the first one does. Rounds that captured a graph for later ones are not timed. A new loop starts
+with 2 plain rounds. Costs are unknown until 2 pairs of drafts exist, for 4 timed and 32 untimed drafted rounds at most:
+until then trees have at most 4 nodes, thresholds are 0, nothing is pruned, and rounds enter the account only
+afterwards, at the corrected costs. From then on trees have at most twice the nodes of the largest size with 2 pairs.
+Two plain rounds are due after 100 drafted ones (200 with 12 pairs of drafts), and after 24 if one of these verified a
+larger size. Each time plain rounds are measured again, every tree size not verified since the previous ones drops its
+oldest pair.
 
-Rows are weighted by the time that one more token saves. A batch ends with its slowest row: only there a token saves the
-part of a round's cost that all rows share; elsewhere it saves the row's own part.
+A token of a row is worth the time it saves: for the row that ends last, the shared part of a round's cost and the row's
+own; for any other row, its own part only.
 
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
 """
@@ -62,11 +64,12 @@ from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
 _SMALL = 4
-"""Nodes of a row, root included, while drafting is tried. Half of them are assumed accepted until measured."""
+"""Nodes of a row, root included, while drafting is tried. Prior: half of them promised and accepted, so a try is
+expected to emit 2 tokens a round."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
 _SMOOTHING = 1 / 8
-"""Drafts added to both promised and accepted ones, so that a few of them count little."""
+"""Drafts added to both promised and accepted ones, so that a handful of drafts barely moves their ratio."""
 _MOST_HELD = 4 * STAKE
 """Tokens in the account above which drafted rounds add nothing."""
 _MOST_OF_TRY = 2 * STAKE
@@ -74,7 +77,7 @@ _MOST_OF_TRY = 2 * STAKE
 _MOST_OPTIMISM = 1.25
 """Upper bound of accepted / promised drafts, as expected of the next ones."""
 _LOGS = np.log2(np.arange(1, 1025))
-"""log2 of the node counts of a tree."""
+"""log2 of 1 to 1024 nodes."""
 _STAKE_SHARE = 1 / 12
 """Largest stake, as a share of the answer's tokens, without experience of earlier answers."""
 
@@ -217,9 +220,9 @@ class Budget:
         """Acceptance probability at which a node pays, by the mean time of a further node in trees of 4 to 16; `prune`
         decides exactly, afterwards.
 
-        It is not below the measured costs with a common correction: two sizes, each corrected by a few rounds, may
-        differ by nothing, and the heads would then draft until there is no room.
-        """
+        The node time is never below the measured slope, scaled by the 4-node correction. Corrections per size rest on
+        few rounds and can make 4 and 16 nodes look equally fast; nodes would then seem free, and the heads would draft
+        up to the limit."""
         if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
         few, many = 4 * self.rows, 16 * self.rows
@@ -236,7 +239,7 @@ class Budget:
         return self._rate(4 * self.rows) * (self._now.draft(2) - self._now.draft(1)) / self._calibration_factor
 
     def threads_changed(self) -> None:
-        """Compare no later round with a plain one before."""
+        """Forget the plain rounds that were timed with another number of threads."""
         self._experience.rounds.plain = ()
 
     def prune(self, trees: list[Tree]) -> list[Tree]:
@@ -372,7 +375,7 @@ class Budget:
 
     @property
     def _calibration_factor(self) -> float:
-        """Accepted over promised drafts, capped since a lucky run says little of the next drafts."""
+        """Accepted over promised drafts, capped since a lucky run says little about the next drafts."""
         return min(_MOST_OPTIMISM, (self._accepted + _SMOOTHING) / (self._promised + _SMOOTHING))
 
     def _rate(self, tokens: int) -> float:

@@ -36,7 +36,7 @@ class KeptText:
     def prefill(
         self, target: Target, cache: TreeCache, prompt: Sequence[int], aux_layers: Sequence[int]
     ) -> TargetOutput:
-        """As `Target.prefill` of one row with an empty cache, without reading kept tokens again."""
+        """Prefill one row like `Target.prefill`, skipping the kept prefix."""
         before, states = self._go_on(target, cache, prompt, aux_layers)
         out = target.prefill(cache, [prompt[before:]], aux_layers)
         for layer in aux_layers if before else ():

@@ -14,15 +14,15 @@ from math import copysign, log2, sqrt
 STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
 SHARE = 1 / 50
-"""Share of rounds spent on finding out: lost tries while decoding is plain, plain rounds while it drafts."""
+"""Share of rounds spent on exploration: tries during a pause, plain rounds while drafting."""
 LEAST_PAIRS = 2
 """Least pairs that correct a cost, and least plain rounds to compare with: a single one may be disturbed."""
 _MOST_UNLIKE = 32
-"""Number of untypical drafted rounds that ends the search for unknown costs: they count as measured."""
+"""Drafted rounds without a usable time after which the stored costs are trusted."""
 _NEAR = 4
 """Drafted rounds compared with the plain ones before them; later the machine's load may differ."""
 _LATE = 24
-"""The same for a kind that is not known yet, within a call: it may have few rounds."""
+"""The same limit for a kind with too few pairs, if the plain rounds are of this call."""
 _ENOUGH = 12
 """Newest pairs of a kind that are kept; with this many of drafts, plain rounds are due half as often."""
 
@@ -42,7 +42,7 @@ class RoundTimes:
         plain: newest plain rounds in a row, as multiples of their cost.
         fresh: whether these belong to the current call.
         since_plain: drafted rounds since then.
-        wider: whether one of them verified a tree of a size not known yet.
+        wider: whether one of them verified a tree larger than any measured size.
         verified: tree sizes that they verified.
         unlike: untypical drafted rounds in all.
     """

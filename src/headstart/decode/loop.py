@@ -37,7 +37,7 @@ from headstart.tree.tree import Committed, Request, Tree, TreeBatch, union
 
 _NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
 DRAFTER_ERRORS: type[Exception] | tuple[()] = Exception
-"""Exceptions of a drafter that do not end the text."""
+"""A drafter that raises one of these is dropped, and decoding goes on without it."""
 
 
 @dataclass
@@ -92,8 +92,8 @@ class Generation:
         return sum(r.paused for r in self.rounds)
 
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
-        """Append tokens up to the end of the text, also within an accepted path, and set `finish_reason` there. `row`
-        is passed to the caller's own test."""
+        """Append tokens up to the end of the text, which may fall inside an accepted path, and set `finish_reason`
+        there. `row` is passed to the caller's own test."""
         if options.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(target.tokenizer, options.stop_strings, target.markup)
         for token in tokens:
@@ -117,8 +117,8 @@ class Generation:
 OnTokens = Callable[[int, list[int], int], None]
 """Called with (row, new tokens, number of leading ones that were drafts) as soon as they are decided."""
 Check = Callable[[], None]
-"""Called before each forward, also of a piece of a long prompt. To end the decoding it raises a `BaseException` that is
-no `Exception`, since drafter errors are caught."""
+"""Called before each forward, also of a piece of a long prompt. To end the decoding it must raise a `BaseException`
+outside `Exception`, since drafter errors are caught."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Drafter(Protocol):
 
     Attributes:
         aux_layers: layers of the target that provide its hidden states.
-        max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
+        max_nodes: most nodes it proposes, root included; the loop reserves cache for them.
 
     Optional attributes: `draft_share` is the cost of a draft as a share of a plain decoding step (default: the cost
     measured for the heads); `bytes_per_token` the memory it keeps on the target's device per token of a row, drafts
@@ -199,7 +199,7 @@ class DecodeLoop:
         check_on: Check | None = None,
         kept_text: KeptText | None = None,
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths; `kept_text` spares a single one its known beginning.
+        """Decode a batch of tokenised prompts of any lengths; `kept_text` skips the known prefix of a single prompt.
         Batches that do not fit into memory are decoded in halves; each row keeps its number and seed.
 
         Raises:
@@ -269,8 +269,8 @@ class _Batch:
     """Rows that are decoded together: a round drafts, verifies, commits and emits.
 
     Attributes:
-        rows: numbers of the rows still running.
-        running: indices into `rows` that continue after the newest round.
+        rows: numbers of the rows of this round.
+        running: indices into `rows` of texts that have not ended.
         sessions: of the drafters still in use, by their number.
         roots: each row's newest token, which the target has not read yet.
     """
@@ -325,7 +325,7 @@ class _Batch:
         if len(self.running) < len(self.rows):
             self.drop_ended_rows()
         start, captured_before = perf_counter(), captured()
-        # The limit is part of the request: pruning afterwards may depend on drawn tokens, which breaks sampling.
+        # Drafters get the node limit up front: cutting a sampled tree afterwards could depend on its tokens.
         deepest = self.target.deepest(self.cache)
         most = self.max_nodes if deepest is None else min(self.max_nodes, deepest + 1)
         drafting = self.budget.drafts and most > 1 and bool(self.sessions)
@@ -351,7 +351,11 @@ class _Batch:
             self.call.texts[row].rounds.append(Round(tree.size, len(tokens), *ms, tree.depth, paused, tree.likeliest))
 
     def draft(self, max_nodes: int) -> TreeBatch:
-        """Trees of all drafters, joined and pruned to the nodes that pay; the roots alone if there are none."""
+        """Trees of all drafters, joined and pruned; the roots alone if no node pays.
+
+        `reserve` (memory) and `deepest` (target) cap the nodes of a row, `Budget.room` caps them further, drafters stop
+        at the thresholds, and `Budget.prune` decides.
+        """
         request = Request(
             self.budget.room(max_nodes),
             self.budget.threshold,
@@ -366,7 +370,7 @@ class _Batch:
         trees = self.roots.trees
         for number in list(self.sessions):
             trees = self.call_guarded(number, self._join, number, trees, request) or trees
-            if any(tree.drawn for tree in trees):  # one drawn child a node, one draft vocabulary a batch
+            if any(tree.drawn for tree in trees):  # only one drafter may sample: one draft vocabulary a batch
                 request = replace(request, draws=False)
         trees = self.budget.prune(trees)
         return TreeBatch.of(trees, self.target.device) if any(tree.size > 1 for tree in trees) else self.roots

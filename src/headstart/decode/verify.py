@@ -1,15 +1,16 @@
 """Verification: greedy (`Verifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
 
 Sampling on a CPU, or with processors that need the text, walks down the trees of all rows depth by depth and computes
-the target's distribution only at visited nodes. On other devices launches cost more than arithmetic: it draws the next
-token at every node at once, then follows the trees as in greedy verification, with one wait for the device.
+the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, sampling
+draws the next token at every node at once and then follows the trees as in greedy verification, with one device
+synchronisation.
 
 Sampling is lossless when its output, continued by the target alone, is distributed as the target's own text whatever
 was drafted. `tests/reference.py` states the rule for one node; the tests prove it by enumeration and compare this code
-with it. The proof needs of a tree that
+with it. The proof requires that in every tree
 
 - the children of a node hold different tokens;
-- of a node's children at most one is drawn, with noise that nothing else used;
+- of a node's children at most one is drawn, from random numbers used for nothing else;
 - whether a drawn child is kept never depends on which token it holds. It may depend on tokens drawn elsewhere.
 
 Children chosen without randomness may accompany a drawn one, and hold any tokens.

@@ -1,6 +1,6 @@
 """CUDA graphs of draft heads: a level of a tree takes one upload, one launch and one read.
 
-`GraphedHead` defines the captured forwards; buckets, memory and pools come from `target.graphs`. The graph also yields
+`GraphedHead` defines the captured forwards; buckets, memory and pools come from `replay.graphs`. The graph also yields
 the host's input: the best drafts of each node with their log-probabilities.
 
 Shape suffixes: B rows, W nodes of a level, R ranks, D draft vocabulary.

@@ -106,7 +106,8 @@ class Ours:
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int, *, always: bool = False) -> Run:
         """Decode a batch and time it; with `always`, drafting never pauses."""
-        options = replace(self._options, max_new_tokens=max_new_tokens, seed=seed)
+        least = min(self._options.min_new_tokens, max_new_tokens)
+        options = replace(self._options, max_new_tokens=max_new_tokens, min_new_tokens=least, seed=seed)
         if always and options.draft == "auto":
             options = replace(options, draft="on")
         start = perf_counter()

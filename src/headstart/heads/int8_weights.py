@@ -2,7 +2,7 @@
 
 Drafting is bound by memory bandwidth: it reads every weight for a few rows. Int8 with a scale per output halves the
 bytes. Products with many rows (prefill, training) use the full weights, which are faster there. Heads without int8
-weights draft from prepacked weights, as the target does (see `target.prepacked`).
+weights draft from prepacked weights, as the target does (see `kernels.prepacked`).
 
 Shape suffixes: M rows, N outputs, I inputs, K stacked matrices.
 """

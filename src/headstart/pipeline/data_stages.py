@@ -215,13 +215,14 @@ def help_with_data(run: Run, done: set[str]) -> None:
     Requests to servers are limited within one process, so no other process helps with them.
     """
     data, path = run.recipe.data, referred(run.folder, "conversations")
-    if path is not None and not data.server and "conversations" not in done:
-        made = _conversations_artifact(run)
-        if made.folder == path:
-            max_tokens, capture = _limit_and_capture(run)
-            settings = pinned(data, made.identity)
-            ConversationBuild(run.described, settings, path, max_tokens=max_tokens, capture=capture).write()
-            done.add("conversations")
+    if path is None or (made := _conversations_artifact(run)).folder != path:
+        return  # the main process has not come to this recipe's conversations yet
+    if not data.server and "conversations" not in done:
+        max_tokens, capture = _limit_and_capture(run)
+        settings = pinned(data, made.identity)
+        build = ConversationBuild(run.described, settings, path, max_tokens=max_tokens, capture=capture)
+        build.write(records_time=False)
+        done.add("conversations")
     if not data.online and "states" not in done and run.finished_record("conversations") is not None:
         budget = int(data.cache_gigabytes * 1e9)
         kind = StateKind(run.target, tuple(aux_layers(run)), data.states_dtype)

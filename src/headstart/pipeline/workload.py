@@ -40,7 +40,7 @@ _PLAIN, _DRAFTED = 1.75, 0.6
 """Seconds of a report over those of plain decoding: of plain decoding and transformers (plain and lookup, on one prompt
 in four) together, and of each drafter."""
 _TIMED = 32  # forwards timed per width
-_CONVERSATION_BYTES = 21  # per token, as text and as an id, in a part and in a split
+_CONVERSATION_BYTES = 21  # per token, as text and as an id, in a batch and in a split
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,8 @@ class Workload:
         data, lengths, speeds = self.recipe.data, self.lengths, self.speeds
         answers = lengths.answer if lengths.turns else 0.0  # given answers are only read
         written, read = answers + data.self_share * PROMPT_TOKENS, lengths.tokens - answers
-        return count * (written * speeds.written + read * speeds.token) / self.at_once
+        writers = 1.0 if data.server else self.at_once  # the speed of servers is of all together
+        return count * (written * speeds.written / writers + read * speeds.token / self.at_once)
 
     def training(self) -> tuple[float, float]:
         """Return (optimiser steps, seconds), within train.minutes."""

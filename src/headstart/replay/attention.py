@@ -61,7 +61,7 @@ def tree_mask(
     more: bool = False,
 ) -> TreeMask | None:
     """Build the masks of a tree: committed prefix, then the tree's visibility; None if a single token sees everything.
-    B is 1 if all rows have equal lengths, or share a shape. `seen` counts the visible slots, tree included; with
+    An input's B is 1 if all rows agree on it. `seen` counts the visible slots, tree included; with
     `more`, further slots follow the tree."""
     width, device = positions_BT.shape[1], positions_BT.device
     one_length = lengths_B1.shape[0] == 1 and not more
@@ -86,7 +86,7 @@ def tree_mask(
         index_BT = (lengths_B1 + torch.arange(width, device=device)).expand(positions_BT.shape)
         slot_positions_BS.scatter_(1, index_BT, positions_BT)
         near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < window
-        # The root reaches back furthest. Of rows of several lengths the host does not know where theirs stand.
+        # The root's window starts earliest. With unequal lengths the starts are on the device, so all slots stay.
         near = max(0, seen - width - window + 1) if one_length else 0
         sliding = _additive((allowed_BTS & near_BTS)[:, :, near:], dtype)
     return TreeMask(_additive(allowed_BTS, dtype), sliding, near)
@@ -104,9 +104,9 @@ class ForwardContext:
     Attributes:
         mask: None for a causal forward, or a single token that sees everything.
         aux_layers: layers to capture; their hidden states go to `states`.
-        ends_BT: per token, the text length when a plain loop would have read it; None if unused.
+        ends_BT: per token, the text length in plain decoding, the token included; None if unused.
         ends: minimum and maximum of `ends_BT`.
-        causal: whether the tokens are the end of one text.
+        causal: whether the tokens are the last of one text, so that a causal mask suffices.
         bits: whether a row must be batch-invariant (see `Target.exact`).
         int8: whether products are in 8 bits (see `Target.in_int8`).
         slots_B: visible slots per row, new tokens included, if `cpu_attention` serves the forward.
@@ -138,7 +138,7 @@ _THREAD = threading.local()
 
 
 def current_forward() -> ForwardContext | None:
-    """Return this thread's headstart forward; None in any other call of the model."""
+    """Return this thread's forward; None outside headstart's forwards."""
     return getattr(_THREAD, "forward", None)
 
 
@@ -197,7 +197,7 @@ def tree_attention(
         return forward.recording.attend(query, key, value, scores, sliding_window is not None), None
     expected = None if forward.mask is None else forward.mask.full_B1TS.shape
     if expected != (None if attention_mask is None else attention_mask.shape):
-        raise RuntimeError("this model rewrites the attention mask on its way to the layers")
+        raise RuntimeError("this model changes the attention mask before its layers")
     return attend(forward, query, key, value, scores, sliding_window is not None), None
 
 

@@ -2,7 +2,7 @@
 
 There is one graph per bucket: rows and visible slots in powers of two, widths of `WIDTHS`, and the captured layers.
 Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
-Padding is read like a node and never looked at.
+Padding nodes are computed and their outputs ignored.
 
 Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `Captures`
 also serves the graphs of draft heads (see `drafters.captured`).

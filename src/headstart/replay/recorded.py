@@ -3,8 +3,8 @@
 The recording (see `tape`) covers one text. A batch is replayed as a single row, since only attention mixes tokens; it
 restores the batch shape and writes to the cache. Operators are rewritten where that pays (see `rewrites`).
 
-A model that cannot be recorded, or that replays to other logits, runs through its modules; `Target.eager` gives the
-reason. So do long texts, except in 8 bits. On a GPU, trees run as CUDA graphs of the replay (see `graphs`).
+A model that cannot be recorded, or whose replay gives different logits, runs through its modules; `Target.eager` gives
+the reason. So do long texts, except in 8 bits. On a GPU, trees run as CUDA graphs of the replay (see `graphs`).
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """
@@ -147,7 +147,7 @@ class Replay:
 
     def serves(self, tokens: int, bits: bool) -> bool:
         """Whether to replay a forward of `tokens` in total."""
-        # Modules are not bit-exact. In 8 bits every forward is replayed, so that weights have one copy.
+        # Modules are not bit-exact. Targets in 8 bits always replay, so that only the 8-bit copy is kept.
         return bits or self._int8 or tokens <= MAX_ROWS
 
     def _why_it_rounds(self) -> str | None:

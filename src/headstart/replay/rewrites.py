@@ -1,7 +1,7 @@
 """Rewrite a recorded graph into faster equivalents (see `recorded`).
 
-- Linear layers on the same input become one product with prepacked weights (see `products`). It takes along an RMS
-  norm before, and a gate or a sum after it.
+- Linear layers on the same input become one product with prepacked weights (see `products`). An RMS norm before it and
+a gate or residual sum after it are fused in.
 - Rotary positions swap halves in one operator; the sign moves into the table of sines.
 - The scale of an RMS norm takes three operators on the input instead of six on a float32 copy; on a GPU, where launches
   dominate, a norm is one operator.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -239,7 +239,12 @@ class JoinedAttention:
 
 def normed(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     """RMS norm of x [.., I], rounded before the weight is applied."""
-    return weight_I * (x * inverse_rms(x, torch.tensor(eps))).to(x.dtype)
+    return weight_I * (x * inverse_rms(x, _scalar(eps))).to(x.dtype)
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value)
 
 
 def gated(both: Tensor) -> Tensor:

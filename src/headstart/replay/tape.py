@@ -110,7 +110,9 @@ class _Recorder(TorchFunctionMode):
 
     def note(self, function: Any, args: Any, result: Any) -> None:
         """Record a call."""
-        encoded = _mapped(self._source, args)  # before `_new`: in-place results replace their argument
+        encoded = _mapped(
+            self._source, args
+        )  # encoded before `_new`: an in-place result is the same tensor as its argument
         self.calls.append(_Call(function, encoded, _mapped(self._new, result)))
 
     def _source(self, value: Any) -> Any:

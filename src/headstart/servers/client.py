@@ -249,14 +249,18 @@ class Pool:
                 question = self._waiting.popleft()
             question()
 
-    def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T:
+    def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T | Refused:
         tries, most = 0, TRIES * len(self._endpoints)
         while True:
             answered_before = self._answered
             endpoint = self._next(stop)
             began = monotonic()
+            answer: T | Refused
             try:
-                answer = ask(endpoint)
+                try:
+                    answer = ask(endpoint)
+                except Refused as refusal:  # an answer of a working server
+                    answer = refusal
             except RetryableError as problem:
                 tries += 1
                 with self._lock:

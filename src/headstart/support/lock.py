@@ -34,11 +34,11 @@ class Busy(UserError):
 @contextmanager
 def locked(
     folder: Path, remedy: str = "Wait for it, or choose another --run-dir.", name: str = "lock"
-) -> Iterator[None]:
-    """Lock a folder, or an output in it by `name`; the system releases the lock when the process ends.
+) -> Iterator[TextIO]:
+    """Lock a folder, or an output in it by `name`, and yield the lock file.
 
-    Without file locks, a file `lock.held` names the process; if that is killed, another one on the same machine takes
-    the file over.
+    The system releases the lock when the process ends. Without file locks, a file `lock.held` names the process; if
+    that is killed, another one on the same machine takes the file over.
 
     Raises:
         Busy: another process holds it.
@@ -62,13 +62,13 @@ def locked(
         if has_locks:
             handle.truncate(0)
             print(_here(), file=handle, flush=True)
-            yield
+            yield handle
             handle.truncate(0)
             return
         mark = folder / f"{name}.held"
         _claim(mark, folder, remedy)
         try:
-            yield
+            yield handle
         finally:
             mark.unlink(missing_ok=True)
 

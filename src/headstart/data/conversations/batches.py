@@ -118,7 +118,7 @@ def write_split(file: Path, folder: Path, chosen: Sequence[Written]) -> None:
 
 
 class TimeBudget:
-    """Time budget for a run's training conversations; None `minutes` is unlimited.
+    """Time budget for a run's training conversations; `minutes=None` means no limit.
 
     `file` records the number of batches at which a budget was spent, so that the same budget ends there again.
     """

@@ -1,8 +1,8 @@
 """On-policy conversations: prompts answered by the target itself.
 
 Each numbered batch is written atomically and seeded by its number, so a resumed run matches an uninterrupted one.
-Batches are append-only: more conversations add batches, fewer use the first ones. Prompts with the same opening (system
-message, tools, first turn) go to the split of the first batch that contains one.
+Batches are append-only: asking for more adds batches; asking for fewer uses the first ones. Prompts with the same
+opening (system message, tools, first turn) go to the split of the first batch that contains one.
 
 Every process of a run makes the same plan, since a batch's prompts and size do not depend on timing. Each claims the
 first batch that no other process has claimed, and writes it; the batch of a killed process can be claimed again.
@@ -37,7 +37,7 @@ from headstart.data.conversations.records import Conversation, read_conversation
 from headstart.data.prompts.loading import OTHER_SPLIT, LeftOut, Prompts, load_prompts
 from headstart.data.prompts.overlap import prompt_key
 from headstart.data.prompts.shapes import Prompt
-from headstart.data.workers import POLL_SECONDS, Workers, claim, claims, clear_claims
+from headstart.data.workers import POLL_SECONDS, Workers, claim, claims
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
@@ -100,7 +100,7 @@ def build_conversations(
     if console is not None:
         for notice in build.notices():
             tell(console, f"    {notice}")
-    clear_claims(build.folder)
+    claims(build.folder)  # deletes those of killed processes
     for split, conversations in build.kept.items():
         write_split(folder / f"{split}.jsonl", build.folder, conversations)
     counts = {split: len(conversations) for split, conversations in build.kept.items()}
@@ -154,8 +154,8 @@ class ConversationBuild:
         both.add_all(self._left_out)
         return both
 
-    def write(self, console: Console | None = None) -> None:
-        """Write the missing batches of all splits, beside other processes."""
+    def write(self, console: Console | None = None, records_time: bool = True) -> None:
+        """Write the missing batches of all splits, beside other processes; one of them `records_time`."""
         wanted, answer_tokens, started = sum(self.counts.values()), 0, time.perf_counter()
         with progress_bar(console, "conversations", total=wanted) as bar:
             for split, count in self.counts.items():
@@ -171,7 +171,8 @@ class ConversationBuild:
                     if is_new and self.writer.requests:
                         note = f"{note}, {self.writer.requests} requests at a time"
                     bar.update(done, max(done, total), note=note)
-                clock.stop()
+                if records_time:
+                    clock.stop()
                 self._time_is_up |= clock.ended
 
     def keep(self, split: str, batch: ConversationBatch) -> None:
@@ -257,7 +258,7 @@ class _SplitWriter:
         self._pending, self._running = deque[_Planned](), dict[int, Future[None]]()
         self._number = self._start = 0  # of the next batch: its number, and its first given prompt
         self._last = max(build.existing, default=-1)
-        # Reached only if batches yield nothing new.
+        # Give up after this many batches: reached only if they yield nothing new.
         self._most = self._last + 21 + 10 * count // build.settings.batch_size
         self._is_ended = False
 
@@ -268,9 +269,10 @@ class _SplitWriter:
             while build.missing(self._split) > 0:
                 for number in [number for number, future in running.items() if future.done()]:
                     running.pop(number).result()
-                if pending and (pending[0].batch is not None or pending[0].file.is_file()):
+                if pending and (pending[0].batch is not None or self._exists(pending[0])):
                     planned = pending.popleft()
                     batch = planned.batch or ConversationBatch.read(planned.file)
+                    self._start = max(self._start, batch.prompts[1])  # another process may have another batch size
                     if not self._clock.takes(batch, is_new=planned.batch is None):
                         return
                     build.keep(self._split, batch)
@@ -285,7 +287,8 @@ class _SplitWriter:
                     return
 
     def _begin(self, workers: Workers) -> bool:
-        """Begin the first planned batch that no process writes, else plan another; return False if nothing is to do."""
+        """Begin the first planned batch that no process writes, else plan another; return False if there is nothing to
+        do."""
         for planned in self._pending:
             is_missing = planned.batch is None and planned.number not in self._running
             if is_missing and (held := self._claim(planned)) is not None:
@@ -304,7 +307,17 @@ class _SplitWriter:
         return True
 
     def _claim(self, planned: _Planned) -> ExitStack | None:
-        return claim(self._build.folder, planned.file.name, planned.file.is_file)
+        return claim(self._build.folder, planned.file.name.partition("-")[0], partial(self._exists, planned))
+
+    def _exists(self, planned: _Planned) -> bool:
+        """Whether the batch is written; a UserError if its number is another split's."""
+        files = list(self._build.folder.glob(planned.file.name.partition("-")[0] + "-*.jsonl"))
+        if files and planned.file not in files:
+            raise UserError(
+                f"Another process writes these conversations with other settings: {files[0]} is not of {self._split}.",
+                "End it, then repeat the command.",
+            )
+        return bool(files)
 
     def _submit(self, planned: _Planned, held: ExitStack, workers: Workers) -> None:
         self._running[planned.number] = workers.begin(partial(self._write, planned, held, workers.check))
@@ -340,7 +353,7 @@ class _SplitWriter:
                 size = min(settings.batch_size, self._count + -(-self._count // 8))
             if self._number > self._most if own_share else self._pending and room < settings.batch_size:
                 return None
-            # Fractions accumulate over batches as a function of the number alone, so a resumed run agrees.
+            # Round the running total, not each batch, so that a batch's share depends on its number alone.
             due = own_share * size
             own = int(due * (self._number + 1)) - int(due * self._number)
             later = list[int]()  # first prompts of the batches after a gap

@@ -94,7 +94,7 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read a file of `write_conversations`; a UserError names a malformed line."""
+    """Read a file written by `write_conversations`; a UserError names a malformed line."""
     return list(each_conversation(path))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
 from headstart.data.states.store import FORMAT, MANIFEST, StateStore, all_finite, estimate_bytes
-from headstart.data.workers import POLL_SECONDS, claim, clear_claims
+from headstart.data.workers import POLL_SECONDS, claim, claims
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json, write_tensors
@@ -104,7 +104,7 @@ def build_store(
     kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
     kept = conversations[: kind.fitting(conversations, budget_bytes)]
     index, lost = compute_states(kind, kept, shards, work)
-    clear_claims(shards)
+    claims(shards)  # deletes those of killed processes
     not_finite = [(i, item.id) for i, item in enumerate(kept) if tokens_key(item.tokens) in lost]
     dropped, left_out = len(conversations) - len(kept), {i for i, _ in not_finite}
     kept = [item for i, item in enumerate(kept) if i not in left_out]
