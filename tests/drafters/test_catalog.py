@@ -44,7 +44,7 @@ def test_names(tiny_target: Target, tiny_target_folder: Path) -> None:
 
 
 def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
-    with pytest.raises(UserError, match=r"'\./a\+b'"):
+    with pytest.raises(UserError, match=r"No folder at \./a\+b\."):
         make_drafters("draft-model:./a+b", tiny_target)
 
 
