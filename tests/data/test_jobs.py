@@ -251,6 +251,22 @@ def test_a_time_budget_ends_all_processes(tiny_target: Target, tmp_path: Path, m
     assert len(list((folder / "batches").glob("*-train.jsonl"))) == 1
 
 
+def test_a_batch_that_another_process_gives_back_is_not_begun_after_the_time(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every claim fails once, as if another process held it while it looked at its clock."""
+    failed = set[str]()
+
+    def busy_once(folder: Path, name: str, is_done: Callable[[], bool]) -> Any:
+        if name not in failed:
+            failed.add(name)
+            return None
+        return claim(folder, name, is_done)
+
+    monkeypatch.setattr("headstart.data.conversations.building.claim", busy_once)
+    assert len(build_conversations(tiny_target, section(tmp_path, minutes=1e-6), tmp_path / "data").train) == 4
+
+
 def test_only_the_holder_of_a_run_records_where_its_time_ended(tiny_target: Target, tmp_path: Path) -> None:
     data = section(tmp_path, minutes=1e-6)
     for records, recorded in ((False, False), (True, True)):

@@ -56,7 +56,7 @@ def _with_a_mask_of_its_own(model: Any) -> None:
     [
         (_without_layers, "LlamaModel has no list of 7 layers to read"),
         (_without_cache_in_the_last_layer, "cannot verify a token tree: only 2 of its 3 layers keep a KV cache"),
-        (_with_a_mask_of_its_own, "RuntimeError: this model rewrites the attention mask on its way to the layers"),
+        (_with_a_mask_of_its_own, "RuntimeError: this model changes the attention mask before its layers"),
     ],
 )
 def test_models_that_cannot_verify_a_tree(change: Callable[[Any], None], message: str) -> None:

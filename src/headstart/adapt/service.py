@@ -59,7 +59,7 @@ class Service:
                 self._note(0, "the heads of the run")
             set_symlink(self.link, self.heads(self.serving))
 
-    def held(self) -> AbstractContextManager[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Hold the lock on the service. Raises Busy (a UserError) if another process has it."""
         return locked(self.folder, BUSY)
 

@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -289,20 +290,15 @@ class _SplitWriter:
     def _begin(self, workers: Workers) -> bool:
         """Begin the first planned batch that no process writes, else plan another; return False if there is nothing to
         do."""
-        for planned in self._pending:
+        for place, planned in enumerate(self._pending):
             is_missing = planned.batch is None and planned.number not in self._running
             if is_missing and (held := self._claim(planned)) is not None:
-                self._submit(planned, held, workers)
-                return True
+                return self._submit(planned, place, held, workers)
         if self._is_ended or (planned_next := self._plan()) is None:
             return False
         if planned_next.batch is None and (held := self._claim(planned_next)) is not None:
-            known = [planned.batch.share for planned in self._pending if planned.batch is not None]
-            if self._clock.is_over(len(self._pending), sum(known)):
-                self._is_ended = True
-                held.close()
-                return False
-            self._submit(planned_next, held, workers)
+            self._pending.append(planned_next)
+            return self._submit(planned_next, len(self._pending) - 1, held, workers)
         self._pending.append(planned_next)
         return True
 
@@ -319,8 +315,18 @@ class _SplitWriter:
             )
         return bool(files)
 
-    def _submit(self, planned: _Planned, held: ExitStack, workers: Workers) -> None:
+    def _submit(self, planned: _Planned, place: int, held: ExitStack, workers: Workers) -> bool:
+        """Begin a claimed batch, which has a `place` among the pending ones; if the time is over, plan no further than
+        there, and return False."""
+        known = [before.batch.share for before in islice(self._pending, place) if before.batch is not None]
+        if self._clock.is_over(place, sum(known)):
+            self._is_ended = True
+            held.close()
+            while len(self._pending) > place:
+                self._pending.pop()
+            return False
         self._running[planned.number] = workers.begin(partial(self._write, planned, held, workers.check))
+        return True
 
     def _write(self, planned: _Planned, held: ExitStack, check: Callable[[], None]) -> None:
         build, began = self._build, time.perf_counter()
