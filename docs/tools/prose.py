@@ -64,7 +64,8 @@ def main(arguments: list[str]) -> None:
                 count, found = count + 1, found + Counter(hits)
                 if hits and "--list" in arguments:
                     print(f"{file}:{number}: [{'; '.join(hits)}] {passage[:200]}")
-        print(f"{found.total():5} in {count:5} passages  {root.name}")
+        if count:
+            print(f"{found.total():5} in {count:5} passages  {root.name}")
 
 
 if __name__ == "__main__":
