@@ -247,6 +247,11 @@ class _Planned:
     size: int
     batch: ConversationBatch | None = None
 
+    @property
+    def label(self) -> str:
+        """Beginning of the names of its claim and its file, whatever the split."""
+        return self.file.name.partition("-")[0]
+
 
 class _SplitWriter:
     """Planner and writer of one split's batches, beside other processes.
@@ -303,11 +308,11 @@ class _SplitWriter:
         return True
 
     def _claim(self, planned: _Planned) -> ExitStack | None:
-        return claim(self._build.folder, planned.file.name.partition("-")[0], partial(self._exists, planned))
+        return claim(self._build.folder, planned.label, partial(self._exists, planned))
 
     def _exists(self, planned: _Planned) -> bool:
         """Whether the batch is written; a UserError if its number is another split's."""
-        files = list(self._build.folder.glob(planned.file.name.partition("-")[0] + "-*.jsonl"))
+        files = list(self._build.folder.glob(f"{planned.label}-*.jsonl"))
         if files and planned.file not in files:
             raise UserError(
                 f"Another process writes these conversations with other settings: {files[0]} is not of {self._split}.",
