@@ -269,6 +269,7 @@ def decoding(bench: Bench) -> None:
             plain_step_ms=sum(mean_ms["plain"].values()),
             round_ms=mean_ms["heads"],
             reserved_gigabytes=needed_bytes(loops["heads"], prompts, asked) / GIGABYTE,
+            # The lambda is called at once, before the loop goes on.
             peak_gigabytes=peak_bytes(bench, lambda: generate(loops["heads"], prompts, asked)) / GIGABYTE,  # noqa: B023
         )
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 try:
-    import fcntl  # noqa: F401
+    import fcntl  # noqa: F401  # imported to see whether it exists
 except ImportError:
     raise ImportError("headstart needs Linux (macOS is untested); on Windows, run it in WSL.") from None
 

@@ -117,7 +117,7 @@ class FrozenModel:
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Per layer ((key heads, key head size), (value heads, value head size))."""
+        """Per layer ((key heads, key head size), (value heads, value head size)); defined by subclasses."""
         raise NotImplementedError
 
     @cached_property
