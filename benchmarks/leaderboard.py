@@ -152,7 +152,6 @@ def broken_by(recipe: Recipe, rules: Rules = RULES) -> list[str]:
         f"the target is {rules.target} as it is (no adapter, no quantization)": target.spec == rules.target
         and target.adapter is None
         and target.quantization == "none",
-        "the target does not learn (train.joint.rank=0)": train.joint.rank == 0,
         f"the target writes the answers, and prompts are {' or '.join(rules.prompts)} (data.prompts)": data.regenerate
         and sources <= set(rules.prompts),
         "nothing is computed elsewhere (data.server=null)": data.server is None,

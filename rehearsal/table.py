@@ -132,14 +132,10 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tests/test_adapted_runs.py": {
         "test_heads_for_a_target_with_an_adapter": ("headstart run quickstart target.adapter=",),
-        "test_medusa_2_from_prompts_to_a_report": ("headstart run medusa2",),
     },
     "tests/hub/test_adapter.py": {
         "test_engines_need_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
         "test_loading_finds_the_adapter_beside_the_heads": ('headstart generate runs/mine --prompt "Why',),
-    },
-    "tests/train/test_joint.py": {
-        "test_every_family_trains_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
     },
     "tests/test_base_target.py": {"test_a_run_from_texts_to_the_report": ("headstart generate --raw",)},
     "tests/test_recipe.py": {

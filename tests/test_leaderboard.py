@@ -52,7 +52,6 @@ def test_no_question_is_trained_on(board: ModuleType) -> None:
         ("target=HuggingFaceTB/SmolLM2-360M", "the target is smollm2-135m as it is"),
         ("target.adapter=lora", "the target is smollm2-135m as it is"),
         ("target.quantization=int8", "the target is smollm2-135m as it is"),
-        ("train.joint.rank=8", "the target does not learn"),
         ("data.prompts=asked.jsonl", "the target writes the answers"),
         ("data.server=http://localhost:8000", "nothing is computed elsewhere"),
         ("train.start_from=heads", "from the target alone"),

@@ -184,19 +184,22 @@ class TestMemory:
         assert 0.6 * planned < 1.875 * max(made) <= planned, "the rest are logits and hidden states"
 
     def test_training_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def training(**train: Any) -> int:
-            run = quiet(recipe(tmp_path, tiny_target_folder, train=train), tmp_path / "run")
+        def training(states: str = "stored", **train: Any) -> int:
+            run = quiet(recipe(tmp_path, tiny_target_folder, train=train, data={"states": states}), tmp_path / "run")
             return make_plan(run).memory["train"]
 
         target = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run").target
         before_and_after_loading = itertools.cycle((0, 4 * target.parameters))
         monkeypatch.setattr(planning, "_resident", lambda: next(before_and_after_loading))
         # Medusa reads the final state; two steps are read ahead.
-        each = (3 * target.hidden_size + target.vocab_size) * 4
+        states = 4 * target.hidden_size
+        each = 3 * states + 4 * target.vocab_size
         assert training(batch_tokens=1024) - training(batch_tokens=512) == 512 * each
         heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
-        minimum = 16 * heads.trainable_parameters + 512 * each + 2 * 4 * target.vocab_size * target.hidden_size
-        teacher, complete = training(batch_tokens=512), training(batch_tokens=512, joint={"rank": 2})
+        minimum = (
+            16 * heads.trainable_parameters + 512 * (each - 2 * states) + 2 * 4 * target.vocab_size * target.hidden_size
+        )
+        teacher, complete = training(batch_tokens=512, prefetch=0), training("online", batch_tokens=512)
         assert minimum <= teacher < complete < teacher + 4 * target.parameters
 
     def test_too_little_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from headstart.model.model import Target
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.replay.patch import FINAL
 from headstart.train import batches, checkpoint, processes, trainer, training_artifact
-from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.conftest import conversations
 from tests.train.stores import Silent
@@ -39,7 +38,7 @@ KINDS = ("medusa", "eagle3", "dflash")
 def families_of(how: str) -> list[str]:
     """Choose the families for two processes: all from the store, one of each kind otherwise.
 
-    Other tests train every family online and with an adapter on one process; sharing work does not depend on it.
+    Other tests train every family online on one process; sharing work does not depend on it.
     """
     return [*families()] if how == "stored" else [*KINDS]
 
@@ -50,12 +49,6 @@ def recipe_of(name: str, **train: Any) -> Recipe:
     settings |= {"lr": 0.3, "min_lr_ratio": 1, "max_grad_norm": 1e9, **train}
     heads = {"draft_vocab_size": 40, "family": name, **HEADS[name]}
     return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
-
-
-def joint_of(how: str) -> dict[str, Any]:
-    """Settings that also train an adapter of the target from the second step on, for "joint"."""
-    # Dropout would differ between processes.
-    return {"joint": {"rank": 2, "warmup": 0.3, "dropout": 0.0, "lr_ratio": 1.0}} if how == "joint" else {}
 
 
 def both_states(folder: Path, target: Target, how: str) -> list[States]:
@@ -79,7 +72,6 @@ def plain_steps(heads: nn.Module, section: Any) -> list[torch.optim.Optimizer]:
 def take_plain_steps() -> None:
     """Replace all optimisers by gradient descent."""
     trainer.make_optimizers = plain_steps
-    Joint.optimizer = lambda joint: torch.optim.SGD(joint._trained(), 0.0)  # each step sets the rate
 
 
 def train_families_packed(
@@ -106,21 +98,15 @@ def train_families(
     go = trainer._Trainer.train
     take_plain_steps()
 
-    def save(run: Any, what: str) -> None:
-        folder = run.folder / f"{what}-{run.rank}"
-        save_heads(run.heads, folder)
-        if run.joint is not None:
-            run.joint.save(folder, run.drift)
-
     def keep(run: Any) -> Any:
-        save(run, "start")
+        save_heads(run.heads, run.folder / f"start-{run.rank}")
         result = go(run)
-        save(run, "of")
+        save_heads(run.heads, run.folder / f"of-{run.rank}")
         return result
 
     trainer._Trainer.train = keep
     for name in names or families_of(how):
-        recipe = recipe_of(name, gradient_accumulation_steps=int(accumulation), **joint_of(how), **settings)
+        recipe = recipe_of(name, gradient_accumulation_steps=int(accumulation), **settings)
         trainer.train(recipe, target, silent(store), valid, Path(folder) / name)
     leave_processes()
 

@@ -27,12 +27,12 @@ from headstart.support.artifacts import references
 from headstart.support.lock import locked
 from headstart.train import batches, trainer
 from headstart.train.batches import epoch_batches, epoch_steps, predictions, read_batch
-from headstart.train.joint import Joint
 from headstart.train.training_artifact import training
 from tests.forks import Forks
 from tests.test_pipeline import quiet
 from tests.train import ranks
 from tests.train.conftest import Workplace, clean_environment
+from tests.train.results import assert_same, weights
 from tests.train.test_golden import HEADS
 from tests.train.test_main import here
 
@@ -90,16 +90,6 @@ def last_row(folder: Path) -> Any:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Load the weights of heads and of an adapter trained with them."""
-    adapter = folder / "adapter" / "adapter_model.safetensors"
-    return {**load_heads(folder).state_dict(), **(load_file(adapter) if adapter.exists() else {})}
-
-
-def start_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_heads(folder / "start-0").state_dict()
-
-
 def assert_moved_alike(
     start: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: Any, within: float = 1e-5
 ) -> None:
@@ -120,7 +110,7 @@ def train_alone(
 ) -> None:
     """Run the same training in this process."""
     replaced: list[tuple[Any, str]] = [(trainer, "epoch_batches"), (batches, "epoch_batches")]
-    replaced += [(trainer, "make_optimizers"), (Joint, "optimizer"), (trainer._Trainer, "train")]
+    replaced += [(trainer, "make_optimizers"), (trainer._Trainer, "train")]
     with pytest.MonkeyPatch.context() as patch:
         for where, name in replaced:  # `do` replaces them for good; the patch restores them
             patch.setattr(where, name, getattr(where, name))
@@ -142,7 +132,7 @@ MakeTrained = Callable[[str], Trained]
 def trained(
     together: Ranks, states: Path, tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Trained]:
-    """Train stored, online or joint (with an adapter of the target), once per module."""
+    """Train from the store or online, once per module."""
     made: dict[str, Trained] = {}
 
     def make(how: str) -> Trained:
@@ -157,21 +147,20 @@ def trained(
     return make
 
 
-HOW = ("stored", "online", "joint")
+HOW = ("stored", "online")
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -> None:
-    """From the store, online with a forward in each process, and with an adapter of the target that learns too."""
+    """From the store, and online with a forward in each process."""
     store = StateStore(states / "train")
     steps = epoch_steps(epoch_batches(store.lengths, 64, seed=0, epoch=0), COUNT, 1)[:3]
     learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
     assert [False, True] in learnt or [True, False] in learnt, "in some step one rank has no predictions"
     made = trained(how)
     for name in ranks.families_of(how):
-        first, second = (weights_of(made.both / name / f"of-{rank}") for rank in range(COUNT))
-        alone, start = (weights_of(made.alone / name / what) for what in ("of-0", "start-0"))
-        assert any("lora" in key for key in alone) == (how == "joint")
+        first, second = (weights(made.both / name / f"of-{rank}") for rank in range(COUNT))
+        alone, start = (weights(made.alone / name / what) for what in ("of-0", "start-0"))
         for key in alone:
             assert torch.equal(first[key], second[key]), f"{key} of {name} differs between the processes"
         assert_moved_alike(start, alone, first)
@@ -194,8 +183,8 @@ def test_one_process_continues_where_two_were_killed(
     for name in ranks.families_of(how):
         log = (tmp_path / name / "log.txt").read_text()
         assert "Training on 1 process " in log and "Continuing from step 2 " in log
-        alone, start = (weights_of(made.alone / name / what) for what in ("of-0", "start-0"))
-        assert_moved_alike(start, alone, weights_of(tmp_path / name / "of-0"))
+        alone, start = (weights(made.alone / name / what) for what in ("of-0", "start-0"))
+        assert_moved_alike(start, alone, weights(tmp_path / name / "of-0"))
         rows = [last_row(folder / name) for folder in (tmp_path, made.alone)]
         assert rows[0]["tokens"] == rows[1]["tokens"] and rows[0]["step"] == rows[1]["step"] == 3
 
@@ -210,8 +199,8 @@ def test_packed_on_two_processes_matches_unpacked_on_one(
     do = ranks.train_families_packed
     train_alone(tiny_target_folder, states, alone, COUNT, how, do, packing=False)
     for name in ranks.KINDS:
-        one, both = (load_heads(folder / name / "last").state_dict() for folder in (alone, tmp_path / "both"))
-        assert_moved_alike(start_of(alone / name), one, both)
+        one, both = (weights(folder / name / "last") for folder in (alone, tmp_path / "both"))
+        assert_moved_alike(weights(alone / name / "start-0"), one, both)
         rows = [last_row(folder / name) for folder in (alone, tmp_path / "both")]
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
@@ -239,8 +228,8 @@ def test_online_on_two_processes_matches_the_store(together: Ranks, workplace: W
     for how in ("whole", "parts"):
         assert not list((folders[how] / "data" / "states").iterdir()) and "states" not in references(folders[how])
 
-    start = {how: start_of(folder / "train") for how, folder in folders.items()}
-    last = {how: weights_of(folder / "train" / "last") for how, folder in folders.items()}
+    start = {how: weights(folder / "train" / "start-0") for how, folder in folders.items()}
+    last = {how: weights(folder / "train" / "last") for how, folder in folders.items()}
     ways = {how: {name: last[how][name] - start[how][name] for name in last[how]} for how in folders}
     nowhere = {name: torch.zeros_like(tensor) for name, tensor in ways["whole"].items()}
     for how in ("stored", "parts"):
@@ -271,9 +260,7 @@ def test_killed_process_ends_both(together: Ranks, workplace: Workplace, tmp_pat
     assert json.loads((run / "stages" / "train.json").read_text())["is_complete"]
     _, complete = workplace(tmp_path / "whole", steps=8)
     assert_codes(together(ranks.train, file, "--run-dir", complete), 0, 0)
-    one, other = (load_heads(folder / "train" / "last").state_dict() for folder in (run, complete))
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+    assert_same(run / "train" / "last", complete / "train" / "last")
 
 
 @pytest.mark.parametrize("what", ["whole heads", "low-rank updates"])
@@ -285,7 +272,6 @@ def test_two_processes_continue_where_one_was_stopped(
     def on_one(folder: Path, *stop: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "make_optimizers", trainer.make_optimizers)
-            patch.setattr(Joint, "optimizer", Joint.optimizer)
             patch.setattr(trainer._Trainer, "_step", trainer._Trainer._step)
             ranks.train_some_steps(str(tiny_target_folder), str(states), str(folder), COUNT, start_from, *stop)
 
@@ -296,7 +282,7 @@ def test_two_processes_continue_where_one_was_stopped(
     ended = together(ranks.train_some_steps, tiny_target_folder, states, tmp_path / "cut", "1", start_from)
     assert_codes(ended, 0, 0)
     assert "Continuing from step 4 " in (tmp_path / "cut" / "log.txt").read_text()
-    one, other = (load_heads(tmp_path / name / "last").state_dict() for name in ("whole", "cut"))
+    one, other = (weights(tmp_path / name / "last") for name in ("whole", "cut"))
     assert one.keys() == start.keys()
     assert_moved_alike(start, one, other)
     assert last_row(tmp_path / "whole")["tokens"] == last_row(tmp_path / "cut")["tokens"]

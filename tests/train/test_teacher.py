@@ -91,7 +91,18 @@ NOT_LOADED = "The target itself is not loaded"
 def test_teacher_is_used_when_it_suffices(place: Place) -> None:
     assert NOT_LOADED in place.train()
     assert NOT_LOADED in place.train(heads={"num_heads": 1})
-    assert NOT_LOADED not in place.train(train={"joint": {"rank": 2}, "lr": 1e-4})
+
+
+def test_heads_that_start_from_more_layers_than_the_teacher_has_need_the_target(
+    tmp_path: Path, tiny_target_folder: Path
+) -> None:
+    place = Place(tmp_path, tiny_target_folder, {"family": "eagle3", **HEADS["eagle3"]})
+    assert NOT_LOADED in place.train()
+    assert NOT_LOADED not in place.train(heads={"num_layers": 2})
+    shutil.rmtree(place.target_folder)
+    with pytest.raises(UserError) as refused:
+        place.train(heads={"num_layers": 3})
+    assert "add the layers that these heads start from" in refused.value.remedy
 
 
 def test_heads_train_without_the_target(place: Place, tmp_path: Path) -> None:
@@ -100,9 +111,6 @@ def test_heads_train_without_the_target(place: Place, tmp_path: Path) -> None:
     expected = train(place.recipe(), target, *stores, tmp_path / "expected").last_folder
     shutil.rmtree(place.target_folder)
     (tmp_path / "prompts.jsonl").unlink()
-    with pytest.raises(UserError) as refused:
-        place.train(train={"joint": {"rank": 2}})
-    assert "set train.joint.rank=0" in refused.value.remedy
     assert NOT_LOADED in place.train()
     assert_same(place.run / "train" / "last", expected)
 

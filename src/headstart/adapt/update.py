@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +75,9 @@ class Update:
         self.service = Service(self.run.folder)
         self.folder = self.log / UPDATE
 
-    @cached_property
+    @property
     def target(self) -> Target:
-        return self.run.decoded
+        return self.run.target
 
     @property
     def planned(self) -> bool:
@@ -198,7 +197,7 @@ class Update:
         """Return the run's recipe with the `adapt` recipe's training, started from the heads in service."""
         low_rank = yaml.safe_load(packaged_recipes()["adapt"].read_text(encoding="utf-8"))["train"]
         start = str(self.service.heads(plan["base"]))
-        section = {"steps": None, "minutes": None, "epochs": 4, "joint": {"rank": 0}, **low_rank, "start_from": start}
+        section = {"steps": None, "minutes": None, "epochs": 4, **low_rank, "start_from": start}
         file = self.folder / "recipe.yaml"
         values = {"extends": str((self.run.folder / "recipe.yaml").resolve()), "train": section}
         write_text(file, yaml.safe_dump(values, sort_keys=False))

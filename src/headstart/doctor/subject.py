@@ -23,7 +23,7 @@ from headstart.hub.format import heads_target, read_heads
 from headstart.hub.pull import locate
 from headstart.model.loading import load_target
 from headstart.model.model import Target
-from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TRAIN
+from headstart.pipeline.run import CONVERSATIONS, HEADS, STATES, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe
 from headstart.recipes.values import packaged_recipes
 from headstart.support.files import no_folder, read_json
@@ -152,9 +152,6 @@ def find_subject(
     heads_folder = heads_folder or next((folder for folder in trained if folder.is_dir()), None)
     section = recipe.target
     revision, adapter = (None, None) if target else (section.revision, section.adapter)
-    if recipe.train.joint.rank and heads_folder is not None:
-        # The run's conversations and states are of the target before joint training, so they are not checked.
-        run, adapter = None, str(heads_folder / ADAPTER)
     loaded = load_target(
         target or section.spec,
         section.dtype,

@@ -102,7 +102,7 @@ def evaluate(
         "target_fingerprint": target.identity().fingerprint,
         **({"chat_template_kwargs": variables} if (variables := template_kwargs(tokenizer)) else {}),
         **({} if target.quantization == "none" else {"quantization": target.quantization}),
-        **({} if target.adapter is None else {"adapter": {"hash": target.adapter.hash, **target.adapter.note}}),
+        **({} if target.adapter is None else {"adapter": target.adapter.hash}),
         "prompt_lookup_tokens": LOOKUP_TOKENS,
         "tree_nodes": 1 + sum(drafter.max_nodes - 1 for drafter in drafters),
         "questions": len(questions),

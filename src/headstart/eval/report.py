@@ -344,16 +344,8 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
     remarks, comparison = [], "the speed-ups are against its own plain loop, and the text is its own"
     if bits := settings.get("quantization"):
         remarks.append(f"The target's linear layers are in {bits}: {comparison}.")
-    adapter = settings.get("adapter") or {}
-    if adapter:
+    if settings.get("adapter"):
         remarks.append(f"The target is the adapted model, {settings['target']}: {comparison}, not the base model's.")
-    if adapter.get("tokens"):
-        before, after = adapter["perplexity_before"], adapter["perplexity_after"]
-        remarks.append(
-            f"On {adapter['tokens']} validation tokens it is {adapter['kl']:.4f} nats a token from the model without "
-            f"the adapter (KL); the perplexity of the answers, which that model wrote, goes from {before:.2f} to "
-            f"{after:.2f}."
-        )
     return remarks
 
 

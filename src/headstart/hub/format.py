@@ -34,7 +34,6 @@ from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.hub.engine_tuning import read_engine_tunings
 from headstart.model.adapter import FILES as ADAPTER_FILES
-from headstart.model.adapter import KEPT as ADAPTER_KEPT
 from headstart.model.adapter import find_adapter
 from headstart.model.frozen import FrozenModel
 from headstart.model.identity import BUNDLED, Sketch
@@ -61,7 +60,7 @@ FILES = (
     *(CARD, ANSWERS, CALIBRATION, CONFIG),
     f"{CUSTOM_GENERATE}/generate.py",
     *(WEIGHTS, TREE, ENGINES),
-    *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
+    *(f"{BUNDLED}/{file}" for file in ADAPTER_FILES),
 )
 """All files of an exported folder; anything else there is not ours."""
 _PATHS = TypeAdapter(
@@ -139,9 +138,8 @@ def export_heads(
         write_json(partial / CALIBRATION, {key: value for key, value in tuning.items() if key != "paths"})
         if bundled is not None:
             (partial / BUNDLED).mkdir()
-            for name in ADAPTER_KEPT:
-                if (bundled / name).is_file():
-                    copyfile(bundled / name, partial / BUNDLED / name)
+            for name in ADAPTER_FILES:
+                copyfile(bundled / name, partial / BUNDLED / name)
         write_answers(partial / ANSWERS, answers, MOST_ANSWER_BYTES)
         write_card(partial, facts)
         copytree(_TEMPLATES / CUSTOM_GENERATE, partial / CUSTOM_GENERATE, ignore=ignore_patterns("__pycache__"))

@@ -20,11 +20,7 @@ from headstart.support.files import read_json
 from headstart.support.hub_errors import explained
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NOTE = "headstart.json"
-"""Distance between the adapted and the base model; only with adapters that headstart trained."""
 FILES = (CONFIG, WEIGHTS)
-KEPT = (*FILES, NOTE)
-"""Files to copy; the note is optional."""
 _OF_NO_WEIGHT = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type", "auto_mapping"}
 """Config fields that do not affect the adapted model."""
 
@@ -36,7 +32,7 @@ def find_adapter(spec: str, token: str | bool | None = None) -> Path:
         if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
             raise UserError(f"No adapter at {spec}.", "Give a folder that peft saved, or a hub id (user/name).")
         with explained("Cannot fetch the adapter", spec, None):
-            path = Path(snapshot_download(spec, token=token, allow_patterns=list(KEPT)))
+            path = Path(snapshot_download(spec, token=token, allow_patterns=list(FILES)))
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(
@@ -55,8 +51,7 @@ def read_adapter(spec: str, token: str | bool | None = None) -> Adapter:
     digest = hashlib.sha256(json.dumps(_sorted(known), sort_keys=True).encode())
     with (folder / WEIGHTS).open("rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())
-    note = read_json(folder / NOTE) if (folder / NOTE).is_file() else {}
-    return Adapter(spec, digest.hexdigest()[:32], note if isinstance(note, dict) else {})
+    return Adapter(spec, digest.hexdigest()[:32])
 
 
 def apply_adapter(model: Any, spec: str, merge: bool = True, token: str | bool | None = None) -> Any:

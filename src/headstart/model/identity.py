@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -38,12 +38,10 @@ _ALIKE = 0.9
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of a target: folder or hub id, hash of weights and settings, and, if headstart trained it, its
-    distance from the base model."""
+    """An adapter of a target: folder or hub id, and hash of weights and settings."""
 
     spec: str
     hash: str
-    note: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:

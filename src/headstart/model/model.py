@@ -257,13 +257,6 @@ class Target(FrozenModel):
             ]
         return states
 
-    def states_with_gradients(
-        self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
-    ) -> dict[int, Tensor]:
-        """Read aux hidden states of right-padded sequences, {layer: [B, T, E]}, with gradients for adapters."""
-        self._patch.refresh()
-        return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
-
     def in_int8(self) -> Target:
         """Return this target with 8-bit products (weights and activations), for writing data.
 

@@ -73,28 +73,22 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
     if not run.recipe.data.online:
         stores = kept_stores(run)
         target = run.frozen()
-        if isinstance(target, TeacherModel) and (
-            section.needs_target or not target.starts(make_config(heads, target).start_layers)
-        ):
+        if isinstance(target, TeacherModel) and not target.starts(make_config(heads, target).start_layers):
             target = _whole_target(run)
         return target, (stores["train"], stores["validation"])
     sharded = section.shard_target and count_processes() > 1
-    reads = run.load(None, sharded=True) if sharded else run.target
+    reads = run.load(sharded=True) if sharded else run.target
     files, layers = conversation_files(run).values(), aux_layers(run)
     learnt, judged = (OnlineStates(file, each_conversation(file), reads, layers) for file in files)
     return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (learnt, judged)
 
 
 def _whole_target(run: Run) -> Target:
-    """Load the target for trainings that its teacher is not enough for."""
-    section = run.recipe.train
+    """Load the target for heads that start from layers missing in its teacher."""
     try:
         return run.target
     except NoTarget as error:
-        if section.needs_target:
-            remedy = "Or set train.joint.rank=0: heads then train from the teacher beside the states."
-        else:
-            remedy = "Or add the layers that these heads start from, where the target is: headstart data build."
+        remedy = "Or add the layers that these heads start from, where the target is: headstart data build."
         raise NoTarget(error.problem, f"{error.remedy} {remedy}") from error
 
 
@@ -105,7 +99,7 @@ def _tune_settings(run: Run) -> dict[str, Any]:
 def _tune(run: Run) -> Outcome:
     section, file = run.recipe.tune, run.folder / TUNE / "tuning.json"
     try:
-        target = run.decoded
+        target = run.target
     except NoTarget as error:
         untuned = f"{program()} export {run.folder} --format vllm --out FOLDER"
         remedy = f"{error.remedy} Or take the heads as they are, which needs no target: {untuned}"

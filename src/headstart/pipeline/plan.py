@@ -141,7 +141,7 @@ def _finished(run: Run) -> Plan:
     record = run.finished_record("target") if "target" in left else None
     if record is not None and weights_are_here(section.spec, section.revision):
         # Files or settings changed; the model may be the same.
-        vars(run)["target"] = loaded = run.load(section.adapter)
+        vars(run)["target"] = loaded = run.load()
         if loaded.whole_identity == record.identity:
             left = left_to_do(run, STAGES, unchanged={"target"})
     records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}

@@ -68,9 +68,9 @@ def _export(run: Run) -> Outcome:
         add_reference(run.folder, "export", made)
         if not (folder / HEADS).is_dir():
             tuning = read_json(run.folder / TUNE / "tuning.json")
-            heads = trained_heads(run, run.decoded)
+            heads = trained_heads(run, run.target)
             facts = {"training": _training_facts(run)}
-            export_heads(folder / HEADS, heads, run.decoded, tuning, facts, _answers(run))
+            export_heads(folder / HEADS, heads, run.target, tuning, facts, _answers(run))
         _give(folder / HEADS, run.folder / HEADS)
     return Outcome(f"heads, tree and model card in {run.folder / HEADS}", identity=made.name)
 
@@ -78,7 +78,7 @@ def _export(run: Run) -> Outcome:
 def keep_untuned(run: Run) -> bool:
     """Export the heads of a trained, untuned run as a chain; returns False if there is nothing to do.
 
-    Needs only the teacher, except after joint training. A UserError where the tuned heads are of an earlier training.
+    Needs only the teacher. A UserError where the tuned heads are of an earlier training.
     """
     trained, note = run.finished_record("train"), run.folder / "stages" / _UNTUNED
     kept = _kept_training(run, note)
@@ -91,7 +91,7 @@ def keep_untuned(run: Run) -> bool:
             "they are.",
         )
     with locked(run.folder):
-        target = run.decoded if run.recipe.train.joint.rank else run.frozen()
+        target = run.frozen()
         if isinstance(target, TeacherModel):
             tokenizer = AutoTokenizer.from_pretrained(run.folder / TARGET / "tokenizer")
             target = target.with_tokenizer(with_template_kwargs(tokenizer, run.recipe.data.chat_template_kwargs))
@@ -163,18 +163,8 @@ def _training_facts(run: Run) -> dict[str, str]:
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
         f"these are the heads of step {result['best']['step']}",
         "loss": training.loss,
-        **({"the target's adapter": _adapter_facts(run, result)} if training.joint.rank else {}),
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }
-
-
-def _adapter_facts(run: Run, result: dict[str, Any]) -> str:
-    drift = result["best"]["drift"]
-    perplexities = f"perplexity {drift['perplexity_before']:.2f} before and {drift['perplexity_after']:.2f} after"
-    return (
-        f"LoRA of rank {run.recipe.train.joint.rank}, trained with the heads (Medusa-2); on {drift['tokens']} "
-        f"validation tokens {drift['kl']:.4f} nats a token from the model without it (KL), {perplexities}"
-    )
 
 
 def _eval_settings(run: Run) -> dict[str, Any]:
@@ -202,7 +192,7 @@ def _eval(run: Run) -> Outcome:
             name = "held out" if asked == "heldout" else Path(asked).name
             options = EvalOptions(**chosen, heads_name=run.recipe.name, questions_name=name)
             # Load the exported folder: the report covers what users load.
-            decoder = load(exported.folder / HEADS, run.decoded)
+            decoder = load(exported.folder / HEADS, run.target)
             questions = read_questions(file)
 
             def measure(partial: Path) -> None:

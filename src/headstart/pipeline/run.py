@@ -45,8 +45,6 @@ CONVERSATIONS = "data/conversations"
 QUESTIONS = "data/heldout.jsonl"
 STATES = "data/states"
 TRAIN = "train"
-ADAPTER = "adapter"
-"""A jointly trained adapter, in peft's format, in the folder of its heads."""
 TUNE = "tune"
 HEADS = "heads"
 REPORT = "report"
@@ -71,7 +69,7 @@ class Run:
     @cached_property
     def target(self) -> Target:
         """The frozen model, loaded on first access; a UserError if it is not the model that the run began with."""
-        return self._checked(self.load(self.recipe.target.adapter))
+        return self._checked(self.load())
 
     @cached_property
     def described(self) -> Target:
@@ -102,16 +100,8 @@ class Run:
             )
         return target
 
-    @cached_property
-    def decoded(self) -> Target:
-        """The model that the heads draft for: the target, with its jointly trained adapter if there is one."""
-        if not self.recipe.train.joint.rank:
-            return self.target
-        vars(self).pop("target", None)  # there may not be room for both
-        return self.load(str(self.folder / TRAIN / "best" / ADAPTER))
-
-    def load(self, adapter: str | None, sharded: bool = False) -> Target:
-        """Load the recipe's target with this adapter; `sharded` splits it over the ranks. Raises `NoTarget`."""
+    def load(self, sharded: bool = False) -> Target:
+        """Load the recipe's target; `sharded` splits it over the ranks. Raises `NoTarget`."""
         from headstart.data.prompts.chat import with_template_kwargs
         from headstart.model.loading import load_sharded_target, load_target
 
@@ -123,7 +113,7 @@ class Run:
                 if sharded:
                     target = load_sharded_target(*source, trust_remote_code=trusted)
                 else:
-                    options = section.exact, adapter, section.quantization
+                    options = section.exact, section.adapter, section.quantization
                     target = load_target(*source, *options, trust_remote_code=trusted)
             except UserError as error:
                 raise NoTarget(error.problem, error.remedy) from error
@@ -369,7 +359,7 @@ def conditions(run: Run) -> dict[str, Any]:
     """Return the actual conditions of timings: machine, device, dtype, threads."""
     from headstart.decode.costs import Conditions
 
-    return Conditions.of(run.decoded).to_json()
+    return Conditions.of(run.target).to_json()
 
 
 def before(run: Run, stage: str) -> str:

@@ -298,7 +298,7 @@ class Workload:
         # States of this batch and the prefetched ones, and the teacher's logits; sampled softmax keeps float32.
         token = item * (1 + ahead) * len(self.layers) * target.hidden_size
         token += 4 * candidates if 0 < candidates < drafts else item * drafts
-        training = self.held if data.online or section.needs_target else self.bare + self._teacher_bytes
+        training = self.held if data.online else self.bare + self._teacher_bytes
         training += self.checkpoint_bytes + 4 * self.learning + section.batch_tokens * token
         if drafts < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
             training += drafts * target.hidden_size * item

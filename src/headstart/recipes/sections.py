@@ -234,19 +234,6 @@ class DataSection(Section):
         return self
 
 
-class JointSection(Section):
-    """Training an adapter of the target together with the heads (Medusa-2); the adapted model is then their target."""
-
-    rank: int = Field(0, ge=0, description="Rank of the target's LoRA adapter; 0 leaves the target as it is.")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha: updates are scaled by alpha / rank.")
-    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout on the adapter's input.")
-    lr_ratio: float = Field(0.25, gt=0, description="Learning rate of the adapter, as a share of the heads'.")
-    warmup: float = Field(0.4, ge=0, lt=1, description="Share of the run, at its start, with the adapter frozen.")
-    heads_weight: float = Field(
-        0.2, gt=0, description="Weight of the heads' loss; the loss that keeps the target close to itself has weight 1."
-    )
-
-
 class TrainSection(Section):
     """The training loop."""
 
@@ -310,7 +297,6 @@ class TrainSection(Section):
     feature_weight: float = Field(
         0.0, ge=0, description="Weight of a smooth L1 loss between drafted features and final states; 0 is none."
     )
-    joint: JointSection = JointSection()
     start_from: str | None = Field(None, description="Folder of earlier heads; weights of the same shape are reused.")
     lora_rank: int = Field(
         0,
@@ -335,22 +321,12 @@ class TrainSection(Section):
     def _no(cls, value: Any) -> Any:
         return "no" if value is False else value  # YAML reads `no` as false
 
-    @field_validator("joint")
-    @classmethod
-    def _without_effect(cls, joint: JointSection) -> JointSection:
-        return joint if joint.rank else JointSection()  # not part of the identity of heads
-
     @field_validator("loss_tokens")
     @classmethod
     def _enough(cls, tokens: int) -> int:
         if 0 < tokens < _FEWEST_TOKENS:
             raise ValueError(f"a loss is over {_FEWEST_TOKENS} tokens at least, or with 0 over all")
         return tokens
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether training runs the target itself, not only its teacher."""
-        return self.joint.rank > 0
 
 
 class TuneSection(Section):

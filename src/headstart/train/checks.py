@@ -7,7 +7,6 @@ import torch
 from headstart.errors import UserError
 from headstart.heads.base import family
 from headstart.model.frozen import FrozenModel
-from headstart.model.teacher import TeacherModel
 from headstart.recipes.recipe import Recipe
 from headstart.train.starting_heads import earlier_heads
 from headstart.train.tracking import check_tracker
@@ -17,7 +16,7 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
     """Raise a UserError for settings that cannot work; without a target, earlier heads are not checked against it."""
     section, of_target = recipe.train, recipe.target
     online, fp16 = recipe.data.online, section.mixed_precision == "fp16"
-    joint, sharded, low_rank = section.joint.rank > 0, section.shard_target, section.lora_rank > 0
+    sharded, low_rank = section.shard_target, section.lora_rank > 0
     features = bool(section.feature_weight) and not family(recipe.heads.family).drafts_features
     refusals = (
         (features, f"{recipe.heads.family} heads draft no features to compare.", "Set train.feature_weight=0."),
@@ -32,34 +31,9 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
             "Set train.mixed_precision=bf16, or train.optimizer=adamw.",
         ),
         (
-            fp16 and joint,
-            "train.joint steps an optimiser of its own, and fp16 scales gradients for one.",
-            "Set train.mixed_precision=bf16, or train.joint.rank=0.",
-        ),
-        (
             fp16 and (of_target.device == "cpu" or not torch.cuda.is_available()),
             "fp16 training needs a GPU.",
             "Set train.mixed_precision=bf16 (or no).",
-        ),
-        (
-            joint and isinstance(target, TeacherModel),
-            "train.joint runs the target itself, and only its teacher is loaded.",
-            "Set train.joint.rank=0, or load the target.",
-        ),
-        (
-            joint and online,
-            "train.joint compares with stored states of the target as it is, and data.states=online is set.",
-            "Set data.states=stored, or train.joint.rank=0.",
-        ),
-        (
-            joint and section.packing,
-            "train.joint reads a conversation in a row, and train.packing is set.",
-            "Set train.packing=false, or train.joint.rank=0.",
-        ),
-        (
-            joint and of_target.adapter is not None,
-            "train.joint trains an adapter of its own, and target.adapter names another.",
-            "Merge that one first (Target.save writes a folder for target.spec), or set train.joint.rank=0.",
         ),
         (
             sharded and not online,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,6 @@ from headstart.heads.base import HeadBatch
 from headstart.heads.io import save_heads
 from headstart.heads.settings import Role
 from headstart.model.frozen import FrozenModel
-from headstart.model.model import Target
 from headstart.model.teacher import TeacherModel
 from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
@@ -51,7 +49,6 @@ from headstart.train.batches import (
 )
 from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
-from headstart.train.joint import Drift, Joint
 from headstart.train.losses import LOSSES
 from headstart.train.machine import Interrupt
 from headstart.train.optimizers import learning_rate_now, make_optimizers
@@ -98,19 +95,13 @@ def train(
     KeyboardInterrupt. Invalid settings and failures raise a UserError.
     """
     check_training(recipe, target)
-    joint = None
-    if recipe.train.joint.rank:
-        assert isinstance(target, Target), "checked above"
-        joint = Joint(target, recipe.train)
     with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
         accelerator = make_accelerator(recipe, target, folder)
         log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
         try:
             with keeping_memory(target.device):
-                return _Trainer(recipe, target, (train_store, valid_store), log, accelerator, joint).train()
+                return _Trainer(recipe, target, (train_store, valid_store), log, accelerator).train()
         finally:
-            if joint is not None:
-                joint.release()
             finish_trackers(accelerator)
             accelerator.free_memory()
             AcceleratorState._reset_state()  # the next run of this process may choose another precision
@@ -126,12 +117,11 @@ class _Trainer:
         stores: tuple[States, States],
         log: Log,
         accelerator: Accelerator,
-        joint: Joint | None,
     ) -> None:
         self.started = monotonic()
         self.recipe, self.section, self.target, self.log = recipe, recipe.train, target, log
         self.store, self.valid_store = stores
-        self.accelerator, self.joint = accelerator, joint
+        self.accelerator = accelerator
         self.folder = Path(accelerator.project_dir)
         self.rank, self.ranks = int(accelerator.process_index), int(accelerator.num_processes)
         self.loss = LOSSES[self.section.loss]
@@ -159,10 +149,6 @@ class _Trainer:
         self.low_rank = LowRank(unrolled, rank) if rank else None
         self.learning = self.low_rank or self.heads
         wrapped, optimizers = self.low_rank or unrolled, make_optimizers(self.learning, self.section)
-        if joint is not None:
-            joint.begin()
-            wrapped.adapter = joint.weights
-            optimizers.append(joint.optimizer())
         with warnings.catch_warnings():
             # Buffers are equal on all ranks; accelerate cannot pass torch's replacement for the option yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -174,7 +160,6 @@ class _Trainer:
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
         self.trainer_state = TrainerState()
         self.seconds_before = self.grad_norm = 0.0
-        self.drift = Drift(accelerator.device)
         self.records: list[dict[str, Any]] = []
 
     def _settings(self) -> dict[str, Any]:
@@ -246,7 +231,7 @@ class _Trainer:
             if asked or fraction >= 1:
                 break
             state.lr = learning_rate_now(self.section, fraction, state)
-            loss = self._step(group, batches, count, fraction) if count else None
+            loss = self._step(group, batches, count) if count else None
             if loss is None:  # no predictions on any rank
                 state.skipped += 1
             else:
@@ -275,19 +260,17 @@ class _Trainer:
             self.log.say(f"Stopped after step {state.step}; the same command continues from there.")
             raise KeyboardInterrupt
 
-    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, fraction: float) -> float:
+    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int) -> float:
         """Take one optimiser step; returns the loss per prediction of the first draft step, over all ranks."""
-        joint, lr = self.joint, self.trainer_state.lr
-        for number, optimizer in enumerate(self.optimizers, start=1):
-            rate = lr if joint is None or number < len(self.optimizers) else joint.lr(lr, fraction)
+        for optimizer in self.optimizers:
             for parameters in optimizer.param_groups:
-                parameters["lr"] = rate
+                parameters["lr"] = self.trainer_state.lr
         self.model.train()
         summed = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self._loss(batch, i, fraction)
+                loss = self._loss(batch, i)
                 # The one place that normalises: DDP averages gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
@@ -302,13 +285,8 @@ class _Trainer:
             optimizer.zero_grad(set_to_none=True)
         return mean
 
-    def _loss(self, batch: HeadBatch, number: int, fraction: float) -> Tensor:
-        """Summed loss of one batch, with the adapter's own loss if it learns."""
-        stored, joint = batch, self.joint
-        joint_learns = joint is not None and joint.learns(fraction)
-        if joint is not None and joint_learns:
-            with self.accelerator.autocast():
-                batch = joint.read(stored)
+    def _loss(self, batch: HeadBatch, number: int) -> Tensor:
+        """Summed loss of one batch."""
         consume = partial(
             weighted,
             loss=self.loss,
@@ -318,12 +296,7 @@ class _Trainer:
             feature_weight=self.section.feature_weight,
         )
         loss: Tensor = self.model(self._augment(batch, number), consume)
-        if joint is None:
-            return loss
-        loss = loss + joint.untouched()  # a batch without an answer has no other gradient for the adapter
-        if not joint_learns:
-            return loss
-        return joint.settings.heads_weight * loss + joint.distillation(stored, batch)
+        return loss
 
     def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
         """Apply the recipe's random subsampling, seeded by the trainer state."""
@@ -344,9 +317,9 @@ class _Trainer:
             self.log.say(f"{state.skipped} of {state.step} steps had no predictions to learn from and were skipped.")
         best = next(row for row in self.records if row["step"] == state.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", state.step, best, self.coverage)
-        with self._merged():
-            self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
+            with self._merged():
+                save_heads(self.heads, result.last_folder)
             write_json(
                 self.folder / "result.json",
                 {
@@ -392,8 +365,10 @@ class _Trainer:
         self.model.eval()
         tally = Tally(self.heads.draft_steps, self.accelerator.device)
         with torch.no_grad():
-            for batch, chosen_X in self._judged():
+            for indices, chosen_X in self.valid:
+                batch = self._collate(self.valid_store, indices)
                 self.model(batch, partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, chosen_X=chosen_X))
+            self._wait_for_others()
         tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
         validation = tally.result()
         loss = sum(losses) / len(losses) if losses else None
@@ -401,37 +376,10 @@ class _Trainer:
             losses.clear()
         self._record(validation, loss)
         display.validated(self.trainer_state.step, self._elapsed(), loss, validation)
-        if validation.tau > self.trainer_state.best_tau or self._adapted_first():
+        if validation.tau > self.trainer_state.best_tau:
             self.trainer_state.best_tau, self.trainer_state.best_step = validation.tau, self.trainer_state.step
-            self._keep_heads(self.folder / "best")
-
-    def _judged(self) -> Iterator[tuple[HeadBatch, Tensor]]:
-        """Yield validation batches with the (adapted) target's greedy choices."""
-        self.drift, joint = Drift(self.accelerator.device), self.joint
-        moved = joint is not None and joint.moved
-        for indices, chosen_X in self.valid:
-            batch = self._collate(self.valid_store, indices)
-            if joint is not None and moved:
-                with self.accelerator.autocast():
-                    batch = joint.judge(batch, self.drift)
-                chosen_X = chosen_tokens(self.target, batch)
-            yield batch, chosen_X
-        self._wait_for_others()
-        if moved:
-            self.drift.sums = self.accelerator.reduce(self.drift.sums, "sum")
-
-    def _adapted_first(self) -> bool:
-        """Whether these are the first heads of the adapted target, which replace any best of the original one."""
-        if not self.drift.count:
-            return False
-        best = [row for row in self.records if row["step"] == self.trainer_state.best_step]
-        return not any(row["drift"]["tokens"] for row in best)
-
-    def _keep_heads(self, folder: Path) -> None:
-        if self.accelerator.is_main_process:
-            save_heads(self.heads, folder)
-            if self.joint is not None:
-                self.joint.save(folder, self.drift)
+            if self.accelerator.is_main_process:
+                save_heads(self.heads, self.folder / "best")
 
     def _record(self, validation: Validation, loss: float | None) -> None:
         row = {
@@ -442,7 +390,6 @@ class _Trainer:
             "loss": loss,
             **validation.to_json(),
             "coverage": round(self.coverage, 4),
-            **({"drift": self.drift.to_json()} if self.joint is not None else {}),
         }
         self.records.append(row)
         if self.accelerator.is_main_process:
