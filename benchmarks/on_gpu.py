@@ -54,7 +54,7 @@ from headstart.replay.patch import FINAL
 from headstart.replay.recorded import Recorded
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
-from headstart.train.summing import Teacher, weighted
+from headstart.train.summing import Teacher, batch_loss
 from headstart.tree.tree import Tree, TreeBatch, TreeShape
 
 OUT = Path(__file__).parent / "results" / "on_gpu.json"
@@ -291,7 +291,7 @@ def training(bench: Bench) -> None:
         for _ in range(bench.sizes.repeats + 1):
             start = clock(target)
             with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
-                loss = weighted(heads.unroll(batch), LOSSES[section.loss], teacher.read(batch), section.step_weight)
+                loss = batch_loss(heads.unroll(batch), LOSSES[section.loss], teacher.logits(batch), section.step_weight)
             (loss / int(supervised_BT.sum())).backward()  # type: ignore[no-untyped-call]  # torch's own
             torch.nn.utils.clip_grad_norm_(heads.parameters(), section.max_grad_norm)
             for optimizer in optimizers:

@@ -21,10 +21,10 @@ from headstart.heads.io import load_heads, save_heads
 from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.support.answer_file import write_answers
-from headstart.train.batches import predictions, subsampled
+from headstart.train.batches import predictions, subsample
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
-from headstart.train.summing import Teacher, weighted
+from headstart.train.summing import Teacher, batch_loss
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, batch_of, build, shake
 from tests.standin import CUDA, StandIn, clock_of_captures
@@ -168,10 +168,10 @@ LESSONS = [list(range(1, 25)), list(range(20, 36))]
 def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSection) -> float:
     """One optimiser step, as the training loop does it; returns the loss."""
     optimizers = make_optimizers(heads, section)
-    loss = weighted(
+    loss = batch_loss(
         heads.train().unroll(batch),
         LOSSES[section.loss],
-        Teacher(target, heads.draft_to_target_D).read(batch),
+        Teacher(target, heads.draft_to_target_D).logits(batch),
         section.step_weight,
         section.position_weight,
         0.1 if heads.drafts_features else 0.0,
@@ -225,7 +225,7 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
     heads = build("hydra", host).to(CUDA)
     batch = training_batch(host, heads, "cuda")
     if section.position_weight == "subsampled":
-        batch = subsampled(batch, section.step_weight, [0])
+        batch = subsample(batch, section.step_weight, [0])
     assert predictions(batch) > 5
     assert loss_of(heads, target, batch, section) > 0
 

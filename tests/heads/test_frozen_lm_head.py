@@ -14,7 +14,7 @@ from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.train.losses import LOSSES
-from headstart.train.summing import Teacher, logits_by_block, summed, summed_plain
+from headstart.train.summing import Teacher, logits_by_block, sum_losses, sum_losses_plain
 
 BASE: dict[str, Any] = {
     "vocab_size": 71,
@@ -70,7 +70,7 @@ def test_frozen_lm_heads_give_the_targets_logits(kind: str, settings: dict[str, 
     target = tiny(kind)
     heads = build(target, settings, draft_vocab_size)
     batch = batch_of(target, heads)
-    teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(target, heads.draft_to_target_D).logits(batch)
     with torch.no_grad():
         steps = list(heads.unroll(batch))
     for step in steps:
@@ -96,9 +96,9 @@ def test_losses_differentiate_through_bias_scale_and_cap(kind: str) -> None:
     target = tiny(kind)
     heads = build(target, FROZEN[0], 24)
     batch = batch_of(target, heads)
-    teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(target, heads.draft_to_target_D).logits(batch)
     gradients: list[Tensor] = []
-    for total in (summed, summed_plain):
+    for total in (sum_losses, sum_losses_plain):
         step = next(iter(heads.unroll(batch)))
         hidden_MH = step.hidden_MH.detach().requires_grad_()
         weight_M = torch.ones(len(hidden_MH))

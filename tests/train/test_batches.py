@@ -11,7 +11,15 @@ import torch
 from headstart.data.states.store import Sample
 from headstart.heads.base import HeadBatch, origins
 from headstart.replay.patch import FINAL
-from headstart.train.batches import anchored, epoch_batches, epoch_steps, predictions, read_batch, share, subsampled
+from headstart.train.batches import (
+    epoch_batches,
+    epoch_steps,
+    predictions,
+    rank_slice,
+    read_batch,
+    sample_anchors,
+    subsample,
+)
 
 LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]
 
@@ -42,7 +50,7 @@ def test_conversation_beyond_the_budget_gets_its_own_batch() -> None:
 def test_ranks_get_equal_slices_of_each_step() -> None:
     steps = epoch_steps([[i] for i in range(11)], ranks=2, gradient_accumulation_steps=2)
     assert len(steps) == 2 and all(len(group) == 4 for group in steps)
-    assert [share(steps[0], rank, 2) for rank in range(2)] == [[[0], [2]], [[1], [3]]]
+    assert [rank_slice(steps[0], rank, 2) for rank in range(2)] == [[[0], [2]], [[1], [3]]]
 
 
 def test_batch_is_right_padded_and_reads_only_the_aux_layers() -> None:
@@ -68,7 +76,7 @@ def test_predictions_count_the_first_draft_step() -> None:
 
 def test_subsampling_keeps_the_given_fraction_of_drafts() -> None:
     batch = HeadBatch(torch.zeros(40, 500, dtype=torch.long), torch.ones(40, 500, dtype=torch.bool), {})
-    subset = subsampled(batch, 0.8, [0, 1, 2])
+    subset = subsample(batch, 0.8, [0, 1, 2])
     assert subset.subsampled_steps_BT is not None and int(subset.subsampled_steps_BT.min()) == 1, (
         "every origin learns its first step"
     )
@@ -76,13 +84,13 @@ def test_subsampling_keeps_the_given_fraction_of_drafts() -> None:
         going = float((subset.subsampled_steps_BT > step).float().mean())
         # Four standard deviations of 20000 draws.
         assert abs(going - 0.8**step) <= 4 * (0.25 / 20000) ** 0.5
-    again = subsampled(batch, 0.8, [0, 1, 2])
+    again = subsample(batch, 0.8, [0, 1, 2])
     assert again.subsampled_steps_BT is not None and torch.equal(subset.subsampled_steps_BT, again.subsampled_steps_BT)
-    other = subsampled(batch, 0.8, [0, 1, 3])
+    other = subsample(batch, 0.8, [0, 1, 3])
     assert other.subsampled_steps_BT is not None and not torch.equal(
         subset.subsampled_steps_BT, other.subsampled_steps_BT
     )
-    assert subsampled(batch, 1.0, [0]).subsampled_steps_BT is None
+    assert subsample(batch, 1.0, [0]).subsampled_steps_BT is None
 
 
 def test_anchors_per_conversation() -> None:
@@ -92,7 +100,7 @@ def test_anchors_per_conversation() -> None:
     starts_BT[2, 20:] = 20  # and a row of two conversations
     supervised_BT[2, 20] = False
     batch = HeadBatch(torch.zeros(3, 60).long(), supervised_BT, {}, starts_BT=starts_BT)
-    drawn = anchored(batch, 8, [0, 1, 2])
+    drawn = sample_anchors(batch, 8, [0, 1, 2])
     origin_M = origins(drawn, 0)
     assert predictions(batch, 8) == len(origin_M) == 8 + 4 + 8 + 8
     rows = [
@@ -101,16 +109,16 @@ def test_anchors_per_conversation() -> None:
     assert [len(row) for row in rows] == [8, 4, 8, 8]
     assert torch.isin(origin_M, origins(batch, 0)).all()
     assert set(origins(drawn, 3).tolist()) == set(origin_M.tolist()) & set(origins(batch, 3).tolist())
-    assert torch.equal(origin_M, origins(anchored(batch, 8, [0, 1, 2]), 0))
-    assert not torch.equal(origin_M, origins(anchored(batch, 8, [0, 1, 3]), 0))
-    assert torch.equal(origins(anchored(batch, 99, [0]), 0), origins(batch, 0))
+    assert torch.equal(origin_M, origins(sample_anchors(batch, 8, [0, 1, 2]), 0))
+    assert not torch.equal(origin_M, origins(sample_anchors(batch, 8, [0, 1, 3]), 0))
+    assert torch.equal(origins(sample_anchors(batch, 99, [0]), 0), origins(batch, 0))
 
 
 def test_anchors_are_uniform() -> None:
     batch = HeadBatch(torch.zeros(400, 42).long(), torch.ones(400, 42, dtype=torch.bool), {})
     counts_T = torch.zeros(42)
     for step in range(10):
-        counts_T.index_add_(0, origins(anchored(batch, 10, [0, step]), 0) % 42, torch.ones(4000))
+        counts_T.index_add_(0, origins(sample_anchors(batch, 10, [0, step]), 0) % 42, torch.ones(4000))
     # 4000 draws a position with probability 1/4: 1000, and five standard deviations of 27.
     assert counts_T[:40].sub(1000).abs().max() < 140 and not counts_T[40:].any()
 
@@ -121,15 +129,15 @@ def test_anchors_come_from_positions_that_learn() -> None:
     batch = HeadBatch(
         torch.zeros(4, 50).long(), torch.ones(4, 50, dtype=torch.bool), {}, subsampled_steps_BT=steps_BT.contiguous()
     )
-    origin_M = origins(anchored(batch, 10, [1]), 0)
+    origin_M = origins(sample_anchors(batch, 10, [1]), 0)
     assert torch.equal(torch.bincount(origin_M // 50), torch.full((4,), 10)) and (origin_M % 2 == 1).all()
     assert predictions(batch) == 4 * 24 and predictions(batch, 10) == 40
 
 
 def test_anchors_keep_earlier_draws() -> None:
     batch = HeadBatch(torch.zeros(4, 50).long(), torch.ones(4, 50, dtype=torch.bool), {})
-    subset = subsampled(batch, 0.5, [1])
-    drawn = anchored(subset, 10, [1])
+    subset = subsample(batch, 0.5, [1])
+    drawn = sample_anchors(subset, 10, [1])
     assert subset.subsampled_steps_BT is not None and drawn.subsampled_steps_BT is not None
     kept_BT = drawn.subsampled_steps_BT > 0
     assert int(kept_BT[:, :48].sum()) == 40

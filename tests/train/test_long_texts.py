@@ -16,7 +16,7 @@ from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.train import summing
 from headstart.train.losses import soft_ce
-from headstart.train.summing import Teacher, weighted
+from headstart.train.summing import Teacher, batch_loss
 from headstart.train.wrapped import Unrolled
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -37,8 +37,8 @@ def long_batch(heads: DraftHead, length: int, rows: int = 1) -> HeadBatch:
 
 def learn(target: Target, heads: DraftHead, batch: HeadBatch, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a batch and its gradients."""
-    teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
-    consume = partial(weighted, loss=soft_ce, teacher_logits=teacher_logits, step_weight=0.8, **settings)
+    teacher_logits = Teacher(target, heads.draft_to_target_D).logits(batch)
+    consume = partial(batch_loss, loss=soft_ce, teacher_logits=teacher_logits, step_weight=0.8, **settings)
     heads.zero_grad()
     loss = Unrolled(heads)(batch, consume)
     loss.backward()
@@ -129,9 +129,9 @@ def kept_bytes(target: Target, heads: DraftHead, batch: HeadBatch) -> int:
             tensors.append(tensor)
         return tensor
 
-    teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(target, heads.draft_to_target_D).logits(batch)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        Unrolled(heads)(batch, partial(weighted, loss=soft_ce, teacher_logits=teacher_logits, step_weight=0.8))
+        Unrolled(heads)(batch, partial(batch_loss, loss=soft_ce, teacher_logits=teacher_logits, step_weight=0.8))
     return sum(kept.values())
 
 

@@ -31,7 +31,7 @@ from headstart.train import trainer
 from headstart.train.batches import predictions, read_batch
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
-from headstart.train.summing import Teacher, summed_plain, weighted
+from headstart.train.summing import Teacher, batch_loss, sum_losses_plain
 from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import MakeRecipe, Train
@@ -91,15 +91,15 @@ def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_st
 def test_each_batch_draws_other_loss_tokens(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also every batch within a step; a second training draws the same ones."""
     drawn: list[list[int]] = []
-    read = Teacher.read
+    logits = Teacher.logits
 
     def noted(teacher: Teacher, *batch: Any) -> Any:
-        found = read(teacher, *batch)
-        assert found.over is not None
-        drawn.append(found.over.tokens_L[found.over.shift_L > 0].tolist())
+        found = logits(teacher, *batch)
+        assert found.loss_tokens is not None
+        drawn.append(found.loss_tokens.ids_L[found.loss_tokens.shift_L > 0].tolist())
         return found
 
-    monkeypatch.setattr(Teacher, "read", noted)
+    monkeypatch.setattr(Teacher, "logits", noted)
     settings: dict[str, Any] = {"steps": 3, "batch_tokens": 128, "gradient_accumulation_steps": 2, "loss_tokens": 20}
     run(tmp_path / "one", **settings)
     run(tmp_path / "two", **settings)
@@ -157,9 +157,9 @@ def test_empty_batch_has_gradients(name: str, recipe: MakeRecipe, tiny_target: T
     heads = build_heads(made, tiny_target, train_store)
     batch = read_batch(train_store, [0, 1], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
     batch = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
-    teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).logits(batch)
     loss = Unrolled(heads)(
-        batch, partial(weighted, loss=LOSSES["soft_ce"], teacher_logits=teacher_logits, step_weight=0.8)
+        batch, partial(batch_loss, loss=LOSSES["soft_ce"], teacher_logits=teacher_logits, step_weight=0.8)
     )
     loss.backward()
     assert loss.item() == 0
@@ -244,9 +244,9 @@ def test_loop_trains_on_the_chosen_loss(
     run(tmp_path, **settings, lr=1e-5, warmup=0.0)
     heads = build_heads(recipe(**settings), tiny_target, train_store)
     batch = read_batch(train_store, range(len(train_store)), [FINAL]).on(torch.device("cpu"), torch.float32)
-    teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
+    teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).logits(batch)
     total = sum(
-        0.8**step * summed_plain(LOSSES[name], one, teacher_logits, torch.ones(1))
+        0.8**step * sum_losses_plain(LOSSES[name], one, teacher_logits, torch.ones(1))
         for step, one in enumerate(heads.unroll(batch))
     )
     before, after = (row["loss"] for row in metrics(tmp_path)[1:])

@@ -27,10 +27,10 @@ from headstart.train.summing import (
     Teacher,
     TeacherLogits,
     alphas,
-    likely_tokens,
-    summed,
-    summed_plain,
-    weighted,
+    batch_loss,
+    choose_loss_tokens,
+    sum_losses,
+    sum_losses_plain,
 )
 from tests.spies import spy
 
@@ -131,7 +131,7 @@ def _problem(trained: bool) -> tuple[StepPrediction, TeacherLogits, Tensor]:
 @pytest.mark.usefixtures("small_blocks")
 def test_blockwise_sum_equals_the_plain_sum(name: str, trained: bool, mixed: bool) -> None:
     results = []
-    for way in (summed, summed_plain):
+    for way in (sum_losses, sum_losses_plain):
         prediction, teacher_logits, weight_M = _problem(trained)
         with torch.autocast("cpu", dtype=torch.bfloat16) if mixed else nullcontext():
             total = way(LOSSES[name], prediction, teacher_logits, weight_M)
@@ -168,10 +168,10 @@ def test_full_logits_are_never_materialised(scheme: Any) -> None:
     steps = [StepPrediction(hidden_MH, lm_head_DH, origin_M + step, origin_M) for step in range(4)]
     teacher_logits = TeacherLogits(torch.randn(43, DRAFTS), torch.zeros(43, 1), torch.arange(43))
     with _Largest() as largest:
-        weighted(steps, losses.soft_ce, teacher_logits, 0.8, scheme).backward()
+        batch_loss(steps, losses.soft_ce, teacher_logits, 0.8, scheme).backward()
     assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "hidden states of all steps are larger than any logits"
     with _Largest() as largest:
-        summed_plain(losses.soft_ce, steps[0], teacher_logits, torch.ones(40))
+        sum_losses_plain(losses.soft_ce, steps[0], teacher_logits, torch.ones(40))
     assert largest.numbers == 40 * DRAFTS, "the plain sum has a step's logits"
 
 
@@ -182,7 +182,7 @@ def test_float16_gradients_do_not_overflow_before_scaling() -> None:
     teacher_logits = TeacherLogits(torch.tensor([[-60.0, 0.0]]), torch.zeros(1, 1), torch.tensor([0]))
     with torch.autocast("cpu", dtype=torch.float16):
         teacher_M, weight_M = torch.zeros(400, dtype=torch.long), torch.ones(400)
-        total = summed(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, teacher_M), teacher_logits, weight_M)
+        total = sum_losses(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, teacher_M), teacher_logits, weight_M)
     (1e-3 * total).backward()
     assert lm_head_DH.grad is not None
     torch.testing.assert_close(lm_head_DH.grad, torch.tensor([[400.0, 400.0], [-400.0, -400.0]]))
@@ -192,7 +192,7 @@ def test_empty_step_has_zero_loss_and_gradients() -> None:
     teacher_logits = TeacherLogits(torch.randn(2, 5), torch.zeros(2, 1), torch.tensor([0, 1]))
     hidden_MH, lm_head_DH = torch.zeros(0, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     nowhere = torch.zeros(0, dtype=torch.long)
-    total = summed(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, nowhere), teacher_logits, torch.zeros(0))
+    total = sum_losses(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, nowhere), teacher_logits, torch.zeros(0))
     total.backward()
     assert total.item() == 0
     assert hidden_MH.grad is not None and hidden_MH.grad.shape == (0, 3)
@@ -203,7 +203,7 @@ def test_source_without_a_supervised_successor_is_refused() -> None:
     teacher_logits = TeacherLogits(torch.randn(1, 5), torch.zeros(1, 1), torch.tensor([-1, 0]))
     prediction = _predicted(torch.zeros(1, 3), torch.zeros(5, 3), torch.tensor([0]))
     with pytest.raises(AssertionError, match="supervised"):
-        summed(losses.soft_ce, prediction, teacher_logits, torch.ones(1))
+        sum_losses(losses.soft_ce, prediction, teacher_logits, torch.ones(1))
 
 
 @pytest.mark.parametrize("finish", [None, Finish(divisor=2.0, cap=3.0)], ids=str)
@@ -215,9 +215,9 @@ def test_frozen_columns_get_no_gradient_and_alpha_is_noted(finish: Finish | None
     prediction = _predicted(hidden_MH, lm_head_DH, torch.arange(40), finish=finish, frozen_columns=3)
     operands = (losses.soft_ce, prediction, teacher_logits, torch.rand(40))
     every = [hidden_MH, lm_head_DH]
-    wanted = torch.autograd.grad(summed_plain(*operands), every)
+    wanted = torch.autograd.grad(sum_losses_plain(*operands), every)
     alpha_M = torch.zeros(40)
-    found = torch.autograd.grad(summed(*operands, alpha_M), every)
+    found = torch.autograd.grad(sum_losses(*operands, alpha_M), every)
     torch.testing.assert_close(found[0], wanted[0])
     torch.testing.assert_close(found[1][:, 3:], wanted[1][:, 3:], rtol=1e-5, atol=1e-5)
     assert not found[1][:, :3].any()
@@ -236,7 +236,7 @@ def test_confidence_learns_the_shared_mass(scheme: Any) -> None:
         for step, one in enumerate(confidences)
     ]
     bare = [replace(step, confidence_M=None) for step in steps]
-    total = weighted(steps, losses.soft_ce, teacher_logits, 0.8, scheme)
+    total = batch_loss(steps, losses.soft_ce, teacher_logits, 0.8, scheme)
     weights = summing._position_weights(bare, teacher_logits, 0.8, scheme)
     shared = [alphas(step, teacher_logits) for step in steps]
     total.backward()
@@ -245,7 +245,7 @@ def test_confidence_learns_the_shared_mass(scheme: Any) -> None:
         torch.testing.assert_close(confidence_M.grad, weight_M * (confidence_M.detach().sigmoid() - alpha_M))
         chance_M = confidence_M.detach().sigmoid()
         missed -= float((weight_M * (alpha_M * chance_M.log() + (1 - alpha_M) * (1 - chance_M).log())).sum())
-    plain = weighted(bare, losses.soft_ce, teacher_logits, 0.8, scheme)
+    plain = batch_loss(bare, losses.soft_ce, teacher_logits, 0.8, scheme)
     assert float(total.detach() - plain) == pytest.approx(missed, rel=1e-4)
 
 
@@ -301,7 +301,7 @@ def test_batch_sum_equals_the_sum_over_drafts(scheme: Any, shared: bool) -> None
     with torch.no_grad():  # let the first drafts be right for a while
         teacher_logits.logits_SD[0] += 20 * F.one_hot(_logits(steps[0])[0].argmax(), DRAFTS)
         teacher_logits.logits_SD[1] += 20 * F.one_hot(_logits(steps[1])[0].argmax(), DRAFTS)
-    total = weighted(iter(steps), losses.soft_ce, teacher_logits, 0.5, scheme)
+    total = batch_loss(iter(steps), losses.soft_ce, teacher_logits, 0.5, scheme)
     assert total.item() == pytest.approx(_brute_force(steps, teacher_logits, scheme, 0.5), rel=1e-5)
     total.backward()
     assert all(prediction.hidden_MH.grad is not None for prediction in steps)
@@ -314,7 +314,7 @@ def test_shared_lm_head_accumulates_over_steps() -> None:
     teacher_logits, together, separate = _teacher_logits(6), _steps([4, 3], [shared] * 2), _steps([4, 3], apart)
     for one, other in zip(together, separate, strict=True):
         other.hidden_MH = one.hidden_MH.detach().clone().requires_grad_()
-    totals = [weighted(steps, losses.soft_ce, teacher_logits, 0.8) for steps in (together, separate)]
+    totals = [batch_loss(steps, losses.soft_ce, teacher_logits, 0.8) for steps in (together, separate)]
     torch.testing.assert_close(*totals)
     (totals[0] + totals[1]).backward()
     assert shared.grad is not None
@@ -339,8 +339,8 @@ def test_drafted_features_learn_the_final_state_of_their_source() -> None:
     features = [torch.randn(len(prediction.teacher_M), 4, requires_grad=True) for prediction in steps]
     for prediction, feature_ME in zip(steps, features, strict=True):
         prediction.feature_ME = feature_ME
-    without = weighted(steps, losses.tv_ce, teacher_logits, 0.5)
-    total = weighted(steps, losses.tv_ce, teacher_logits, 0.5, feature_weight=2.0)
+    without = batch_loss(steps, losses.tv_ce, teacher_logits, 0.5)
+    total = batch_loss(steps, losses.tv_ce, teacher_logits, 0.5, feature_weight=2.0)
     expected = sum(
         2.0 * 0.5**step * F.smooth_l1_loss(feature_E, teacher_logits.final_SE[source - 2])
         for step, prediction in enumerate(steps)
@@ -360,7 +360,7 @@ def test_teacher_reads_the_targets_logits_of_the_draft_vocabulary(tiny_target: T
     final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
     supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
     ids_D = torch.tensor([2, 7, 8, 30])
-    teacher_logits = Teacher(tiny_target, ids_D).read(
+    teacher_logits = Teacher(tiny_target, ids_D).logits(
         HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE})
     )
     assert teacher_logits.row_X.tolist() == [-1, -1, 0, 1, -1, 2, 3, -1, -1, -1]
@@ -376,7 +376,7 @@ def test_teacher_adds_the_lm_head_bias(tiny_target: Target, monkeypatch: pytest.
     final_1TE = torch.randn(1, 3, tiny_target.hidden_size)
     batch = HeadBatch(torch.zeros(1, 3).long(), torch.tensor([[False, True, True]]), {FINAL: final_1TE})
     for ids_D in (torch.tensor([4, 6]), torch.arange(tiny_target.vocab_size)):
-        teacher_logits = Teacher(tiny_target, ids_D).read(batch)
+        teacher_logits = Teacher(tiny_target, ids_D).logits(batch)
         torch.testing.assert_close(
             teacher_logits.logits_SD, F.linear(final_1TE[0, :2], head.weight, head.bias)[:, ids_D]
         )
@@ -394,15 +394,15 @@ def _taught(raised: bool, seed: int | None = None) -> Tensor:
     assert table.logits_SD is not None
     if seed is not None:
         counts_D = torch.bincount(table.logits_SD.argmax(-1), minlength=60)
-        over = likely_tokens(table.logits_SD[::4], counts_D, 30, [seed])
+        over = choose_loss_tokens(table.logits_SD[::4], counts_D, 30, [seed])
         table = _over(table, over if raised else over._replace(shift_L=torch.zeros(30)))
-    total = weighted([_predicted(other_ME, lm_head_DE, torch.arange(24))], losses.soft_ce, table, 0.8)
+    total = batch_loss([_predicted(other_ME, lm_head_DE, torch.arange(24))], losses.soft_ce, table, 0.8)
     return torch.autograd.grad(total, other_ME)[0]
 
 
 def _over(table: TeacherLogits, over: LossTokens) -> TeacherLogits:
     assert table.logits_SD is not None
-    return replace(table, logits_SD=over.raised(table.logits_SD[:, over.tokens_L]), over=over)
+    return replace(table, logits_SD=over.shift(table.logits_SD[:, over.ids_L]), loss_tokens=over)
 
 
 def test_loss_over_some_tokens_is_unbiased() -> None:
@@ -427,54 +427,54 @@ def test_loss_tokens_depend_on_the_seed_alone(tiny_target: Target) -> None:
     ids_D, batch = torch.arange(4, tiny_target.vocab_size, 2), _batch(tiny_target, 12)
 
     def read(count: int, seed: int) -> TeacherLogits:
-        return Teacher(tiny_target, ids_D, count).read(batch, [seed])
+        return Teacher(tiny_target, ids_D, count).logits(batch, [seed])
 
     whole_SD = read(0, 0).logits_SD
     for count in (len(ids_D), len(ids_D) + 1):  # all of them
-        assert read(count, 0).over is None and torch.equal(read(count, 0).logits_SD, whole_SD)
+        assert read(count, 0).loss_tokens is None and torch.equal(read(count, 0).logits_SD, whole_SD)
     first, again, other = (read(20, seed) for seed in (0, 0, 1))
-    assert torch.equal(first.over.tokens_L, again.over.tokens_L)
-    assert not torch.equal(first.over.tokens_L, other.over.tokens_L)
-    assert len(set(first.over.tokens_L.tolist())) == 20
-    torch.testing.assert_close(first.logits_SD, whole_SD[:, first.over.tokens_L] + first.over.shift_L)
+    assert torch.equal(first.loss_tokens.ids_L, again.loss_tokens.ids_L)
+    assert not torch.equal(first.loss_tokens.ids_L, other.loss_tokens.ids_L)
+    assert len(set(first.loss_tokens.ids_L.tolist())) == 20
+    torch.testing.assert_close(first.logits_SD, whole_SD[:, first.loss_tokens.ids_L] + first.loss_tokens.shift_L)
     said = {token for token in batch.tokens_BT[0, 1:].tolist() if token in set(ids_D.tolist())}
-    assert said and said <= set(ids_D[first.over.tokens_L[:16]].tolist())
+    assert said and said <= set(ids_D[first.loss_tokens.ids_L[:16]].tolist())
 
 
 def test_long_batches_pick_loss_tokens_by_stride(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's size limits the positions that vote. Whether the loss itself gets a table changes no loss token."""
     ids_D, batch = torch.arange(4, tiny_target.vocab_size), _batch(tiny_target, 40)
-    monkeypatch.setattr(summing, "_ENOUGH", 10)
-    rows = spy(monkeypatch, summing, "likely_tokens", lambda logits_SD, *_: len(logits_SD))
-    whole = Teacher(tiny_target, ids_D, 20).read(batch)
+    monkeypatch.setattr(summing, "_MIN_POSITIONS", 10)
+    rows = spy(monkeypatch, summing, "choose_loss_tokens", lambda logits_SD, *_: len(logits_SD))
+    whole = Teacher(tiny_target, ids_D, 20).logits(batch)
     monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20})
-    shorter = Teacher(tiny_target, ids_D, 20).read(batch)
+    shorter = Teacher(tiny_target, ids_D, 20).logits(batch)
     monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20 - 1})
-    none = Teacher(tiny_target, ids_D, 20).read(batch)
+    none = Teacher(tiny_target, ids_D, 20).logits(batch)
     stride = -(-40 * len(ids_D) // (40 * 20))
     assert rows == [10, -(-40 // stride), -(-40 // stride)] and stride > 4
     assert whole.logits_SD is not None and shorter.logits_SD is not None and none.logits_SD is None
-    table_SL, at_B = none.of(torch.arange(40))
+    table_SL, at_B = none.table(torch.arange(40))
     assert torch.equal(table_SL[at_B], shorter.logits_SD)
 
 
 def test_logit_shifts_are_not_rounded() -> None:
     over = LossTokens(torch.arange(2), torch.tensor([0.0, math.log(16)]))
     logits_L = torch.tensor([20.0, 30.0], dtype=torch.bfloat16)
-    assert torch.equal(over.raised(logits_L), logits_L.float() + over.shift_L)
+    assert torch.equal(over.shift(logits_L), logits_L.float() + over.shift_L)
 
 
 def test_shared_lm_head_is_cut_once() -> None:
     torch.manual_seed(0)
     shared, table = torch.randn(DRAFTS, WIDTH, requires_grad=True), _teacher_logits(6)
-    tokens_L, shift_L = over = likely_tokens(table.logits_SD, torch.zeros(DRAFTS), 10, [0])
+    ids_L, shift_L = over = choose_loss_tokens(table.logits_SD, torch.zeros(DRAFTS), 10, [0])
     cut = _over(table, over)
-    steps = cut.over_its_tokens(_steps([4, 3], [shared] * 2))
+    steps = cut.restrict(_steps([4, 3], [shared] * 2))
     assert steps[0].lm_head_DH is steps[1].lm_head_DH
-    assert torch.equal(steps[0].lm_head_DH, shared[tokens_L])
+    assert torch.equal(steps[0].lm_head_DH, shared[ids_L])
     bias_D, finish = torch.randn(DRAFTS), Finish(cap=3.0)
-    (capped,) = cut.over_its_tokens([replace(steps[0], lm_head_DH=shared, bias_D=bias_D, finish=finish)])
-    expected = finish(F.linear(capped.hidden_MH, shared[tokens_L], bias_D[tokens_L])) + shift_L
+    (capped,) = cut.restrict([replace(steps[0], lm_head_DH=shared, bias_D=bias_D, finish=finish)])
+    expected = finish(F.linear(capped.hidden_MH, shared[ids_L], bias_D[ids_L])) + shift_L
     torch.testing.assert_close(capped.logits_MD, expected)
 
 

@@ -19,7 +19,7 @@ from headstart.train import trainer
 from headstart.train.batches import read_batch
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads
-from headstart.train.wrapped import LowRank, Unrolled, learning_numbers, matrices
+from headstart.train.wrapped import LowRank, Unrolled, count_trained_parameters, matrices
 from tests.spies import spy
 from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import assert_same, metrics, weights
@@ -80,7 +80,7 @@ def test_gradients(recipe: MakeRecipe, earlier: Earlier, tiny_target: Target, tr
     for name in families():
         plain, updated = (load_heads(earlier(name), tiny_target).train() for _ in range(2))
         low = LowRank(Unrolled(updated), RANK)
-        assert low.trainable_parameters == learning_numbers(plain, RANK) < plain.trainable_parameters
+        assert low.trainable_parameters == count_trained_parameters(plain, RANK) < plain.trainable_parameters
         random = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for up in low.up.values():

@@ -16,7 +16,7 @@ from headstart.replay.patch import FINAL
 from headstart.support.terminal import progress_bar
 from headstart.train import summing
 from headstart.train.training_log import Display, Log
-from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share, pick_vocabulary
+from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens, pick_vocabulary
 
 DEVICE = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def _step(logits_MD: torch.Tensor, source: list[int], origin: list[int]) -> Step
 def test_tau_aligns_the_steps_of_one_draft(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summing, "_BLOCK", {"cpu": 0})
     monkeypatch.setattr(summing, "_BLOCK_ROWS", block)
-    chosen_X = torch.tensor([-1, 3, 4, 5, 6, -1])
+    greedy_X = torch.tensor([-1, 3, 4, 5, 6, -1])
     steps = [
         # from origins 0, 1, 2, 3: right, wrong (by one rank), right, right
         _step(_says([3, 3, 5, 6]), [1, 2, 3, 4], [0, 1, 2, 3]),
@@ -47,7 +47,7 @@ def test_tau_aligns_the_steps_of_one_draft(block: int, monkeypatch: pytest.Monke
         _step(_says([4, 5, 10]), [2, 3, 4], [0, 1, 2]),
     ]
     tally = Tally(2, DEVICE)
-    tally.add(steps, torch.arange(12), chosen_X)
+    tally.add(steps, torch.arange(12), greedy_X)
     result = tally.result()
     assert result.predictions == [4, 3]
     assert result.accuracy["top1"] == [pytest.approx(3 / 4), pytest.approx(2 / 3)]
@@ -64,10 +64,10 @@ def test_token_outside_the_draft_vocabulary_is_a_miss() -> None:
 
 
 def test_counts_of_ranks_add_up() -> None:
-    chosen_X = torch.tensor([3, 4])
+    greedy_X = torch.tensor([3, 4])
     both, other = Tally(1, DEVICE), Tally(1, DEVICE)
-    both.add([_step(_says([3, 4]), [0, 1], [0, 1])], torch.arange(12), chosen_X)
-    other.add([_step(_says([0, 0]), [0, 1], [0, 1])], torch.arange(12), chosen_X)
+    both.add([_step(_says([3, 4]), [0, 1], [0, 1])], torch.arange(12), greedy_X)
+    other.add([_step(_says([0, 0]), [0, 1], [0, 1])], torch.arange(12), greedy_X)
     both.counts_KC += other.counts_KC
     assert both.result().accuracy["top1"] == [0.5]
     assert both.result().tau == 1.5
@@ -88,10 +88,10 @@ def test_chosen_tokens_are_the_targets_argmax(tiny_target: Target) -> None:
     rows = tiny_target.hidden_states(tokens, [FINAL])
     final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
     supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
-    chosen_X = chosen_tokens(tiny_target, HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE}))
+    greedy_X = greedy_tokens(tiny_target, HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE}))
     with tiny_target.stock() as model:
         own = [model(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in tokens]
-    assert chosen_X.tolist() == [-1, -1, own[0][2], own[0][3], -1, own[1][0], own[1][1], -1, -1, -1]
+    assert greedy_X.tolist() == [-1, -1, own[0][2], own[0][3], -1, own[1][0], own[1][1], -1, -1, -1]
 
 
 def test_draft_vocabulary_has_the_most_frequent_tokens() -> None:
@@ -104,7 +104,7 @@ def test_draft_vocabulary_has_the_most_frequent_tokens() -> None:
 def test_coverage_is_the_draftable_fraction() -> None:
     masks = [torch.ones(10, dtype=torch.bool)]
     store: Any = SimpleNamespace(supervised_counts=lambda _: torch.tensor([6, 0, 3, 1]), supervised=lambda: masks)
-    assert draftable_share(store, 4, torch.tensor([0, 3])) == pytest.approx(0.7)
+    assert draft_coverage(store, 4, torch.tensor([0, 3])) == pytest.approx(0.7)
 
 
 def test_validation_line_has_leading_zeros() -> None:

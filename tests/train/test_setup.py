@@ -23,7 +23,7 @@ from headstart.recipes.sections import TrainSection
 from headstart.recipes.values import packaged_recipes
 from headstart.replay.patch import FINAL
 from headstart.train.checks import check_training
-from headstart.train.starting_heads import build_heads, take_over
+from headstart.train.starting_heads import build_heads, copy_matching
 from tests.train.conftest import MakeRecipe, Train, conversations
 
 
@@ -149,7 +149,7 @@ def test_only_the_vocabulary_axis_may_differ() -> None:
     heads = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=20, **sizes))
     other = MedusaHead(MedusaConfig(num_heads=2, draft_vocab_size=10, **sizes))
     with pytest.raises(UserError, match="None of the 4 tensors of these medusa heads matches"):
-        take_over(heads, other)
+        copy_matching(heads, other)
 
 
 def test_other_family_gives_tensors_of_equal_name_and_shape() -> None:
@@ -160,7 +160,7 @@ def test_other_family_gives_tensors_of_equal_name_and_shape() -> None:
     other = Other(MedusaConfig(**config, num_layers=2))
     torch.nn.init.normal_(other.lm_head_KDE)
     heads = MedusaHead(MedusaConfig(**config))
-    assert take_over(heads, other) == "copied 2 of 4 tensors from the earlier other heads"
+    assert copy_matching(heads, other) == "copied 2 of 4 tensors from the earlier other heads"
     assert torch.equal(heads.lm_head_KDE, other.lm_head_KDE)
 
 

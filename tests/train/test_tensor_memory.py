@@ -9,7 +9,7 @@ import torch
 
 from headstart.support.compiled import compiler
 from headstart.train import tensor_memory
-from headstart.train.tensor_memory import keeping_memory
+from headstart.train.tensor_memory import cache_tensor_memory
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_freed_memory_is_reused_for_the_same_size() -> None:
-    with keeping_memory(CPU):
+    with cache_tensor_memory(CPU):
         for numbers in (1, 15, 16, 17, 250, 4097, 1_000_003):
             freed = torch.empty(numbers)
             place = freed.data_ptr()
@@ -33,7 +33,7 @@ def test_freed_memory_is_reused_for_the_same_size() -> None:
 def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_memory, "free_bytes", lambda device: 50_000 / tensor_memory._SHARE)
     keeper = tensor_memory._keeper()
-    with keeping_memory(CPU):
+    with cache_tensor_memory(CPU):
         assert keeper.keep(50_000) == 0
         sizes = 10_000, 20_000, 30_000  # blocks of 10,240, 20,480 and 30,720
         tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -61,13 +61,13 @@ def test_tensors_do_not_overlap() -> None:
                     return False
         return all(bool((tensor == number).all()) for tensor, number in held)
 
-    with keeping_memory(CPU), ThreadPoolExecutor(4) as pool:
+    with cache_tensor_memory(CPU), ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
 
 
 def test_tensors_outlive_the_context() -> None:
     older = torch.arange(1000)
-    with keeping_memory(CPU):
+    with cache_tensor_memory(CPU):
         inside = torch.arange(1000) * 2
         del older
         empty = torch.empty(0)
@@ -75,17 +75,17 @@ def test_tensors_outlive_the_context() -> None:
     assert inside.sum() == 999_000 and empty.numel() == 0 and bool((grown == 7).all())
     del inside, grown
     after = torch.arange(1000)
-    with keeping_memory(CPU):
+    with cache_tensor_memory(CPU):
         assert after.sum() == 499_500
 
 
 def test_impossible_size_is_torchs_own_error() -> None:
     for size in (1 << 60, -1, -100):
-        with keeping_memory(CPU), pytest.raises(RuntimeError, match=r"memory|negative|nbytes"):
+        with cache_tensor_memory(CPU), pytest.raises(RuntimeError, match=r"memory|negative|nbytes"):
             torch.UntypedStorage(size)
 
 
 def test_other_devices_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_memory, "_keeper", lambda: pytest.fail("not on a GPU"))
-    with keeping_memory(torch.device("cuda")):
+    with cache_tensor_memory(torch.device("cuda")):
         assert torch.ones(3).sum() == 3

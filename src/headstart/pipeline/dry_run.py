@@ -18,10 +18,10 @@ from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
 from headstart.pipeline.workload import Lengths, Speeds
 from headstart.recipes.recipe import Recipe
-from headstart.train.batches import anchored, subsampled
+from headstart.train.batches import sample_anchors, subsample
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
-from headstart.train.summing import Teacher, weighted
+from headstart.train.summing import Teacher, batch_loss
 
 SECONDS = 30.0
 """Wall-clock target of a dry run. Work in progress is completed, so each measurement starts small."""
@@ -124,9 +124,9 @@ class _DryRun:
         stored, saved = HeadBatch(tokens_BT, supervised_BT, states), dict[int, int]()
         batch, seed = stored, [0, 0, 0]
         if section.position_weight == "subsampled":
-            batch = subsampled(batch, section.step_weight, seed)
+            batch = subsample(batch, section.step_weight, seed)
         if section.anchors:
-            batch = anchored(batch, section.anchors, seed)
+            batch = sample_anchors(batch, section.anchors, seed)
         weights = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
 
         def note(tensor: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ class _DryRun:
         heads.zero_grad(set_to_none=True)
         autocast = torch.autocast(target.device.type, dtype=target.dtype, enabled=target.dtype != torch.float32)
         with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
-            teacher = self._teacher.read(stored)
+            teacher = self._teacher.logits(stored)
             predictions = heads.unroll(batch)
-            loss = weighted(predictions, LOSSES[section.loss], teacher, section.step_weight, section.position_weight)
+            loss = batch_loss(predictions, LOSSES[section.loss], teacher, section.step_weight, section.position_weight)
         torch.autograd.backward([loss])
         self._saved.append((rows * length, sum(saved.values())))
         return rows * length

@@ -34,7 +34,7 @@ from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
 from headstart.train.processes import broadcast_from_main, count_processes, is_main, on_main, raise_on_all_ranks
 from headstart.train.trainer import train
-from headstart.train.training_artifact import RESULT, finished, go_on_from_shorter, training, weights_hash
+from headstart.train.training_artifact import RESULT, continue_shorter, finished, training, weights_hash
 from headstart.tuning.tune import Tuning, tune
 
 _TUNE_VERSION = 5
@@ -56,7 +56,7 @@ def _train(run: Run) -> Outcome:
     with on_main(lock_artifact(made, run.console, wait=count_processes() == 1)):
         with raise_on_all_ranks():
             if is_main() and not finished(made.folder):  # before the reference to the shorter training is replaced
-                go_on_from_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
+                continue_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
                 add_reference(run.folder, "train", made, TRAIN)
         if not broadcast_from_main(finished(made.folder)):

@@ -21,7 +21,7 @@ from headstart.model.outline import Outline
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import DataSection, TrainSection
 from headstart.train.optimizers import Muon, make_optimizers
-from headstart.train.wrapped import learning_numbers
+from headstart.train.wrapped import count_trained_parameters
 
 PROMPT_TOKENS = 66
 """Average tokens of a self-written prompt, template included."""
@@ -228,7 +228,7 @@ class Workload:
     @property
     def learning(self) -> int:
         """Number of trained weights."""
-        return learning_numbers(self.heads, self.recipe.train.lora_rank)
+        return count_trained_parameters(self.heads, self.recipe.train.lora_rank)
 
     @property
     def state_bytes(self) -> int:
@@ -323,7 +323,7 @@ class Workload:
 def optimizer_bytes(heads: DraftHead, section: TrainSection) -> int:
     """Return the bytes of optimiser state: two float32 moments of AdamW, one of muon."""
     if section.lora_rank:
-        return 8 * learning_numbers(heads, section.lora_rank)
+        return 8 * count_trained_parameters(heads, section.lora_rank)
     count = 0
     for optimizer in make_optimizers(heads, section):
         each = 4 if isinstance(optimizer, Muon) else 8

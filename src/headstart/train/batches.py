@@ -100,7 +100,7 @@ def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_step
     return [list(batches[start : start + group]) for start in range(0, len(batches) - group + 1, group)]
 
 
-def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
+def rank_slice(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
     """Return the batches of a step for one rank: every `ranks`-th."""
     return list(group[rank::ranks])
 
@@ -165,7 +165,7 @@ def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], p
     return ReadBatch(HeadBatch(tokens_BT, supervised_BT, states, starts_BT=starts_BT), scales, code, dtype)
 
 
-def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
+def subsample(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
     """Sample a length for every draft: a fraction `share` of the drafts at each step continue. Reproducible by `seed`.
 
     The expected loss equals the loss of all drafts with step k weighted by `share ** k`, at less computation.
@@ -179,7 +179,7 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
     )
 
 
-def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
+def sample_anchors(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
     """Sample at most `anchors` supervised origins of each conversation, uniformly. Reproducible by `seed`."""
     origin_M, conversation_M = _origins_by_conversation(batch)
     order_M = np.random.default_rng([*seed, anchors]).permutation(len(origin_M))
@@ -236,7 +236,7 @@ class Order:
         `read` reads conversations from a store, packed or not."""
 
         def read_share(group: list[Batch]) -> list[ReadBatch]:
-            members, packing = share(group, self._rank, self._ranks), self._section.packing
+            members, packing = rank_slice(group, self._rank, self._ranks), self._section.packing
             return [read(self._store, indices, packing) for indices in members]
 
         def put(batches: list[ReadBatch]) -> list[HeadBatch]:

@@ -8,7 +8,7 @@ from headstart.errors import UserError
 from headstart.heads.base import family
 from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
-from headstart.train.starting_heads import earlier_heads
+from headstart.train.starting_heads import load_earlier_heads
 from headstart.train.tracking import check_tracker
 
 
@@ -65,4 +65,4 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
         if refused:
             raise UserError(problem, remedy)
     check_tracker(section.tracker)
-    earlier_heads(recipe, target)
+    load_earlier_heads(recipe, target)

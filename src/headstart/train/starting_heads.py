@@ -20,7 +20,7 @@ from headstart.train.validation import pick_vocabulary
 _FIRST_LOOK = 200_000
 
 
-def earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
+def load_earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
     """Load the heads of `train.start_from`, on the CPU."""
     if recipe.train.start_from is None:
         return None
@@ -45,7 +45,7 @@ def build_heads(
             "Look at it with `headstart data show`; the conversations need assistant turns.",
         )
     _check_depth(heads, train_store)
-    earlier = earlier_heads(recipe, target)
+    earlier = load_earlier_heads(recipe, target)
     if recipe.train.lora_rank and earlier is not None:
         _check_same(config, earlier.config)
     if earlier is not None and earlier.config.draft_width == config.draft_width:
@@ -59,16 +59,16 @@ def build_heads(
             )
         heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
     heads.warm_start(target)
-    if earlier is None or earlier.config != config:  # else `take_over` replaces every weight
+    if earlier is None or earlier.config != config:  # else `copy_matching` replaces every weight
         heads.fit(_first_look(train_store, heads))
     if earlier is not None:
-        say(f"Started from {recipe.train.start_from}: {take_over(heads, earlier)}.")
+        say(f"Started from {recipe.train.start_from}: {copy_matching(heads, earlier)}.")
     heads.before_training(_first_look(train_store, heads))
     return heads
 
 
 @torch.no_grad()
-def take_over(heads: DraftHead, earlier: DraftHead) -> str:
+def copy_matching(heads: DraftHead, earlier: DraftHead) -> str:
     """Copy tensors of `earlier` with equal name and shape into `heads`, in place. Tables over draft vocabularies of
     different sizes get the rows of common tokens. Returns a summary phrase; a UserError if nothing fits."""
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D

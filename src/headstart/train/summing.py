@@ -1,7 +1,7 @@
 """Weighted sums of a batch's losses, with their gradients.
 
-`summed` computes the loss and its gradients from LM head inputs in one pass over blocks of rows, so the logits of all
-predictions never exist at once. `summed_plain` is its reference, the loss on the full table.
+`sum_losses` computes the loss and its gradients from LM head inputs in one pass over blocks of rows, so the logits of
+all predictions never exist at once. `sum_losses_plain` is its reference, the loss on the full table.
 
 Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a supervised
 token, M predictions of one step (or of several with one LM head), D draft vocabulary, L sampled tokens of it, E hidden
@@ -10,10 +10,9 @@ size, H LM head inputs.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,18 +28,15 @@ from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
-_BLOCK = {"cpu": 1 << 24}  # logits per block, 32 MB of bfloat16 on a CPU
-_BLOCK_ELSEWHERE = 1 << 27
+# Numbers of logits, on a CPU and on other devices.
+_BLOCK = {"cpu": 1 << 24, "other": 1 << 27}  # per LM head product: 32 MB of bfloat16 on a CPU
+_CHUNK = {"cpu": 1 << 19, "other": 1 << 26}  # per loss evaluation: 2 MB of float32, which fit a CPU's cache
+_TABLE = {"cpu": 1 << 28, "other": 1 << 30}  # in a stored table of the teacher's; a larger one is computed on demand
+
 _BLOCK_ROWS = 512  # minimum rows of a block: each block reads the LM head and accumulates its gradient once
-_CHUNK = {"cpu": 1 << 19}
-"""Logits per loss evaluation: they fit a CPU's cache (2 MB of float32); elsewhere it only bounds memory."""
-_CHUNK_ELSEWHERE = 1 << 26
-_TABLE = {"cpu": 1 << 28}
-"""Largest stored table of teacher logits, 512 MB of bfloat16 on a CPU; beyond, they are computed on demand."""
-_TABLE_ELSEWHERE = 1 << 30
-_DRAWN = 0.2  # fraction of the loss tokens sampled from the unlikely ones
-_SAMPLED, _ENOUGH = 4, 512
-"""Stride of the positions that choose the loss tokens, reduced to keep at least `_ENOUGH` of them."""
+_RANDOM = 0.2  # fraction of the loss tokens sampled from the unlikely ones
+_STRIDE, _MIN_POSITIONS = 4, 512
+"""Stride of the positions that choose the loss tokens, reduced to keep at least `_MIN_POSITIONS` of them."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
@@ -52,59 +48,59 @@ def positions_before_answers(batch: HeadBatch) -> Tensor:
 
 class Teacher:
     """The target's LM head over the draft vocabulary `draft_to_target_D`. Losses use `loss_tokens` of it, chosen per
-    batch (`likely_tokens`); 0 for all."""
+    batch (`choose_loss_tokens`); 0 for all."""
 
     def __init__(self, target: FrozenModel, draft_to_target_D: Tensor, loss_tokens: int = 0) -> None:
-        self._target, self._loss_tokens = target, min(loss_tokens or len(draft_to_target_D), len(draft_to_target_D))
-        complete = len(draft_to_target_D) == target.vocab_size
+        drafts = len(draft_to_target_D)
+        self._target, self._loss_tokens = target, min(loss_tokens or drafts, drafts)
         weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
         self._ids_D = draft_to_target_D.to(target.device)
-        ids_D = draft_to_target_D.to(weight.device)
-        self._weight_DE: Tensor = (weight if complete else weight[ids_D]).to(target.device)
-        drafted_D = bias if bias is None or complete else bias.detach()[ids_D]
-        self._bias_D: Tensor | None = None if drafted_D is None else drafted_D.to(target.device)
+        if drafts < target.vocab_size:
+            ids_D = draft_to_target_D.to(weight.device)
+            weight, bias = weight[ids_D], None if bias is None else bias.detach()[ids_D]
+        self._weight_DE = weight.to(target.device)
+        self._bias_D = None if bias is None else bias.to(target.device)
 
     @torch.no_grad()
-    def read(self, batch: HeadBatch, seed: Sequence[int] = ()) -> TeacherLogits:
+    def logits(self, batch: HeadBatch, seed: Sequence[int] = ()) -> TeacherLogits:
         """The target's logits at all positions before supervised tokens: a table, since most are used by several steps,
         unless that is too large. The same `seed` samples the same loss tokens."""
         positions_S = positions_before_answers(batch)
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
-        drafts, most = len(self._weight_DE), _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE)
-        over = None
+        drafts, limit, loss_tokens = len(self._weight_DE), _limit(_TABLE, final_SE), None
         if self._loss_tokens < drafts:
-            stride = max(1, min(_SAMPLED, len(final_SE) // _ENOUGH), -(-len(final_SE) * drafts // most))
-            said_S = batch.tokens_BT.flatten()[positions_S + 1]
-            over = likely_tokens(self._logits(final_SE[::stride]), self._counts(said_S), self._loss_tokens, seed)
-        read = partial(self._logits, over=over)
-        table = None if len(final_SE) * self._loss_tokens > most else read(final_SE)
-        return TeacherLogits(table, final_SE, row_X, read, over)
+            stride = max(1, min(_STRIDE, len(final_SE) // _MIN_POSITIONS), -(-len(final_SE) * drafts // limit))
+            counts_D = self._counts(batch.tokens_BT.flatten()[positions_S + 1])
+            loss_tokens = choose_loss_tokens(self._compute(final_SE[::stride]), counts_D, self._loss_tokens, seed)
+        compute = partial(self._compute, loss_tokens=loss_tokens)
+        table = None if len(final_SE) * self._loss_tokens > limit else compute(final_SE)
+        return TeacherLogits(table, final_SE, row_X, compute, loss_tokens)
 
-    def _counts(self, said_S: Tensor) -> Tensor:
+    def _counts(self, tokens_S: Tensor) -> Tensor:
         """Count each draft token, [D]."""
-        at_S = torch.searchsorted(self._ids_D, said_S).clamp_max(len(self._ids_D) - 1)
-        return torch.bincount(at_S[self._ids_D[at_S] == said_S], minlength=len(self._ids_D))
+        index_S = torch.searchsorted(self._ids_D, tokens_S).clamp_max(len(self._ids_D) - 1)
+        return torch.bincount(index_S[self._ids_D[index_S] == tokens_S], minlength=len(self._ids_D))
 
     @torch.no_grad()
-    def _logits(self, final_SE: Tensor, over: LossTokens | None = None) -> Tensor:
+    def _compute(self, final_SE: Tensor, loss_tokens: LossTokens | None = None) -> Tensor:
         weight, bias = self._weight_DE, self._bias_D
-        if over is not None:
-            weight, bias = weight[over.tokens_L], None if bias is None else bias[over.tokens_L]
+        if loss_tokens is not None:
+            weight, bias = weight[loss_tokens.ids_L], None if bias is None else bias[loss_tokens.ids_L]
         with torch.autocast(final_SE.device.type, enabled=False):
             logits = self._target.finish(F.linear(final_SE, weight, bias))
-        return logits if over is None else over.raised(logits)
+        return logits if loss_tokens is None else loss_tokens.shift(logits)
 
 
 class LossTokens(NamedTuple):
     """Sampled draft tokens, int64 [L], and the shift of their logits, float32 [L]."""
 
-    tokens_L: Tensor
+    ids_L: Tensor
     shift_L: Tensor
 
-    def raised(self, logits: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Shifted logits [..., L], at least in float32: bfloat16 would round the shift."""
+    def shift(self, logits: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Shift logits [..., L], at least in float32: bfloat16 would round the shift."""
         logits = logits if finish is None else finish(logits)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) + self.shift_L
 
@@ -112,27 +108,27 @@ class LossTokens(NamedTuple):
 @dataclass
 class TeacherLogits:
     """The target's logits over the draft vocabulary for one batch, in its dtype, with their final states. Without a
-    table, `read` computes logits from final states. `row_X` (int64) maps flat positions to rows, -1 where no supervised
+    table, `compute` makes logits from final states. `row_X` (int64) maps flat positions to rows, -1 where no supervised
     token follows."""
 
     logits_SD: Tensor | None
     final_SE: Tensor
     row_X: Tensor
-    read: Callable[[Tensor], Tensor] | None = None
-    over: LossTokens | None = None
+    compute: Callable[[Tensor], Tensor] | None = None
+    loss_tokens: LossTokens | None = None
 
-    def over_its_tokens(self, steps: list[StepPrediction]) -> list[StepPrediction]:
+    def restrict(self, steps: list[StepPrediction]) -> list[StepPrediction]:
         """Restrict predictions to the loss tokens; steps that share an LM head still share it."""
-        if self.over is None:
+        if self.loss_tokens is None:
             return steps
-        tokens_L, cut = self.over.tokens_L, list(steps)
+        ids_L, restricted = self.loss_tokens.ids_L, list(steps)
         for members in _by_lm_head(steps):
-            lm_head_LH = steps[members[0]].lm_head_DH.index_select(0, tokens_L)
+            lm_head_LH = steps[members[0]].lm_head_DH.index_select(0, ids_L)
             for member in members:
-                bias_D, finish = steps[member].bias_D, partial(self.over.raised, finish=steps[member].finish)
-                bias_L = None if bias_D is None else bias_D[tokens_L]
-                cut[member] = dataclasses.replace(steps[member], lm_head_DH=lm_head_LH, bias_D=bias_L, finish=finish)
-        return cut
+                bias_D, finish = steps[member].bias_D, partial(self.loss_tokens.shift, finish=steps[member].finish)
+                bias_L = None if bias_D is None else bias_D[ids_L]
+                restricted[member] = replace(steps[member], lm_head_DH=lm_head_LH, bias_D=bias_L, finish=finish)
+        return restricted
 
     def rows(self, teacher_M: Tensor) -> Tensor:
         """Rows of the teacher logits for flat positions before supervised tokens."""
@@ -140,43 +136,43 @@ class TeacherLogits:
         assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
         return rows_M
 
-    def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
+    def table(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
         """A table of logits, and the indices of a block's rows in it."""
         if self.logits_SD is not None:
             return self.logits_SD, rows_B
-        assert self.read is not None, "logits come from a table or are read"
-        read_U, at_B = torch.unique(rows_B, return_inverse=True)
-        return self.read(self.final_SE[read_U]), at_B
+        assert self.compute is not None, "logits come from a table or are computed"
+        distinct_U, index_B = torch.unique(rows_B, return_inverse=True)
+        return self.compute(self.final_SE[distinct_U]), index_B
 
 
-def likely_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Sequence[int]) -> LossTokens:
+def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Sequence[int]) -> LossTokens:
     """Choose the loss tokens of a batch ("sampled softmax", Jean et al., arXiv 1412.2007).
 
-    The most likely tokens, by their counts in the batch's answers and the target's probabilities at some positions, and
-    a fraction `_DRAWN` sampled from the rest by `seed`. Each sampled token stands for several, so its logits are raised
-    by the logarithm of their number, in teacher and draft. Sums over tokens are then unbiased, and a softmax nearly so
-    if the rest has little mass.
+    They are the most likely tokens, by their counts in the batch's answers and the target's probabilities at some
+    positions, and a fraction `_RANDOM` sampled from the rest by `seed`. Each sampled token stands for several: its
+    logits are shifted by the logarithm of their number, in teacher and draft. Sums over tokens are then unbiased, and a
+    softmax nearly so if the rest has little mass.
 
     >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]])
     >>> counts_D = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
-    >>> tokens_L, shift_L = likely_tokens(logits_SD, counts_D, 5, seed=[0])  # the last one stands for six
-    >>> tokens_L.tolist(), shift_L.exp().round().tolist()
+    >>> ids_L, shift_L = choose_loss_tokens(logits_SD, counts_D, 5, seed=[0])  # the last one stands for six
+    >>> ids_L.tolist(), shift_L.exp().round().tolist()
     ([7, 1, 3, 5, 8], [1.0, 1.0, 1.0, 1.0, 6.0])
     """
     mass_D = counts_D.to(logits_SD.device, torch.float32)
     for chunk in _chunks(logits_SD):
         mass_D += logits_SD[chunk].softmax(-1, dtype=torch.float32).sum(0)
     order_D = mass_D.argsort(descending=True, stable=True)
-    likely = count - round(_DRAWN * count)
+    likely = count - round(_RANDOM * count)
     rest_R = order_D[likely:]
-    drawn = np.random.default_rng([*seed, count]).choice(len(rest_R), count - likely, replace=False)
-    tokens_L = torch.cat([order_D[:likely], rest_R[torch.from_numpy(drawn).to(rest_R.device)]])
+    random = np.random.default_rng([*seed, count]).choice(len(rest_R), count - likely, replace=False)
+    ids_L = torch.cat([order_D[:likely], rest_R[torch.from_numpy(random).to(rest_R.device)]])
     shift_L = torch.zeros(count, device=logits_SD.device)
     shift_L[likely:] = math.log(len(rest_R) / (count - likely))
-    return LossTokens(tokens_L, shift_L)
+    return LossTokens(ids_L, shift_L)
 
 
-def weighted(
+def batch_loss(
     predictions: Iterable[StepPrediction],
     loss: Loss,
     teacher_logits: TeacherLogits,
@@ -187,25 +183,25 @@ def weighted(
     """Sum the weighted losses of all predictions of a batch: a float32 scalar, not yet normalised.
 
     Step k weighs `step_weight ** k`; see `headstart.train.losses` for other position weights: `subsampled` expects a
-    batch from `batches.subsampled`, `dpace` costs one more LM head product, for alphas. `feature_weight` scales
+    batch from `batches.subsample`, `dpace` costs one more LM head product, for alphas. `feature_weight` scales
     `smooth_l1` between drafted features and final states. Confidences learn alpha by binary cross-entropy. Both use the
     same position weights.
     """
-    steps = teacher_logits.over_its_tokens(list(predictions))
+    steps = teacher_logits.restrict(list(predictions))
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
     total = torch.zeros((), device=teacher_logits.final_SE.device)
     for members in _by_lm_head(steps):
-        prediction = _joined([steps[step] for step in members])
-        weight_M = torch.cat([weights[step] for step in members])
-        if teacher_logits.logits_SD is None and len(members) > 1:
-            # Sort by teacher position, so that steps share computed teacher logits.
-            prediction, weight_M = _rows_of(prediction, weight_M, prediction.teacher_M.argsort(stable=True))
+        prediction, weight_M = _concatenate(
+            [steps[step] for step in members],
+            [weights[step] for step in members],
+            by_position=teacher_logits.logits_SD is None,
+        )
         confidence_M = prediction.confidence_M
-        alpha_M = weight_M.new_zeros(len(weight_M)) if confidence_M is not None else None
-        total = total + summed(loss, prediction, teacher_logits, weight_M, alpha_M)
+        alpha_M = None if confidence_M is None else torch.zeros_like(weight_M)
+        total = total + sum_losses(loss, prediction, teacher_logits, weight_M, alpha_M)
         if alpha_M is not None and confidence_M is not None:
-            missed_M = F.binary_cross_entropy_with_logits(confidence_M.float(), alpha_M, reduction="none")
-            total = total + (weight_M * missed_M).sum()
+            error_M = F.binary_cross_entropy_with_logits(confidence_M.float(), alpha_M, reduction="none")
+            total = total + (weight_M * error_M).sum()
     if feature_weight:
         for step, weight_M in zip(steps, weights, strict=True):
             assert step.feature_ME is not None, "refused before: these heads draft no features"
@@ -222,38 +218,31 @@ def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
     return list(members.values())
 
 
-def _joined(steps: Sequence[StepPrediction]) -> StepPrediction:
-    """Concatenate the predictions of steps that share an LM head, without features."""
+def _concatenate(
+    steps: Sequence[StepPrediction], weights: Sequence[Tensor], by_position: bool
+) -> tuple[StepPrediction, Tensor]:
+    """Concatenate predictions that share an LM head, without features, and their weights. `by_position` sorts them by
+    teacher position, so that steps share computed teacher logits."""
+    teacher_M = torch.cat([step.teacher_M for step in steps])
+    order_M = teacher_M.argsort(stable=True) if by_position else slice(None)
     confidences = [step.confidence_M for step in steps if step.confidence_M is not None]
-    return dataclasses.replace(
+    prediction = replace(
         steps[0],
-        hidden_MH=torch.cat([step.hidden_MH for step in steps]),
-        teacher_M=torch.cat([step.teacher_M for step in steps]),
-        origin_M=torch.cat([step.origin_M for step in steps]),
-        confidence_M=torch.cat(confidences) if confidences else None,
+        hidden_MH=torch.cat([step.hidden_MH for step in steps])[order_M],
+        teacher_M=teacher_M[order_M],
+        origin_M=torch.cat([step.origin_M for step in steps])[order_M],
+        confidence_M=torch.cat(confidences)[order_M] if confidences else None,
         feature_ME=None,
     )
-
-
-def _rows_of(prediction: StepPrediction, weight_M: Tensor, rows: Tensor) -> tuple[StepPrediction, Tensor]:
-    """Select predictions and their weights."""
-    confidence_M = prediction.confidence_M
-    chosen = dataclasses.replace(
-        prediction,
-        hidden_MH=prediction.hidden_MH[rows],
-        teacher_M=prediction.teacher_M[rows],
-        origin_M=prediction.origin_M[rows],
-        confidence_M=None if confidence_M is None else confidence_M[rows],
-    )
-    return chosen, weight_M[rows]
+    return prediction, torch.cat(list(weights))[order_M]
 
 
 def _position_weights(
     steps: Sequence[StepPrediction], teacher_logits: TeacherLogits, step_weight: float, position_weight: PositionWeight
 ) -> list[Tensor]:
-    origins = [prediction.origin_M for prediction in steps]
+    origins = [step.origin_M for step in steps]
     if position_weight == "dpace" and steps:
-        return dpace(origins, [alphas(prediction, teacher_logits) for prediction in steps])
+        return dpace(origins, [alphas(step, teacher_logits) for step in steps])
     # Subsampled drafts end early instead of weighing less with each step.
     return exponential(origins, 1.0 if position_weight == "subsampled" else step_weight)
 
@@ -264,7 +253,7 @@ def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
     rows_M = teacher_logits.rows(prediction.teacher_M)
     parts = [torch.zeros(0, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
-        table_SD, rows_B = teacher_logits.of(rows_M[block])
+        table_SD, rows_B = teacher_logits.table(rows_M[block])
         for chunk in _chunks(logits_BD):
             target_probs_CD = table_SD[rows_B[chunk]].float().softmax(-1)
             parts.append(shared_mass(logits_BD[chunk].float(), target_probs_CD))
@@ -279,16 +268,16 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
         yield block, logits_BD if prediction.finish is None else prediction.finish(logits_BD)
 
 
-def summed_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
-    """The reference of `summed`, with all logits at once."""
+def sum_losses_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
+    """The reference of `sum_losses`, with all logits at once."""
     logits_MD = prediction.logits_MD
-    kind = torch.promote_types(logits_MD.dtype, torch.float32)
-    table_SD, rows_M = teacher_logits.of(teacher_logits.rows(prediction.teacher_M))
-    target_probs_MD = table_SD[rows_M].softmax(-1, dtype=kind)
-    return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
+    dtype = torch.promote_types(logits_MD.dtype, torch.float32)
+    table_SD, rows_M = teacher_logits.table(teacher_logits.rows(prediction.teacher_M))
+    target_probs_MD = table_SD[rows_M].softmax(-1, dtype=dtype)
+    return (weight_M * loss(logits_MD.to(dtype), target_probs_MD)).sum()
 
 
-def summed(
+def sum_losses(
     loss: Loss,
     prediction: StepPrediction,
     teacher_logits: TeacherLogits,
@@ -302,11 +291,11 @@ def summed(
     """
     hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
     assert len(hidden_MH) == len(prediction.teacher_M) == len(weight_M), "a teacher position and weight for each"
-    apply: Callable[..., Tensor] = _Summed.apply
+    apply: Callable[..., Tensor] = _SumLosses.apply
     return apply(hidden_MH, lm_head_DH, loss, prediction, teacher_logits, weight_M, alpha_M)
 
 
-class _Summed(torch.autograd.Function):
+class _SumLosses(torch.autograd.Function):
     """Loss and gradients in one pass.
 
     A block's logits are replaced in place by their gradient, which is backpropagated through the LM head at once. Under
@@ -324,26 +313,37 @@ class _Summed(torch.autograd.Function):
         weight_M: Tensor,
         alpha_M: Tensor | None,
     ) -> Tensor:
-        finish, learns = prediction.finish, slice(prediction.frozen_columns, None)
+        finish, trained_columns = prediction.finish, slice(prediction.frozen_columns, None)
         read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
-        kind = torch.promote_types(read_MH.dtype, torch.float32)
+        dtype = torch.promote_types(read_MH.dtype, torch.float32)
         # float16 gradients overflow unscaled, and the scale only arrives with the backward pass.
-        kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
+        gradient_dtype = dtype if read_MH.dtype == torch.float16 else read_MH.dtype
         rows_M, bias_D = teacher_logits.rows(prediction.teacher_M), _like(prediction.bias_D, head_DH)
-        total = torch.zeros((), dtype=kind, device=hidden_MH.device)
-        hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
-        hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_kind) if ctx.needs_input_grad[0] else None
-        head_gradient_DH = torch.zeros_like(lm_head_DH, dtype=kind) if ctx.needs_input_grad[1] else None
-        learning = any(ctx.needs_input_grad)
+        total = torch.zeros((), dtype=dtype, device=hidden_MH.device)
+        hidden_dtype = torch.promote_types(hidden_MH.dtype, gradient_dtype)
+        hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_dtype) if ctx.needs_input_grad[0] else None
+        head_gradient_DH = torch.zeros_like(lm_head_DH, dtype=dtype) if ctx.needs_input_grad[1] else None
+        differentiable = any(ctx.needs_input_grad)
         with torch.autocast(hidden_MH.device.type, enabled=False):
             for block in _blocks(read_MH, head_DH):
-                logits_BD = F.linear(read_MH[block], head_DH, bias_D).to(kept)
-                target, alpha_B = teacher_logits.of(rows_M[block]), None if alpha_M is None else alpha_M[block]
-                total += _differentiate(loss, finish, logits_BD, target, weight_M[block], learning, alpha_B)
+                logits_BD = F.linear(read_MH[block], head_DH, bias_D).to(gradient_dtype)
+                table_SD, rows_B = teacher_logits.table(rows_M[block])
+                for chunk in _chunks(logits_BD):
+                    raw_CD = logits_BD[chunk].detach().to(dtype).requires_grad_(differentiable)
+                    target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=dtype)
+                    with torch.set_grad_enabled(differentiable):
+                        logits_CD = raw_CD if finish is None else finish(raw_CD)
+                        part = (weight_M[block][chunk] * loss(logits_CD, target_probs_CD)).sum()
+                    total += part.detach()
+                    if alpha_M is not None:
+                        alpha_M[block][chunk] = shared_mass(logits_CD.detach(), target_probs_CD)
+                    if differentiable:
+                        logits_BD[chunk] = torch.autograd.grad(part, raw_CD)[0]
                 if hidden_gradient_MH is not None:
-                    hidden_gradient_MH[block] = logits_BD @ head_DH.to(kept)
+                    hidden_gradient_MH[block] = logits_BD @ head_DH.to(gradient_dtype)
                 if head_gradient_DH is not None:
-                    head_gradient_DH[:, learns] += logits_BD.T @ read_MH[block, learns].to(kept)
+                    read_BH = read_MH[block, trained_columns].to(gradient_dtype)
+                    head_gradient_DH[:, trained_columns] += logits_BD.T @ read_BH
         ctx.save_for_backward(hidden_gradient_MH, head_gradient_DH)
         return total
 
@@ -352,34 +352,6 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: autograd refuses a second use by itself.
         return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 5
-
-
-def _differentiate(
-    loss: Loss,
-    finish: Callable[[Tensor], Tensor] | None,
-    logits_BD: Tensor,
-    target: tuple[Tensor, Tensor],
-    weight_B: Tensor,
-    learning: bool,
-    alpha_B: Tensor | None,
-) -> Tensor:
-    """The weighted loss of a block; `learning` replaces its logits by their gradient. `target` is from
-    `TeacherLogits.of`, `alpha_B` as in `summed`."""
-    kind = torch.promote_types(logits_BD.dtype, torch.float32)
-    total = torch.zeros((), dtype=kind, device=logits_BD.device)
-    table_SD, rows_B = target
-    with torch.set_grad_enabled(learning):
-        for chunk in _chunks(logits_BD):
-            raw_CD = logits_BD[chunk].detach().to(kind).requires_grad_(learning)
-            logits_CD = raw_CD if finish is None else finish(raw_CD)
-            target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=kind)
-            part = (weight_B[chunk] * loss(logits_CD, target_probs_CD)).sum()
-            total += part.detach()
-            if alpha_B is not None:
-                alpha_B[chunk] = shared_mass(logits_CD.detach(), target_probs_CD)
-            if learning:
-                logits_BD[chunk] = torch.autograd.grad(part, raw_CD)[0]
-    return total
 
 
 def _like(bias_D: Tensor | None, lm_head_DH: Tensor) -> Tensor | None:
@@ -391,18 +363,20 @@ def _operands(hidden_MH: Tensor, lm_head_DH: Tensor) -> tuple[Tensor, Tensor]:
     device = hidden_MH.device.type
     if not torch.is_autocast_enabled(device):
         return hidden_MH, lm_head_DH
-    kind = torch.get_autocast_dtype(device)
-    return hidden_MH.to(kind), lm_head_DH.to(kind)
+    dtype = torch.get_autocast_dtype(device)
+    return hidden_MH.to(dtype), lm_head_DH.to(dtype)
+
+
+def _limit(limits: Mapping[str, int], tensor: Tensor) -> int:
+    return limits["cpu" if tensor.device.type == "cpu" else "other"]
 
 
 def _blocks(hidden_MH: Tensor, lm_head_DH: Tensor) -> list[slice]:
-    numbers = _BLOCK.get(hidden_MH.device.type, _BLOCK_ELSEWHERE)
-    return _slices(hidden_MH.shape[0], max(_BLOCK_ROWS, numbers // lm_head_DH.shape[0]))
+    return _slices(len(hidden_MH), max(_BLOCK_ROWS, _limit(_BLOCK, hidden_MH) // len(lm_head_DH)))
 
 
 def _chunks(logits_BD: Tensor) -> list[slice]:
-    numbers = _CHUNK.get(logits_BD.device.type, _CHUNK_ELSEWHERE)
-    return _slices(logits_BD.shape[0], max(1, numbers // logits_BD.shape[1]))
+    return _slices(len(logits_BD), max(1, _limit(_CHUNK, logits_BD) // logits_BD.shape[1]))
 
 
 def _slices(rows: int, maximum: int) -> list[slice]:

@@ -27,7 +27,7 @@ _SHARE = 0.25  # limit of cached blocks, as a fraction of free memory, over all 
 
 
 @contextmanager
-def keeping_memory(device: torch.device) -> Iterator[None]:
+def cache_tensor_memory(device: torch.device) -> Iterator[None]:
     """A context that caches the memory of freed CPU tensors, released at exit; not reentrant. A no-op on other devices,
     without glibc, or if the extension does not compile."""
     if device.type != "cpu":

@@ -40,12 +40,12 @@ from headstart.train.batches import (
     Batch,
     Order,
     ReadBatch,
-    anchored,
     epoch_batches,
     predictions,
+    rank_slice,
     read_batch,
-    share,
-    subsampled,
+    sample_anchors,
+    subsample,
 )
 from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
@@ -60,11 +60,11 @@ from headstart.train.processes import (
     raise_on_all_ranks,
 )
 from headstart.train.starting_heads import build_heads, check_store
-from headstart.train.summing import Teacher, weighted
-from headstart.train.tensor_memory import keeping_memory
+from headstart.train.summing import Teacher, batch_loss
+from headstart.train.tensor_memory import cache_tensor_memory
 from headstart.train.tracking import finish_trackers, memory, start_tracker
 from headstart.train.training_log import Display, Log, not_finite
-from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share
+from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens
 from headstart.train.wrapped import LowRank, Unrolled
 
 
@@ -99,7 +99,7 @@ def train(
         accelerator = make_accelerator(recipe, target, folder)
         log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
         try:
-            with keeping_memory(target.device):
+            with cache_tensor_memory(target.device):
                 return _Trainer(recipe, target, (train_store, valid_store), log, accelerator).train()
         finally:
             finish_trackers(accelerator)
@@ -130,7 +130,7 @@ class _Trainer:
             self.heads = build_heads(recipe, target, self.store, log.say)
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
             check_store(self.valid_store, target, self.heads)
-            self.coverage = draftable_share(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
+            self.coverage = draft_coverage(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
             copies = 4 * (self.section.keep_checkpoints + 1)
             needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
             need_disk(self.folder, max(0, needed - size(self.folder / "checkpoints")), "Training")
@@ -288,9 +288,9 @@ class _Trainer:
     def _loss(self, batch: HeadBatch, number: int) -> Tensor:
         """Summed loss of one batch."""
         consume = partial(
-            weighted,
+            batch_loss,
             loss=self.loss,
-            teacher_logits=self.teacher.read(batch, self._seed(number)),
+            teacher_logits=self.teacher.logits(batch, self._seed(number)),
             step_weight=self.section.step_weight,
             position_weight=self.section.position_weight,
             feature_weight=self.section.feature_weight,
@@ -302,9 +302,9 @@ class _Trainer:
         """Apply the recipe's random subsampling, seeded by the trainer state."""
         seed = self._seed(number)
         if self.section.position_weight == "subsampled":
-            batch = subsampled(batch, self.section.step_weight, seed)
+            batch = subsample(batch, self.section.step_weight, seed)
         if self.section.anchors:
-            batch = anchored(batch, self.section.anchors, seed)
+            batch = sample_anchors(batch, self.section.anchors, seed)
         return batch
 
     def _seed(self, number: int) -> list[int]:
@@ -341,9 +341,9 @@ class _Trainer:
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
         """Return this rank's validation batches with the target's greedy choices; states are read again each time."""
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
-        batches_here = share(batches, self.rank, self.ranks)
-        self.idle = len(share(batches, 0, self.ranks)) - len(batches_here)
-        chosen = [(batch, chosen_tokens(self.target, self._collate(self.valid_store, batch))) for batch in batches_here]
+        batches_here = rank_slice(batches, self.rank, self.ranks)
+        self.idle = len(rank_slice(batches, 0, self.ranks)) - len(batches_here)
+        chosen = [(batch, greedy_tokens(self.target, self._collate(self.valid_store, batch))) for batch in batches_here]
         self._wait_for_others()
         return chosen
 
@@ -365,9 +365,9 @@ class _Trainer:
         self.model.eval()
         tally = Tally(self.heads.draft_steps, self.accelerator.device)
         with torch.no_grad():
-            for indices, chosen_X in self.valid:
+            for indices, greedy_X in self.valid:
                 batch = self._collate(self.valid_store, indices)
-                self.model(batch, partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, chosen_X=chosen_X))
+                self.model(batch, partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, greedy_X=greedy_X))
             self._wait_for_others()
         tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
         validation = tally.result()

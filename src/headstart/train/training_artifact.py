@@ -45,7 +45,7 @@ def finished(folder: Path) -> bool:
     return (folder / RESULT).is_file()
 
 
-def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
+def continue_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
     """Seed a training without checkpoints with the newest checkpoint of trainings that differ only by a smaller budget,
     or by the number of ranks at equal batches per step."""
     checkpoints = of.folder / "checkpoints"

@@ -54,14 +54,14 @@ class Validation:
 
 
 @torch.no_grad()
-def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
+def greedy_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
     """The target's greedy token after each flat position, int64 [X]; -1 where no supervised token follows."""
     positions_S = positions_before_answers(batch)
     final_XE = batch.states[FINAL].flatten(0, 1)
-    chosen_X = torch.full((final_XE.shape[0],), -1, device=final_XE.device)
+    greedy_X = torch.full((final_XE.shape[0],), -1, device=final_XE.device)
     for part_S in torch.split(positions_S, _ROWS):
-        chosen_X[part_S] = argmax(target.lm_head(final_XE[part_S].to(target.dtype)))
-    return chosen_X
+        greedy_X[part_S] = argmax(target.lm_head(final_XE[part_S].to(target.dtype)))
+    return greedy_X
 
 
 class Tally:
@@ -72,14 +72,14 @@ class Tally:
         self.counts_KC = torch.zeros(steps, 2 + len(TOPS), dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(self, predictions: Iterable[StepPrediction], draft_to_target_D: Tensor, chosen_X: Tensor) -> None:
-        """Count one batch's predictions; `chosen_X` is from `chosen_tokens`."""
-        alive_X = torch.ones_like(chosen_X, dtype=torch.bool)
+    def add(self, predictions: Iterable[StepPrediction], draft_to_target_D: Tensor, greedy_X: Tensor) -> None:
+        """Count one batch's predictions; `greedy_X` is from `greedy_tokens`."""
+        alive_X = torch.ones_like(greedy_X, dtype=torch.bool)
         for step, prediction in enumerate(predictions):
             ranks = min(max(TOPS), len(draft_to_target_D))
             best = [logits_BD.topk(ranks, dim=-1).indices for _, logits_BD in logits_by_block(prediction)]
             drafts_MR = draft_to_target_D[torch.cat([draft_to_target_D.new_zeros(0, ranks), *best])]
-            hits_MR = drafts_MR == chosen_X[prediction.teacher_M][:, None]
+            hits_MR = drafts_MR == greedy_X[prediction.teacher_M][:, None]
             right_M = hits_MR[:, 0] & alive_X[prediction.origin_M]
             alive_X = torch.zeros_like(alive_X).index_put_((prediction.origin_M,), right_M)
             self.counts_KC[step, 0] += len(right_M)
@@ -112,7 +112,7 @@ def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tenso
     return weights.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def draftable_share(store: States, vocab_size: int, draft_to_target_D: Tensor) -> float:
+def draft_coverage(store: States, vocab_size: int, draft_to_target_D: Tensor) -> float:
     """Fraction of the validation data's supervised tokens in the draft vocabulary; a UserError without predictions."""
     counts_V = store.supervised_counts(vocab_size)
     if int(counts_V.sum()) == 0:

@@ -57,10 +57,10 @@ def matrices(heads: DraftHead) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in learning if weight.ndim > 1 and "bias" not in name}
 
 
-def factors(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
+def factor_shapes(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
     """Shapes of A and B for a matrix or a stack of them.
 
-    >>> factors(torch.zeros(3, 64, 10), 16)
+    >>> factor_shapes(torch.zeros(3, 64, 10), 16)
     ([3, 10, 10], [3, 64, 10])
     """
     *stack, outputs, inputs = weight.shape
@@ -68,11 +68,11 @@ def factors(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
     return [*stack, size, inputs], [*stack, outputs, size]
 
 
-def learning_numbers(heads: DraftHead, rank: int) -> int:
+def count_trained_parameters(heads: DraftHead, rank: int) -> int:
     """Number of trained parameters: the heads' own, or of their updates of a rank."""
     if not rank:
         return heads.trainable_parameters
-    return sum(math.prod(shape) for weight in matrices(heads).values() for shape in factors(weight, rank))
+    return sum(math.prod(shape) for weight in matrices(heads).values() for shape in factor_shapes(weight, rank))
 
 
 class LowRank(nn.Module):
@@ -86,7 +86,7 @@ class LowRank(nn.Module):
         self._names: dict[str, str] = {}
         self._merged = False
         for name, weight in matrices(unrolled.heads).items():
-            down, up = factors(weight.detach(), rank)
+            down, up = factor_shapes(weight.detach(), rank)
             key = self._names[name] = name.replace(".", "-")
             self.down[key] = nn.Parameter(weight.new_empty(down).normal_(std=down[-2] ** -0.5))
             self.up[key] = nn.Parameter(weight.new_zeros(up))
