@@ -21,7 +21,7 @@ from headstart.heads.io import load_heads, save_heads
 from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.support.answer_file import write_answers
-from headstart.train.batches import predictions, subsample
+from headstart.train.batches import count_predictions, subsample
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, batch_loss
@@ -226,7 +226,7 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
     batch = training_batch(host, heads, "cuda")
     if section.position_weight == "subsampled":
         batch = subsample(batch, section.step_weight, [0])
-    assert predictions(batch) > 5
+    assert count_predictions(batch) > 5
     assert loss_of(heads, target, batch, section) > 0
 
 

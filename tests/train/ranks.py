@@ -78,7 +78,8 @@ def train_families_packed(
     target_folder: str, states: str, folder: str, accumulation: int | str = 1, how: str = "stored", packing: bool = True
 ) -> None:
     """Run `train_families` for one family of each kind on the batches of packing, packed or padded."""
-    trainer.epoch_batches = batches.epoch_batches = batches.packed_batches
+    pack = batches.epoch_batches
+    trainer.epoch_batches = batches.epoch_batches = lambda *args, **_: pack(*args, packing=True)
     train_families(target_folder, states, folder, accumulation, how, KINDS, packing=packing)
 
 

@@ -14,12 +14,12 @@ def test_later_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr(machine, "monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGINT)
-    with Interrupt() as asked:
-        assert not asked.asked
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
         signal.raise_signal(signal.SIGINT)
         now[0] += 0.5
         signal.raise_signal(signal.SIGTERM)  # forwarded by a launcher
-        assert asked.asked
+        assert interrupt.requested
         now[0] += 1
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

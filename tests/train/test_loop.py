@@ -28,7 +28,7 @@ from headstart.model.loading import load_target
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.train import trainer
-from headstart.train.batches import predictions, read_batch
+from headstart.train.batches import count_predictions, read_batch
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
 from headstart.train.summing import Teacher, batch_loss, sum_losses_plain
@@ -250,7 +250,7 @@ def test_loop_trains_on_the_chosen_loss(
         for step, one in enumerate(heads.unroll(batch))
     )
     before, after = (row["loss"] for row in metrics(tmp_path)[1:])
-    assert before == pytest.approx(float(total.detach()) / predictions(batch), rel=1e-5)
+    assert before == pytest.approx(float(total.detach()) / count_predictions(batch), rel=1e-5)
     assert after < before
 
 

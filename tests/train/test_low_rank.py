@@ -115,7 +115,7 @@ def test_judges_the_merged_heads(earlier: Earlier, run: Train, tmp_path: Path, m
     given = adapted("medusa", earlier("medusa"), lr=0.05)
     run(tmp_path / "low", **given, steps=6, eval_every=6)
     taken = spy(
-        monkeypatch, trainer._Trainer, "_validate_merged",
+        monkeypatch, trainer._Trainer, "_validate",
         lambda one, *_: {key: tensor.clone() for key, tensor in one.heads.state_dict().items()},
     )  # fmt: skip
     last = str(tmp_path / "low" / "last")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, origins
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.train.batches import packed_batches, predictions, read_batch
+from headstart.train.batches import count_predictions, read_batch
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
@@ -46,7 +45,7 @@ def both(target: Target, heads: DraftHead, lengths: list[int]) -> tuple[HeadBatc
     store, layers = store_of(target, heads, lengths), sorted({*heads.aux_layers, FINAL})
     indices = list(range(len(lengths)))
     padded, packed = (read_batch(store, indices, layers, packed).on(CPU, torch.float32) for packed in (False, True))
-    assert packed.tokens_BT.shape == (1, sum(lengths)) and predictions(packed) == predictions(padded)
+    assert packed.tokens_BT.shape == (1, sum(lengths)) and count_predictions(packed) == count_predictions(padded)
     return padded, packed
 
 
@@ -77,20 +76,6 @@ def test_no_draft_crosses_conversations(target: Target) -> None:
     # t a b c | u d e | v f g h i: the next two, or three, tokens of an origin must belong to the same answer.
     assert origins(packed, 0).tolist() == [0, 1, 4, 7, 8, 9]
     assert origins(packed, 1).tolist() == [0, 7, 8]
-
-
-def test_batches_hold_every_conversation_once_and_are_nearly_full() -> None:
-    lengths = torch.randint(5, 400, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    first = packed_batches(lengths, 1024, seed=0, epoch=0)
-    assert Counter(index for batch in first for index in batch) == Counter(range(300))
-    filled = [sum(lengths[index] for index in batch) for batch in first]
-    assert max(filled) <= 1024 and sum(filled) / len(filled) > 0.9 * 1024
-    others = [packed_batches(lengths, 1024, seed, epoch) for seed, epoch in ((0, 1), (1, 0))]
-    assert first == packed_batches(lengths, 1024, seed=0, epoch=0)
-    for other in others:
-        assert other != first and len(other) == len(first)
-        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "regrouped"
-    assert sorted(packed_batches([10, 5000, 12], 64, seed=0, epoch=0), key=len)[0] == [1]
 
 
 def test_packed_training_resumes(run: Train, tmp_path: Path) -> None:

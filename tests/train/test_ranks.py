@@ -26,7 +26,7 @@ from headstart.recipes.recipe import load_recipe
 from headstart.support.artifacts import references
 from headstart.support.lock import locked
 from headstart.train import batches, trainer
-from headstart.train.batches import epoch_batches, epoch_steps, predictions, read_batch
+from headstart.train.batches import count_predictions, epoch_batches, epoch_steps, read_batch
 from headstart.train.training_artifact import training
 from tests.forks import Forks
 from tests.test_pipeline import quiet
@@ -155,7 +155,8 @@ def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -
     """From the store, and online with a forward in each process."""
     store = StateStore(states / "train")
     steps = epoch_steps(epoch_batches(store.lengths, 64, seed=0, epoch=0), COUNT, 1)[:3]
-    learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
+    silent = ranks.silent(store)
+    learnt = [[count_predictions(read(silent, batch)) > 0 for batch in step] for step in steps]
     assert [False, True] in learnt or [True, False] in learnt, "in some step one rank has no predictions"
     made = trained(how)
     for name in ranks.families_of(how):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import TypeVar
 
 import numpy as np
@@ -38,50 +38,52 @@ _ROUND = 16
 """Lengths are rounded up to this multiple, so that conversations of similar length are reshuffled each epoch."""
 
 
-def epoch_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[Batch]:
-    """Batch every conversation once, by similar length, with at most `batch_tokens` tokens including padding.
+def epoch_batches(
+    lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, packing: bool = False
+) -> list[Batch]:
+    """Batch every conversation once, with at most `batch_tokens` tokens: those of similar length, padding included, or
+    with `packing` those that fill a row best (best-fit decreasing).
 
     A longer conversation has its own batch. The number of batches is the same in each epoch.
 
     >>> sorted(map(sorted, epoch_batches([5, 40, 12, 44, 90], batch_tokens=100, seed=0, epoch=0)))
     [[0, 2], [1, 3], [4]]
-    """
-    random = np.random.default_rng([seed, epoch])
-    shuffled = random.permutation(len(lengths)).tolist()
-    rounded = [-(-length // _ROUND) * _ROUND for length in lengths]
-    batches: list[Batch] = []
-    for index in sorted(shuffled, key=lambda i: rounded[i]):  # a stable sort: ties stay shuffled
-        if batches and (len(batches[-1]) + 1) * rounded[index] <= batch_tokens:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return [batches[i] for i in random.permutation(len(batches))]
-
-
-def packed_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[Batch]:
-    """Pack every conversation once into rows of at most `batch_tokens` tokens (best-fit decreasing).
-
-    A longer conversation has its own batch. The number of batches is the same in each epoch.
-
-    >>> sorted(map(sorted, packed_batches([5, 40, 30, 44, 90], batch_tokens=128, seed=0, epoch=0)))
+    >>> sorted(map(sorted, epoch_batches([5, 40, 30, 44, 90], batch_tokens=128, seed=0, epoch=0, packing=True)))
     [[0, 1, 3], [2, 4]]
     """
     random = np.random.default_rng([seed, epoch])
     shuffled = random.permutation(len(lengths)).tolist()
     rounded = [-(-length // _ROUND) * _ROUND for length in lengths]
+    # Stable sorts: conversations of equal rounded length stay shuffled.
+    order = sorted(shuffled, key=lambda i: -rounded[i] if packing else rounded[i])
+    batches = (_pack if packing else _pad)(order, rounded, batch_tokens)
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def _pad(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[Batch]:
     batches: list[Batch] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, batch number), ascending
-    for index in sorted(shuffled, key=lambda i: -rounded[i]):  # a stable sort: ties stay shuffled
-        best_fit = bisect_left(rooms, (rounded[index], 0))
-        if best_fit < len(rooms):
-            room, number = rooms.pop(best_fit)
+    for index in order:
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= batch_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def _pack(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[Batch]:
+    batches: list[Batch] = []
+    free: list[tuple[int, int]] = []  # (free tokens, batch number), ascending
+    for index in order:
+        best_fit = bisect_left(free, (lengths[index], 0))
+        if best_fit < len(free):
+            tokens, number = free.pop(best_fit)
             batches[number].append(index)
         else:
-            room, number = batch_tokens, len(batches)
+            tokens, number = batch_tokens, len(batches)
             batches.append([index])
-        if (remaining := room - rounded[index]) >= _ROUND:
-            insort(rooms, (remaining, number))
-    return [batches[i] for i in random.permutation(len(batches))]
+        if (remaining := tokens - lengths[index]) >= _ROUND:
+            insort(free, (remaining, number))
+    return batches
 
 
 def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_steps: int) -> list[list[Batch]]:
@@ -101,7 +103,7 @@ def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_step
 
 
 def rank_slice(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
-    """Return the batches of a step for one rank: every `ranks`-th."""
+    """Return one rank's batches of a group: every `ranks`-th."""
     return list(group[rank::ranks])
 
 
@@ -122,14 +124,14 @@ class ReadBatch:
     def on(self, device: torch.device, dtype: torch.dtype) -> HeadBatch:
         """Move the batch to a device and decode its states there, into this dtype."""
 
-        def put(tensor: Tensor) -> Tensor:
+        def move(tensor: Tensor) -> Tensor:
             return tensor if tensor.device.type == device.type else upload(tensor, device)
 
-        batch = self.batch.each(put)
+        batch = self.batch.each(move)
         states = batch.states
         if self.code is not None and self.dtype is not None:
             states = {
-                layer: decode(bytes_BTE.view(self.code), put(self.scales[layer]), self.dtype)
+                layer: decode(bytes_BTE.view(self.code), move(self.scales[layer]), self.dtype)
                 for layer, bytes_BTE in states.items()
             }
         return dataclasses.replace(batch, states={layer: state_BTE.to(dtype) for layer, state_BTE in states.items()})
@@ -138,15 +140,15 @@ class ReadBatch:
 def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False) -> ReadBatch:
     """Read conversations from the store, padded on the right or packed into one row.
 
-    Packed conversations do not see each other: positions and attention restart with each, and its first token is not
-    supervised, so that no draft crosses a boundary. Online stores compute the states of a batch together.
+    Positions and attention restart with each packed conversation, and its first token is not supervised: no draft
+    crosses a boundary. Online stores compute the states of a batch together.
     """
     samples = store.samples(batch, aux_layers)
 
-    def joined(rows: Sequence[Tensor]) -> Tensor:
+    def join(rows: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(rows))[None] if packed else torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
-    supervised_BT = joined([sample.supervised_T for sample in samples])
+    supervised_BT = join([sample.supervised_T for sample in samples])
     starts_BT = None
     if packed:
         lengths_N = torch.tensor([len(sample.tokens_T) for sample in samples])
@@ -154,51 +156,47 @@ def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], p
         supervised_BT[0, starts_N] = False
         starts_BT = starts_N.repeat_interleave(lengths_N)[None]
     dtype = samples[0].dtype
-    kept = {layer: [sample.kept[layer] for sample in samples] for layer in aux_layers}
-    code = None if dtype is None else kept[aux_layers[0]][0].dtype
+    stored = {layer: [sample.kept[layer] for sample in samples] for layer in aux_layers}
+    code = None if dtype is None else stored[aux_layers[0]][0].dtype
     states = {
-        layer: joined(rows if dtype is None else [row_TE.view(torch.uint8) for row_TE in rows])
-        for layer, rows in kept.items()
+        layer: join(rows if dtype is None else [row_TE.view(torch.uint8) for row_TE in rows])
+        for layer, rows in stored.items()
     }
-    scales = {layer: joined([sample.scales[layer] for sample in samples]) for layer in aux_layers if dtype is not None}
-    tokens_BT = joined([sample.tokens_T for sample in samples])
+    scales = {layer: join([sample.scales[layer] for sample in samples]) for layer in aux_layers if dtype is not None}
+    tokens_BT = join([sample.tokens_T for sample in samples])
     return ReadBatch(HeadBatch(tokens_BT, supervised_BT, states, starts_BT=starts_BT), scales, code, dtype)
 
 
-def subsample(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
-    """Sample a length for every draft: a fraction `share` of the drafts at each step continue. Reproducible by `seed`.
+def subsample(batch: HeadBatch, fraction: float, seed: Sequence[int]) -> HeadBatch:
+    """Sample a length for every draft: at each step, this fraction of the drafts continue. Reproducible by `seed`.
 
-    The expected loss equals the loss of all drafts with step k weighted by `share ** k`, at less computation.
+    The expected loss equals the loss of all drafts with step k weighted by `fraction ** k`, at less computation.
     """
-    if share == 1:
+    if fraction == 1:
         return batch
     uniform_BT = 1 - np.random.default_rng(seed).random(tuple(batch.tokens_BT.shape))  # in (0, 1]
-    subsampled_steps_BT = 1 + np.floor(np.log(uniform_BT) / np.log(share)).astype(np.int64)
-    return dataclasses.replace(
-        batch, subsampled_steps_BT=torch.from_numpy(subsampled_steps_BT).to(batch.tokens_BT.device)
-    )
+    steps_BT = 1 + np.floor(np.log(uniform_BT) / np.log(fraction)).astype(np.int64)
+    return dataclasses.replace(batch, subsampled_steps_BT=torch.from_numpy(steps_BT).to(batch.tokens_BT.device))
 
 
 def sample_anchors(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
     """Sample at most `anchors` supervised origins of each conversation, uniformly. Reproducible by `seed`."""
     origin_M, conversation_M = _origins_by_conversation(batch)
-    order_M = np.random.default_rng([*seed, anchors]).permutation(len(origin_M))
-    drawn_M = conversation_M[order_M]
-    counts = np.unique(drawn_M, return_counts=True)[1]
-    by_conversation_M = np.argsort(drawn_M, kind="stable")  # by conversation, in the order drawn
-    rank_M = np.arange(len(origin_M)) - np.repeat(counts.cumsum() - counts, counts)
-    kept_M = origin_M[order_M[by_conversation_M[rank_M < anchors]]]
-    kept_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool)
-    kept_X[torch.from_numpy(kept_M)] = True
-    kept_BT = kept_X.view_as(batch.tokens_BT).to(batch.tokens_BT.device)
-    drawn_BT = batch.subsampled_steps_BT
-    if drawn_BT is None:
-        drawn_BT = torch.full_like(batch.tokens_BT, batch.tokens_BT.shape[1])
-    return dataclasses.replace(batch, subsampled_steps_BT=torch.where(kept_BT, drawn_BT, 0))
+    key_M = np.random.default_rng([*seed, anchors]).random(len(origin_M))
+    order_M = np.lexsort((key_M, conversation_M))  # by conversation, each in random order
+    ordered_M = conversation_M[order_M]
+    rank_M = np.arange(len(origin_M)) - np.searchsorted(ordered_M, ordered_M)
+    chosen_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool)
+    chosen_X[torch.from_numpy(origin_M[order_M[rank_M < anchors]])] = True
+    chosen_BT = chosen_X.view_as(batch.tokens_BT).to(batch.tokens_BT.device)
+    steps_BT = batch.subsampled_steps_BT
+    if steps_BT is None:
+        steps_BT = torch.full_like(batch.tokens_BT, batch.tokens_BT.shape[1])
+    return dataclasses.replace(batch, subsampled_steps_BT=torch.where(chosen_BT, steps_BT, 0))
 
 
-def predictions(batch: HeadBatch, anchors: int | None = None) -> int:
-    """Number of predictions of the first draft step: its `origins`, at most `anchors` per conversation."""
+def count_predictions(batch: HeadBatch, anchors: int | None = None) -> int:
+    """Count the predictions of the first draft step: its `origins`, at most `anchors` per conversation."""
     if anchors is None:
         return len(origins(batch, 0))
     _, conversation_M = _origins_by_conversation(batch)
@@ -212,9 +210,6 @@ def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArr
     if batch.starts_BT is None:
         return origin_M, origin_M // width
     return origin_M, origin_M // width * width + batch.starts_BT.flatten().cpu().numpy()[origin_M]
-
-
-# -- the order of a training -----------------------------------------------------------------------------------------
 
 
 class Order:
@@ -235,86 +230,82 @@ class Order:
         """Yield the batches of each remaining step up to `total`, and this rank's on the device with states in a dtype;
         `read` reads conversations from a store, packed or not."""
 
-        def read_share(group: list[Batch]) -> list[ReadBatch]:
-            members, packing = rank_slice(group, self._rank, self._ranks), self._section.packing
-            return [read(self._store, indices, packing) for indices in members]
+        def read_own(group: list[Batch]) -> list[ReadBatch]:
+            own, packing = rank_slice(group, self._rank, self._ranks), self._section.packing
+            return [read(self._store, indices, packing) for indices in own]
 
-        def put(batches: list[ReadBatch]) -> list[HeadBatch]:
+        def move(batches: list[ReadBatch]) -> list[HeadBatch]:
             return [batch.on(device, dtype) for batch in batches]
 
         groups = self._groups(trainer_state, total)
         ahead = self._section.prefetch if self._store.stored else 0  # an online target computes on the training device
         if not ahead or device.type != "cuda":
-            with closing(read_ahead(groups, lambda group: put(read_share(group)), ahead)) as steps:
+            with closing(read_ahead(groups, lambda group: move(read_own(group)), ahead)) as steps:
                 for group, batches, _ in steps:
                     yield group, batches
             return
-        pins, moved = torch.cuda.is_available(), list[HeadBatch]()
+        pin = torch.cuda.is_available()
         copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types
 
-        def copied(batches: list[ReadBatch]) -> list[HeadBatch]:
+        def copy(batches: list[ReadBatch]) -> list[HeadBatch]:
             copies.wait_stream(torch.cuda.current_stream())  # it may still use the memory of freed batches
             with torch.cuda.stream(copies):
-                return put(batches)
+                return move(batches)
 
-        def pinned(group: list[Batch]) -> list[ReadBatch]:
-            return [batch.pinned() if pins else batch for batch in read_share(group)]
+        def read_pinned(group: list[Batch]) -> list[ReadBatch]:
+            return [batch.pinned() if pin else batch for batch in read_own(group)]
 
-        with closing(read_ahead(groups, pinned, ahead)) as read_steps:
-            for group, here, following in read_steps:
-                batches = moved or copied(here)
+        copied: list[HeadBatch] = []
+        with closing(read_ahead(groups, read_pinned, ahead)) as read_steps:
+            for group, current, following in read_steps:
+                batches = copied or copy(current)
                 torch.cuda.current_stream().wait_stream(copies)
-                moved = [] if following is None else copied(following)  # while this step computes
+                copied = [] if following is None else copy(following)  # while this step computes
                 yield group, batches
 
     def _groups(self, trainer_state: TrainerState, total: float) -> Iterator[list[Batch]]:
-        plan_of, plan = -1, list[list[Batch]]()
-        step, epoch, index = trainer_state.step, trainer_state.epoch, trainer_state.index
-        while step < total:
-            if plan_of != epoch:
-                plan_of, plan = epoch, self._epoch(epoch)
-            yield plan[index]
-            step, index = step + 1, index + 1
-            if index == self.per_epoch:
-                epoch, index = epoch + 1, 0
+        step, index = trainer_state.step, trainer_state.index
+        for epoch in count(trainer_state.epoch):
+            for group in self._epoch(epoch)[index:]:
+                if step >= total:
+                    return
+                yield group
+                step += 1
+            index = 0
 
     def _epoch(self, epoch: int) -> list[list[Batch]]:
         section = self._section
-        plan = packed_batches if section.packing else epoch_batches
-        batches = plan(self._store.lengths, section.batch_tokens, section.seed, epoch)
+        batches = epoch_batches(self._store.lengths, section.batch_tokens, section.seed, epoch, packing=section.packing)
         return epoch_steps(batches, self._ranks, section.gradient_accumulation_steps)
 
 
-# -- reading ahead ---------------------------------------------------------------------------------------------------
-
-
 Step = TypeVar("Step")
-Made = TypeVar("Made")
+Data = TypeVar("Data")
 
 
 def read_ahead(
-    steps: Iterable[Step], read: Callable[[Step], Made], ahead: int
-) -> Generator[tuple[Step, Made, Made | None]]:
+    steps: Iterable[Step], read: Callable[[Step], Data], ahead: int
+) -> Generator[tuple[Step, Data, Data | None]]:
     """Yield each step with its data, in order, and with the next step's data if ready. Raises a read error at its step.
 
-    One thread for each of the `ahead` prefetched steps; 0 reads synchronously. Closing waits for reads in progress.
+    Each of the `ahead` prefetched steps has a thread; 0 reads synchronously. Closing waits for reads in progress.
     """
     if not ahead:
         for step in steps:
             yield step, read(step), None
         return
-    coming, waiting = iter(steps), deque[tuple[Step, Future[Made]]]()
+    remaining, waiting = iter(steps), deque[tuple[Step, Future[Data]]]()
     # Copies need one core; the rest compute. The setting is per thread.
     with ThreadPoolExecutor(ahead, "headstart-batches", torch.set_num_threads, (1,)) as readers:
         try:
             while True:
-                for step in islice(coming, ahead + 1 - len(waiting)):
+                for step in islice(remaining, ahead + 1 - len(waiting)):
                     waiting.append((step, readers.submit(read, step)))
                 if not waiting:
                     return
                 step, reading = waiting.popleft()
-                made, following = reading.result(), waiting[0][1] if waiting else None
+                data, following = reading.result(), waiting[0][1] if waiting else None
                 ready = following and following.done() and following.exception() is None
-                yield step, made, following.result() if following and ready else None
+                yield step, data, following.result() if following and ready else None
         finally:
             readers.shutdown(wait=True, cancel_futures=True)

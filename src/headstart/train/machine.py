@@ -28,7 +28,8 @@ def keep_freed_memory() -> bool:
 
 
 class Interrupt:
-    """A context that sets `asked` at the first SIGINT, SIGTERM or SIGUSR1, and raises KeyboardInterrupt at a later one.
+    """A context that defers SIGINT, SIGTERM and SIGUSR1: the first sets `requested`, a later one raises
+    KeyboardInterrupt.
 
     SIGUSR1 is for schedulers: launchers kill their processes half a minute after SIGTERM, but ignore SIGUSR1, which
     leaves time for a checkpoint. Launchers also forward Ctrl-C, hence the grace period of `_SAME_REQUEST`. A no-op
@@ -36,22 +37,22 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        if not self.asked:
-            self.asked, self._first = True, monotonic()
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.requested:
+            self.requested, self._first = True, monotonic()
         elif monotonic() > self._first + _SAME_REQUEST:
             raise KeyboardInterrupt

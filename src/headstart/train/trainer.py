@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,8 @@ from headstart.train.batches import (
     Batch,
     Order,
     ReadBatch,
+    count_predictions,
     epoch_batches,
-    predictions,
     rank_slice,
     read_batch,
     sample_anchors,
@@ -70,14 +70,13 @@ from headstart.train.wrapped import LowRank, Unrolled
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Folders of the best heads (by predicted tokens per round) and of the last, and metrics of the best. `coverage` is
-    the fraction of the validation answers in the draft vocabulary."""
+    """Result of a finished training."""
 
-    heads_folder: Path
+    heads_folder: Path  # of the best heads, by predicted tokens per round
     last_folder: Path
     steps: int
-    metrics: dict[str, Any]
-    coverage: float
+    metrics: dict[str, Any]  # of the best heads
+    coverage: float  # fraction of the validation answers in the draft vocabulary
 
 
 def train(
@@ -111,17 +110,12 @@ class _Trainer:
     """One session of training, in the accelerator's project folder; see `train`."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        target: FrozenModel,
-        stores: tuple[States, States],
-        log: Log,
-        accelerator: Accelerator,
+        self, recipe: Recipe, target: FrozenModel, stores: tuple[States, States], log: Log, accelerator: Accelerator
     ) -> None:
         self.started = monotonic()
-        self.recipe, self.section, self.target, self.log = recipe, recipe.train, target, log
+        self.recipe, self.section, self.target = recipe, recipe.train, target
         self.store, self.valid_store = stores
-        self.accelerator = accelerator
+        self.log, self.accelerator = log, accelerator
         self.folder = Path(accelerator.project_dir)
         self.rank, self.ranks = int(accelerator.process_index), int(accelerator.num_processes)
         self.loss = LOSSES[self.section.loss]
@@ -142,20 +136,19 @@ class _Trainer:
             self._check_same(settings)
             if self.newest is not None:
                 checkpoint.wait_for(*self.newest)
-        self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
         # Without autocast, weights are float32.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
         unrolled, rank = Unrolled(self.heads), self.section.lora_rank
         self.low_rank = LowRank(unrolled, rank) if rank else None
-        self.learning = self.low_rank or self.heads
-        wrapped, optimizers = self.low_rank or unrolled, make_optimizers(self.learning, self.section)
+        self.trained = self.low_rank or self.heads
+        wrapped, optimizers = self.low_rank or unrolled, make_optimizers(self.trained, self.section)
         with warnings.catch_warnings():
             # Buffers are equal on all ranks; accelerate cannot pass torch's replacement for the option yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
         self.teacher = Teacher(target, self.heads.draft_to_target_D, self.section.loss_tokens)
         self.order = Order(self.store, self.section, self.rank, self.ranks)
-        self.valid = self._validation_batches()
+        self.validation_batches = self._read_validation_batches()
         self.budget = [self.section.steps, self.section.minutes, self.section.epochs]
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
         self.trainer_state = TrainerState()
@@ -186,18 +179,16 @@ class _Trainer:
     def train(self) -> TrainResult:
         """Train until the budget is spent."""
         self._announce()
-        step = self.newest[1].step if self.newest else None  # before anything of an earlier session changes:
+        step = self.newest[1].step if self.newest else None
+        # Before anything of an earlier session changes: a tracker may fail.
         start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
         with self.log:
             self._resume()
-            with ExitStack() as stack:
-                interrupt = stack.enter_context(Interrupt())
-                line = progress_bar(self.log.console, "training", total=100, unit="%", lines=False)
-                fraction = self._fraction(self.trainer_state.elapsed)
-                display = Display(self.log, stack.enter_context(line), fraction)
-                self._take_steps(stack, interrupt, display)
+            bar = progress_bar(self.log.console, "training", total=100, unit="%", lines=False)
+            with Interrupt() as interrupt, bar as line:
+                self._take_steps(interrupt, Display(self.log, line, self._fraction(self.trainer_state.elapsed)))
             result = self._finish()
-            if interrupt.asked:  # after the last step: the training is complete, but the pipeline must stop
+            if interrupt.requested:  # after the last step: the training is complete, but the pipeline must stop
                 raise KeyboardInterrupt
             return result
 
@@ -210,53 +201,53 @@ class _Trainer:
                 else f"Each process holds a part of the weights of {self.target.name}."
             )
         self.log.say(
-            f"{self.heads.draft_steps} draft steps, {self.learning.trainable_parameters / 1e6:.1f} M parameters to "
+            f"{self.heads.draft_steps} draft steps, {self.trained.trainable_parameters / 1e6:.1f} M parameters to "
             f"train, {self.heads.flops_per_draft() / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
             f"answers. {len(self.store)} conversations, {self.order.per_epoch} steps per epoch."
         )
 
-    def _take_steps(self, stack: ExitStack, interrupt: Interrupt, display: Display) -> None:
+    def _take_steps(self, interrupt: Interrupt, display: Display) -> None:
         """Step, validate and checkpoint until the end or an interruption."""
-        state, losses, asked = self.trainer_state, list[float](), False
+        state, losses, interrupted = self.trainer_state, list[float](), False
         saved = state.step if state.step else -1
         if not self.records:
             self._validate(display, None)
-        started, learnt = monotonic(), 0
-        steps = self.order.batches(state, self.total, self._read, self.accelerator.device, self.dtype)
-        for group, batches in stack.enter_context(closing(steps)):
-            own_count = sum(predictions(batch, self.section.anchors) for batch in batches)
-            count, elapsed, asked = self._agree(own_count, interrupt.asked)
-            fraction = self._fraction(elapsed)
-            if asked or fraction >= 1:
-                break
-            state.lr = learning_rate_now(self.section, fraction, state)
-            loss = self._step(group, batches, count) if count else None
-            if loss is None:  # no predictions on any rank
-                state.skipped += 1
-            else:
-                losses.append(loss)
-            learnt += count
-            state.advance(count, self.order.per_epoch)
-            now = monotonic()
-            speed = learnt / (now - started)
-            shown = "none" if loss is None else f"{loss:.3f}"
-            live = f"step {state.step} · loss {shown} · lr {state.lr:.1e} · {speed:,.0f} tok/s"
-            display.step(self._fraction(self._elapsed()), now - self.started, live)
-            if loss is not None and state.step % self.section.log_every == 0:
-                self._log({"loss": loss, "lr": state.lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
-            if state.step % self.section.eval_every == 0:
-                self._validate(display, losses)
-            if state.step % self.section.save_every == 0:
-                self._save()
-                saved = state.step
-        if self.records[-1]["step"] != state.step and not asked:
+        started, predictions = monotonic(), 0
+        with closing(self.order.batches(state, self.total, self._read, self.accelerator.device, self.dtype)) as steps:
+            for group, batches in steps:
+                own_count = sum(count_predictions(batch, self.section.anchors) for batch in batches)
+                count, elapsed, interrupted = self._synchronise(own_count, interrupt.requested)
+                fraction = self._fraction(elapsed)
+                if interrupted or fraction >= 1:
+                    break
+                state.lr = learning_rate_now(self.section, fraction, state)
+                loss = self._step(group, batches, count) if count else None
+                if loss is None:  # no predictions on any rank
+                    state.skipped += 1
+                else:
+                    losses.append(loss)
+                predictions += count
+                state.advance(count, self.order.per_epoch)
+                now = monotonic()
+                speed = predictions / (now - started)
+                shown = "none" if loss is None else f"{loss:.3f}"
+                figures = f"step {state.step} · loss {shown} · lr {state.lr:.1e} · {speed:,.0f} tok/s"
+                display.step(self._fraction(self._elapsed()), now - self.started, figures)
+                if loss is not None and state.step % self.section.log_every == 0:
+                    self._log({"loss": loss, "lr": state.lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
+                if state.step % self.section.eval_every == 0:
+                    self._validate(display, losses)
+                if state.step % self.section.save_every == 0:
+                    self._save()
+                    saved = state.step
+        if self.records[-1]["step"] != state.step and not interrupted:
             self._validate(display, losses)
             saved = -1  # this step's checkpoint does not know this validation's best heads
         # A run ended by the clock needs a checkpoint with the spent time, or the next session would train on.
-        if saved != state.step or (not asked and self._fraction(state.elapsed) < 1):
+        if saved != state.step or (not interrupted and self._fraction(state.elapsed) < 1):
             self._save()
-        if asked:
+        if interrupted:
             self.log.say(f"Stopped after step {state.step}; the same command continues from there.")
             raise KeyboardInterrupt
 
@@ -266,17 +257,16 @@ class _Trainer:
             for parameters in optimizer.param_groups:
                 parameters["lr"] = self.trainer_state.lr
         self.model.train()
-        summed = torch.zeros((), device=self.accelerator.device)
+        total = torch.zeros((), device=self.accelerator.device)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss = self._loss(batch, i)
                 # The one place that normalises: DDP averages gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
-            summed += loss.detach()
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.max_grad_norm)
-        self.grad_norm = float(norm)
-        mean = float(self.accelerator.reduce(summed, "sum")) / count
+            total += loss.detach()
+        self.grad_norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.max_grad_norm))
+        mean = float(self.accelerator.reduce(total, "sum")) / count
         # With fp16 a gradient may overflow now and then; the scaler skips that step.
         if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or self.accelerator.mixed_precision == "fp16"):
             raise not_finite(self.trainer_state.step + 1, mean, group)
@@ -286,26 +276,22 @@ class _Trainer:
         return mean
 
     def _loss(self, batch: HeadBatch, number: int) -> Tensor:
-        """Summed loss of one batch."""
+        """Summed loss of one batch, with the recipe's random subsampling."""
+        seed = self._seed(number)
         consume = partial(
             batch_loss,
             loss=self.loss,
-            teacher_logits=self.teacher.logits(batch, self._seed(number)),
+            teacher_logits=self.teacher.logits(batch, seed),
             step_weight=self.section.step_weight,
             position_weight=self.section.position_weight,
             feature_weight=self.section.feature_weight,
         )
-        loss: Tensor = self.model(self._augment(batch, number), consume)
-        return loss
-
-    def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
-        """Apply the recipe's random subsampling, seeded by the trainer state."""
-        seed = self._seed(number)
         if self.section.position_weight == "subsampled":
             batch = subsample(batch, self.section.step_weight, seed)
         if self.section.anchors:
             batch = sample_anchors(batch, self.section.anchors, seed)
-        return batch
+        loss: Tensor = self.model(batch, consume)
+        return loss
 
     def _seed(self, number: int) -> list[int]:
         """Seed of a batch, by its index in the step's group, however that is spread over ranks."""
@@ -327,7 +313,7 @@ class _Trainer:
                     "skipped_steps": state.skipped,
                     "epochs": state.epoch + state.index / self.order.per_epoch,
                     "elapsed_seconds": round(state.elapsed, 1),
-                    "trainable_parameters": self.learning.trainable_parameters,
+                    "trainable_parameters": self.trained.trainable_parameters,
                     "coverage": result.coverage,
                     "best": best,
                     "last": self.records[-1],
@@ -338,18 +324,18 @@ class _Trainer:
 
     # -- validation ----------------------------------------------------------------------------------------------
 
-    def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """Return this rank's validation batches with the target's greedy choices; states are read again each time."""
+    def _read_validation_batches(self) -> list[tuple[Batch, Tensor]]:
+        """Return this rank's validation batches with the target's greedy tokens; states are read again each time."""
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
-        batches_here = rank_slice(batches, self.rank, self.ranks)
-        self.idle = len(rank_slice(batches, 0, self.ranks)) - len(batches_here)
-        chosen = [(batch, greedy_tokens(self.target, self._collate(self.valid_store, batch))) for batch in batches_here]
-        self._wait_for_others()
+        own = rank_slice(batches, self.rank, self.ranks)
+        self.missing_batches = len(rank_slice(batches, 0, self.ranks)) - len(own)
+        chosen = [(batch, greedy_tokens(self.target, self._read_padded(self.valid_store, batch))) for batch in own]
+        self._join_last_reads()
         return chosen
 
-    def _wait_for_others(self) -> None:
+    def _join_last_reads(self) -> None:
         """Join the collective reads of other ranks' last batches, with no conversations."""
-        for _ in range(self.idle):
+        for _ in range(self.missing_batches):
             self.valid_store.samples([])
 
     def _merged(self) -> AbstractContextManager[None]:
@@ -358,28 +344,25 @@ class _Trainer:
 
     def _validate(self, display: Display, losses: list[float] | None) -> None:
         """Validate the heads, record it, and save them if they are the best so far; empties `losses`."""
-        with self._merged():
-            self._validate_merged(display, losses)
-
-    def _validate_merged(self, display: Display, losses: list[float] | None) -> None:
         self.model.eval()
-        tally = Tally(self.heads.draft_steps, self.accelerator.device)
-        with torch.no_grad():
-            for indices, greedy_X in self.valid:
-                batch = self._collate(self.valid_store, indices)
-                self.model(batch, partial(tally.add, draft_to_target_D=self.heads.draft_to_target_D, greedy_X=greedy_X))
-            self._wait_for_others()
-        tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
-        validation = tally.result()
-        loss = sum(losses) / len(losses) if losses else None
-        if losses is not None:
-            losses.clear()
-        self._record(validation, loss)
-        display.validated(self.trainer_state.step, self._elapsed(), loss, validation)
-        if validation.tau > self.trainer_state.best_tau:
-            self.trainer_state.best_tau, self.trainer_state.best_step = validation.tau, self.trainer_state.step
-            if self.accelerator.is_main_process:
-                save_heads(self.heads, self.folder / "best")
+        tally, draft_to_target_D = Tally(self.heads.draft_steps, self.accelerator.device), self.heads.draft_to_target_D
+        with self._merged():
+            for indices, greedy_X in self.validation_batches:
+                batch = self._read_padded(self.valid_store, indices)
+                with torch.no_grad():
+                    self.model(batch, partial(tally.add, draft_to_target_D=draft_to_target_D, greedy_X=greedy_X))
+            self._join_last_reads()
+            tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
+            validation = tally.result()
+            loss = sum(losses) / len(losses) if losses else None
+            if losses is not None:
+                losses.clear()
+            self._record(validation, loss)
+            display.validated(self.trainer_state.step, self._elapsed(), loss, validation)
+            if validation.tau > self.trainer_state.best_tau:
+                self.trainer_state.best_tau, self.trainer_state.best_step = validation.tau, self.trainer_state.step
+                if self.accelerator.is_main_process:
+                    save_heads(self.heads, self.folder / "best")
 
     def _record(self, validation: Validation, loss: float | None) -> None:
         row = {
@@ -403,12 +386,12 @@ class _Trainer:
         position = {"data/epoch": state.epoch, "data/step_in_epoch": state.index}
         self.accelerator.log({**values, **memory(self.accelerator.device), **position}, step=state.step)
 
-    # -- where it stands -----------------------------------------------------------------------------------------
+    # -- data, time and checkpoints ------------------------------------------------------------------------------
 
     def _read(self, store: States, batch: Batch, packed: bool = False) -> ReadBatch:
-        return read_batch(store, batch, self.aux_layers, packed)
+        return read_batch(store, batch, sorted({*self.heads.aux_layers, FINAL}), packed)
 
-    def _collate(self, store: States, batch: Batch) -> HeadBatch:
+    def _read_padded(self, store: States, batch: Batch) -> HeadBatch:
         return self._read(store, batch).on(self.accelerator.device, self.dtype)
 
     def _elapsed(self) -> float:
@@ -419,19 +402,19 @@ class _Trainer:
         by_clock = elapsed / (60 * self.section.minutes) if self.section.minutes else 0.0
         return max(self.trainer_state.step / self.total, by_clock)
 
-    def _agree(self, count: int, asked: bool) -> tuple[int, float, bool]:
-        """(predictions over all ranks, seconds of the main rank, any rank asked to stop); collective."""
+    def _synchronise(self, count: int, interrupted: bool) -> tuple[int, float, bool]:
+        """(predictions over all ranks, seconds of the main rank, whether any rank was interrupted); collective."""
         elapsed = self._elapsed()
         if self.ranks == 1:
-            return count, elapsed, asked
-        mine = torch.tensor([count, elapsed if self.rank == 0 else 0.0, asked], dtype=torch.float64)
-        ours = self.accelerator.reduce(mine.to(self.accelerator.device), "sum").tolist()
-        return int(ours[0]), ours[1], ours[2] > 0
+            return count, elapsed, interrupted
+        own = torch.tensor([count, elapsed if self.rank == 0 else 0.0, interrupted], dtype=torch.float64)
+        total = self.accelerator.reduce(own.to(self.accelerator.device), "sum").tolist()
+        return int(total[0]), total[1], total[2] > 0
 
     def _save(self) -> None:
         state, keep = self.trainer_state, self.section.keep_checkpoints
         # The clock decides whether another checkpoint is due at the end: all ranks must use the same one.
-        state.elapsed, state.budget = self._agree(0, False)[1], self.budget
+        state.elapsed, state.budget = self._synchronise(0, False)[1], self.budget
         folder, best = self.folder / "checkpoints", self.folder / "best"
         checkpoint.save(self.accelerator, folder, state, self.settings, best, keep=keep)
 
