@@ -185,7 +185,7 @@ def train_poisoned(*arguments: str) -> None:
 
 
 def train_until_one_is_killed(*arguments: str) -> None:
-    processes._PATIENCE = 0.5  # the other rank is dead
+    processes._EXIT_TIMEOUT = 0.5  # the other rank is dead
     at(5, lambda rank: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None)
     train(*arguments)
 
@@ -242,6 +242,6 @@ def train_with_one_refusing(*arguments: str) -> None:
         if rank == 1:
             raise UserError("The disk of this machine is full.", "Make room.")
 
-    processes._PATIENCE = 0.5  # the main process raises nothing
+    processes._EXIT_TIMEOUT = 0.5  # the main process raises nothing
     at(2, refuse)
     train(*arguments)

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from headstart.train import machine
-from headstart.train.machine import Interrupt
+from headstart.train import interrupt as module
+from headstart.train.interrupt import Interrupt
 
 
 def test_later_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
-    monkeypatch.setattr(machine, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt:
         assert not interrupt.requested

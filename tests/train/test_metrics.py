@@ -15,8 +15,9 @@ from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.support.terminal import progress_bar
 from headstart.train import summing
+from headstart.train.starting_heads import pick_vocabulary
 from headstart.train.training_log import Display, Log
-from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens, pick_vocabulary
+from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens
 
 DEVICE = torch.device("cpu")
 

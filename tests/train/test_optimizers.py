@@ -12,7 +12,7 @@ from torch import nn
 from headstart.heads.base import families, family, make_config
 from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
-from headstart.train.optimizers import Muon, make_optimizers, orthogonal
+from headstart.train.optimizers import Muon, make_optimizers, orthogonalise
 
 AUX_LAYERS: dict[str, Any] = {"eagle3": {"aux_layers": [1, 2, 3]}}
 
@@ -21,7 +21,7 @@ AUX_LAYERS: dict[str, Any] = {"eagle3": {"aux_layers": [1, 2, 3]}}
 def test_updates_match_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum, scale and weight decay, with our orthogonalisation in both."""
     module = import_module("torch.optim._muon")
-    monkeypatch.setattr(module, "_zeropower_via_newtonschulz", lambda update, *_: orthogonal(update))
+    monkeypatch.setattr(module, "_zeropower_via_newtonschulz", lambda update, *_: orthogonalise(update))
     torch.manual_seed(0)
     ours = nn.Parameter(torch.randn(shape))
     theirs = nn.Parameter(ours.detach().clone())
@@ -39,8 +39,8 @@ def test_updates_match_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyP
 def test_stack_is_several_matrices() -> None:
     torch.manual_seed(0)
     stack = torch.randn(2, 3, 16, 24)
-    alone = torch.stack([torch.stack([orthogonal(matrix) for matrix in row]) for row in stack])
-    torch.testing.assert_close(orthogonal(stack), alone, rtol=0, atol=2**-8)
+    alone = torch.stack([torch.stack([orthogonalise(matrix) for matrix in row]) for row in stack])
+    torch.testing.assert_close(orthogonalise(stack), alone, rtol=0, atol=2**-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -52,11 +52,11 @@ def test_singular_values_are_near_one(
     """The directions stay. The polynomials reach 1 +- 0.083 from 0.005 of the norm on, and bfloat16 rounds. Machines
     without bfloat16 products take float32."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": dtype == torch.bfloat16})
-    assert orthogonal(torch.eye(2)).dtype == dtype
+    assert orthogonalise(torch.eye(2)).dtype == dtype
     torch.manual_seed(0)
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     sizes = torch.linspace(1, 1 / spread, 48)
-    made = orthogonal(left @ torch.diag(sizes) @ right).float()
+    made = orthogonalise(left @ torch.diag(sizes) @ right).float()
     assert sizes[-1] / sizes.norm() > 0.002
     kept = sizes > 0.006 * sizes.norm()
     found = left.T @ made @ right.T
@@ -67,7 +67,7 @@ def test_singular_values_are_near_one(
 
 def test_rank_one_matrix_stays_bounded() -> None:
     """Its singular value is its norm, where polynomials outside their range would diverge."""
-    made = orthogonal(torch.outer(torch.linspace(-1, 1, 40), torch.linspace(0.5, 2, 30))).float()
+    made = orthogonalise(torch.outer(torch.linspace(-1, 1, 40), torch.linspace(0.5, 2, 30))).float()
     assert 0.9 < float(torch.linalg.svdvals(made).max()) < 1.1
 
 

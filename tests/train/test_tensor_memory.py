@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +14,8 @@ from headstart.train.tensor_memory import cache_tensor_memory
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
-    not compiler() or tensor_memory._keeper() is None, reason="no compiler for C++, or another C library than glibc"
+    platform.libc_ver()[0] != "glibc" or not compiler() or tensor_memory._allocator() is None,
+    reason="no compiler for C++, or another C library than glibc",
 )
 
 
@@ -31,19 +33,19 @@ def test_freed_memory_is_reused_for_the_same_size() -> None:
 
 
 def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_memory, "free_bytes", lambda device: 50_000 / tensor_memory._SHARE)
-    keeper = tensor_memory._keeper()
+    monkeypatch.setattr(tensor_memory, "free_bytes", lambda device: 50_000 / tensor_memory._FRACTION)
+    allocator = tensor_memory._allocator()
     with cache_tensor_memory(CPU):
-        assert keeper.keep(50_000) == 0
+        assert allocator.keep(50_000) == 0
         sizes = 10_000, 20_000, 30_000  # blocks of 10,240, 20,480 and 30,720
         tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         for kept in (30_720, 20_480, 30_720):
             del tensors[-1]  # the second does not fit beside the first
-            assert keeper.keep(50_000) == kept
+            assert allocator.keep(50_000) == kept
         large = torch.empty(60_000, dtype=torch.uint8)
         del large  # larger than the bound
-        assert keeper.keep(50_000) == 0
-    assert keeper.keep(0) == 0
+        assert allocator.keep(50_000) == 0
+    assert allocator.keep(0) == 0
 
 
 def test_tensors_do_not_overlap() -> None:
@@ -86,6 +88,6 @@ def test_impossible_size_is_torchs_own_error() -> None:
 
 
 def test_other_devices_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_memory, "_keeper", lambda: pytest.fail("not on a GPU"))
+    monkeypatch.setattr(tensor_memory, "_allocator", lambda: pytest.fail("not on a GPU"))
     with cache_tensor_memory(torch.device("cuda")):
         assert torch.ones(3).sum() == 3

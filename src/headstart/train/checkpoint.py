@@ -1,4 +1,4 @@
-"""Checkpoints: complete folders, or ignored.
+"""Checkpoints of a training.
 
 A checkpoint holds accelerate's state (heads, optimiser, gradient scaler, RNG states of every rank) and
 `checkpoint.json`, written last: the trainer state, and the size of every file. The newest are kept.
@@ -32,8 +32,8 @@ PROCESSES = "number of processes"
 ACCUMULATION = "train.gradient_accumulation_steps"
 """Settings keys; their product is the number of batches per step."""
 _WEIGHTS = "model.safetensors"
-_SEEN_WITHIN = 90.0  # seconds; NFS clients cache missing files for up to a minute
-_OF_SEVERAL = "module."  # prefix of weight names under DDP
+_VISIBLE_WITHIN = 90.0  # seconds; NFS clients cache missing files for up to a minute
+_DDP_PREFIX = "module."  # prefix of weight names under DDP
 
 
 @dataclass
@@ -53,9 +53,9 @@ class TrainerState:
     onward: float = 0.0  # fraction of the run done when a larger budget replaced a smaller one; 0 if none did
     onward_lr: float = 0.0  # learning rate then
 
-    def advance(self, learnt: int, per_epoch: int) -> None:
-        """Count one step that trained on `learnt` predictions."""
-        self.step, self.index, self.tokens = self.step + 1, self.index + 1, self.tokens + learnt
+    def advance(self, predictions: int, per_epoch: int) -> None:
+        """Count one step that trained on this number of predictions."""
+        self.step, self.index, self.tokens = self.step + 1, self.index + 1, self.tokens + predictions
         if self.index == per_epoch:
             self.epoch, self.index = self.epoch + 1, 0
 
@@ -97,7 +97,7 @@ def load(accelerator: Accelerator, path: Path) -> None:
             if set(weights.keys()) <= models[0].state_dict().keys():
                 return
         model = accelerator.unwrap_model(models[0])
-        state = {name.removeprefix(_OF_SEVERAL): tensor for name, tensor in load_file(file).items()}
+        state = {name.removeprefix(_DDP_PREFIX): tensor for name, tensor in load_file(file).items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
         tensors = model.state_dict()
         shared = {tensors[name].data_ptr() for name in state if name in tensors}
@@ -133,11 +133,11 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
 def wait_for(path: Path, trainer_state: TrainerState) -> None:
     """Wait until this rank sees the checkpoint that the main rank chose: a network disk may lag, or show a replaced one
     of the same step."""
-    end, standing = monotonic() + _SEEN_WITHIN, dataclasses.asdict(trainer_state)
+    deadline, standing = monotonic() + _VISIBLE_WITHIN, dataclasses.asdict(trainer_state)
     while (_manifest(path) or {}).get("standing") != standing:
-        if monotonic() > end:
+        if monotonic() > deadline:
             raise UserError(
-                f"The checkpoint {path} is there for the main process of this training, and not on this machine.",
+                f"The main process of this training sees the checkpoint {path}, and this process does not.",
                 "Let all processes see the same folder of runs.",
             )
         sleep(0.5)
@@ -147,7 +147,7 @@ def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[s
     """Raise a UserError if settings differ, other than in how the batches of a step are spread over ranks."""
     spread = {PROCESSES, ACCUMULATION} if batches_of_step(kept) == batches_of_step(settings) else set()
     for key in [key for key in settings if key not in spread]:
-        if not (differing := _differing(key, kept.get(key), settings[key])):
+        if not (differing := _differences(key, kept.get(key), settings[key])):
             continue
         name, was, wanted = differing[0]
         more = f" ({len(differing) - 1} more settings of {key} differ)" if len(differing) > 1 else ""
@@ -160,10 +160,10 @@ def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[s
         raise UserError(f"The run in {run} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.", remedy)
 
 
-def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
+def _differences(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
     """(name, kept value, wanted value) of every differing setting.
 
-    >>> _differing("heads", {"family": "medusa", "num_heads": 4}, {"family": "medusa", "num_heads": 3})
+    >>> _differences("heads", {"family": "medusa", "num_heads": 4}, {"family": "medusa", "num_heads": 3})
     [('heads.num_heads', 4, 3)]
     """
     if not (isinstance(kept, dict) and isinstance(wanted, dict)):
@@ -171,7 +171,7 @@ def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
     if kept.get("family") != wanted.get("family"):  # the other settings are not comparable
         return [(f"{name}.family", kept.get("family"), wanted.get("family"))]
     keys = sorted({*kept, *wanted})
-    return [pair for key in keys for pair in _differing(f"{name}.{key}", kept.get(key), wanted.get(key))]
+    return [pair for key in keys for pair in _differences(f"{name}.{key}", kept.get(key), wanted.get(key))]
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

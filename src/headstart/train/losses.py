@@ -38,7 +38,7 @@ _SMOOTHING = 0.5
 
 def soft_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """Cross-entropy against the target's distribution: forward KL up to the target's entropy, a constant."""
-    return _between(draft_logits_MD, target_probs_MD, 0.0)
+    return _ce_and_l1(draft_logits_MD, target_probs_MD, 0.0)
 
 
 def hard_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
@@ -49,21 +49,21 @@ def hard_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
 def tv_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """A tenth of the cross-entropy and nine tenths of the L1 distance, twice the total variation (DSpark, arXiv
     2607.05147)."""
-    return _between(draft_logits_MD, target_probs_MD, 0.9)
+    return _ce_and_l1(draft_logits_MD, target_probs_MD, 0.9)
 
 
 def half_l1(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """Half cross-entropy and half L1 distance, which has a small gradient for very wrong drafts."""
-    return _between(draft_logits_MD, target_probs_MD, 0.5)
+    return _ce_and_l1(draft_logits_MD, target_probs_MD, 0.5)
 
 
-def _between(draft_logits_MD: Tensor, target_probs_MD: Tensor, distance: float) -> Tensor:
+def _ce_and_l1(draft_logits_MD: Tensor, target_probs_MD: Tensor, distance: float) -> Tensor:
     """L1 distance with weight `distance`, cross-entropy with the rest; target probabilities must sum to one."""
-    apply: Callable[..., Tensor] = _Between.apply
+    apply: Callable[..., Tensor] = _CeAndL1.apply
     return apply(draft_logits_MD, target_probs_MD, distance)
 
 
-class _Between(torch.autograd.Function):
+class _CeAndL1(torch.autograd.Function):
     """Loss and gradient at once, in fewer passes over the table than autograd.
 
     The cross-entropy's gradient is draft - target; the distance's is draft * (sign - sum(draft * sign)), with the sign

@@ -28,8 +28,8 @@ _EVERY = 2
 """Steps between updates of a matrix, which are scaled up accordingly: momentum turns slowly, and orthogonalisation is a
 quarter of a CPU step. The matrices take turns."""
 _MOMENTUM = 0.95
-_TINY = 1e-7
-_APART = ("lm_head", "bias", "norm", "markov", "confidence")
+_EPSILON = 1e-7
+_ADAMW_NAMES = ("lm_head", "bias", "norm", "markov", "confidence")
 _RMS = 0.2
 """RMS of AdamW's updates; Muon's are scaled to it, so that one learning rate serves both (arXiv 2502.16982)."""
 
@@ -37,9 +37,10 @@ _RMS = 0.2
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalised updates (Jordan et al., 2024).
 
-    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, except for `orthogonal`, and it treats each matrix of
-    a stack separately. `rows` gives the row ranges of parameters that hold several matrices; other rows do not change.
-    Momentum sees every gradient; a matrix is updated in one of `every` steps, by `every` times as much."""
+    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, but each matrix of a stack is orthogonalised by itself.
+    `rows` gives the row ranges of parameters that hold several matrices; other rows do not change. Momentum sees every
+    gradient; a matrix is updated in one of `every` steps, by `every` times as much.
+    """
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # overloaded there
         assert closure is None, "gradients are computed before the step"
-        number = 0
+        number = 0  # of the matrix, over all parameters
         for group in self.param_groups:
             lr = self._every * group["lr"]
             for weight in group["params"]:
@@ -68,14 +69,14 @@ class Muon(torch.optim.Optimizer):
                 momentum.lerp_(weight.grad, 1 - _MOMENTUM)
                 for rows in self._rows.get(weight, [slice(None)]):
                     if (step + number) % self._every == 0:
-                        matrix, ahead = weight[rows], weight.grad[rows].lerp(momentum[rows], _MOMENTUM)
+                        matrix, nesterov = weight[rows], weight.grad[rows].lerp(momentum[rows], _MOMENTUM)
                         matrix.mul_(1 - lr * group["weight_decay"])
-                        matrix.add_(orthogonal(ahead), alpha=-lr * _RMS * max(matrix.shape[-2:]) ** 0.5)
+                        matrix.add_(orthogonalise(nesterov), alpha=-lr * _RMS * max(matrix.shape[-2:]) ** 0.5)
                     number += 1
                 state["step"] = step + 1
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalise(matrix: Tensor) -> Tensor:
     """Approximate the nearest orthogonal matrix of each [..., rows, columns] by four Newton-Schulz steps, in bfloat16
     only if the device is fast at it: elsewhere it is twenty times slower than float32."""
     x = matrix.to(pick_dtype("auto", matrix.device))
@@ -83,7 +84,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_TINY)
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPSILON)
     for a, b, c in _QUINTICS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -94,13 +95,13 @@ def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[t
     """Build a recipe's optimisers for heads or their low-rank updates. `muon` leaves LM heads (like embeddings
     elsewhere), norms and biases to AdamW, by name."""
     trained = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
-    chosen = {
+    muon = {
         name
         for name, weight in trained.items()
-        if section.optimizer == "muon" and weight.ndim > 1 and not any(part in name for part in _APART)
+        if section.optimizer == "muon" and weight.ndim > 1 and not any(part in name for part in _ADAMW_NAMES)
     }
-    matrices = [weight for name, weight in trained.items() if name in chosen]
-    rest = [weight for name, weight in trained.items() if name not in chosen]
+    matrices = [weight for name, weight in trained.items() if name in muon]
+    rest = [weight for name, weight in trained.items() if name not in muon]
     rows = {trained[name]: parts for name, parts in heads.learning_rows().items() if name in trained}
     made: list[torch.optim.Optimizer] = []
     if matrices:
@@ -108,7 +109,7 @@ def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[t
     if rest:
         made.append(
             torch.optim.AdamW(
-                _with_decay(rest, rows) if section.weight_decay else rest,
+                _parameter_groups(rest, rows),
                 lr=section.lr,
                 betas=section.betas,
                 weight_decay=section.weight_decay,
@@ -118,14 +119,16 @@ def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[t
     return made
 
 
-def _with_decay(weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Sequence[slice]]) -> list[dict[str, Any]]:
-    """Parameter groups that exempt weights with frozen rows, which must not decay either."""
-    apart = {
+def _parameter_groups(
+    weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Sequence[slice]]
+) -> list[dict[str, Any]]:
+    """Exempt weights with frozen rows from decay, which would change those rows."""
+    frozen = {
         id(weight) for weight, parts in rows.items() if sum(part.stop - part.start for part in parts) < len(weight)
     }
-    learning = {"params": [weight for weight in weights if id(weight) not in apart]}
-    still = {"params": [weight for weight in weights if id(weight) in apart], "weight_decay": 0.0}
-    return [group for group in (learning, still) if group["params"]]
+    decaying = {"params": [weight for weight in weights if id(weight) not in frozen]}
+    exempt = {"params": [weight for weight in weights if id(weight) in frozen], "weight_decay": 0.0}
+    return [group for group in (decaying, exempt) if group["params"]]
 
 
 # -- learning rates --------------------------------------------------------------------------------------------------
@@ -139,10 +142,10 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
     [0.1, 0.55, 1.0, 0.55, 0.1]
     """
     if fraction < section.warmup:
-        share_of_peak = fraction / section.warmup
+        height = fraction / section.warmup
     else:
-        share_of_peak = 0.5 + 0.5 * math.cos(math.pi * (fraction - section.warmup) / (1 - section.warmup))
-    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share_of_peak)
+        height = 0.5 + 0.5 * math.cos(math.pi * (fraction - section.warmup) / (1 - section.warmup))
+    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * height)
 
 
 def learning_rate_now(section: TrainSection, fraction: float, state: TrainerState) -> float:

@@ -20,9 +20,9 @@ from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
 from headstart.support.terminal import complain, explained
 
-_SPEAKERS = "headstart/speakers"  # key in the distributed store: number of ranks with an error to report
-_PATIENCE = 10.0  # seconds for which the main rank, which may host the store, waits for other ranks
-_MEETING = timedelta(seconds=30)
+_REPORTING = "headstart/reporting"  # key in the distributed store: number of ranks with an error to report
+_EXIT_TIMEOUT = 10.0  # seconds the main rank waits for other ranks: it may host the store
+_JOIN_TIMEOUT = timedelta(seconds=30)
 LOST_CONTACT = (
     "Another process of this training has ended.",
     "See what it said above, if anything; the same command goes on from the last checkpoint.",
@@ -135,7 +135,7 @@ def exit_together() -> Iterator[None]:
         leave_processes()
     except (UserError, OSError) as error:
         words = (error.problem, error.remedy) if isinstance(error, UserError) else explained(error)
-        _speak_once(lambda: complain(*words))
+        _report_once(lambda: complain(*words))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         leave_processes()
@@ -143,18 +143,18 @@ def exit_together() -> Iterator[None]:
     except RuntimeError as error:
         if not _is_lost_contact(error):
             raise
-        raise SystemExit(1 if _speak_once(lambda: complain(*LOST_CONTACT)) else 2) from None
+        raise SystemExit(1 if _report_once(lambda: complain(*LOST_CONTACT)) else 2) from None
 
 
-def _speak_once(say: Callable[[], None]) -> bool:
+def _report_once(say: Callable[[], None]) -> bool:
     """Leave the process group and let only the first rank report an error; returns whether this one did."""
     with suppress(RuntimeError, ValueError):
         if not dist.is_initialized():  # failed before `join_processes`
-            PartialState(cpu=True, timeout=_MEETING)
+            PartialState(cpu=True, timeout=_JOIN_TIMEOUT)
     try:
         main, ranks = is_main(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
-        first = bool(store.add(_SPEAKERS, 1) == 1)
+        first = bool(store.add(_REPORTING, 1) == 1)
     except (RuntimeError, ValueError):  # the rank that hosted the store is gone
         say()
         leave_processes()
@@ -162,9 +162,9 @@ def _speak_once(say: Callable[[], None]) -> bool:
     if first:
         say()
     leave_processes()  # unblocks ranks that wait for this one
-    end = monotonic() + _PATIENCE
+    end = monotonic() + _EXIT_TIMEOUT
     with suppress(RuntimeError):
-        while main and store.add(_SPEAKERS, 0) < ranks and monotonic() < end:  # the main rank may host the store
+        while main and store.add(_REPORTING, 0) < ranks and monotonic() < end:  # the main rank may host the store
             sleep(0.02)
     return first
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headstart.data.states.store import States
 from headstart.errors import UserError
@@ -15,9 +16,8 @@ from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
 from headstart.train.batches import read_batch
-from headstart.train.validation import pick_vocabulary
 
-_FIRST_LOOK = 200_000
+_FIRST_TOKENS = 200_000  # of the training data, for closed-form fits
 
 
 def load_earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
@@ -60,10 +60,10 @@ def build_heads(
         heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
     heads.warm_start(target)
     if earlier is None or earlier.config != config:  # else `copy_matching` replaces every weight
-        heads.fit(_first_look(train_store, heads))
+        heads.fit(_first_batches(train_store, heads))
     if earlier is not None:
         say(f"Started from {recipe.train.start_from}: {copy_matching(heads, earlier)}.")
-    heads.before_training(_first_look(train_store, heads))
+    heads.before_training(_first_batches(train_store, heads))
     return heads
 
 
@@ -74,38 +74,52 @@ def copy_matching(heads: DraftHead, earlier: DraftHead) -> str:
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
     ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
     theirs_C = torch.searchsorted(theirs_D, ours_D[ours_C])
-    given = earlier.state_dict()
-    complete, rows = 0, 0
+    source = earlier.state_dict()
+    complete, by_token = 0, 0  # tensors copied entirely, and by common token
     state = {name: tensor for name, tensor in heads.state_dict().items() if name != "draft_to_target_D"}
     for name, tensor in state.items():
-        if name not in given or tensor.ndim != given[name].ndim:
+        if name not in source or tensor.ndim != source[name].ndim:
             continue
-        sizes = zip(tensor.shape, given[name].shape, strict=True)
+        sizes = zip(tensor.shape, source[name].shape, strict=True)
         differing = [(axis, pair) for axis, pair in enumerate(sizes) if pair[0] != pair[1]]
         if not differing:
-            tensor.copy_(given[name])
+            tensor.copy_(source[name])
             complete += 1
         elif [pair for _, pair in differing] == [(len(ours_D), len(theirs_D))]:
             axis = differing[0][0]
-            tensor.index_copy_(axis, ours_C, given[name].index_select(axis, theirs_C).to(tensor))
-            rows += 1
-    if not complete + rows:
+            tensor.index_copy_(axis, ours_C, source[name].index_select(axis, theirs_C).to(tensor))
+            by_token += 1
+    if not complete + by_token:
         raise UserError(
-            f"None of the {len(given) - 1} tensors of these {earlier.family} heads matches the {heads.family} heads to "
-            "train in name and shape.",
+            f"None of the {len(source) - 1} tensors of these {earlier.family} heads matches the {heads.family} heads "
+            "to train in name and shape.",
             "Start from heads of the same family and width, or set train.start_from=null.",
         )
-    by_token = f" ({rows} of them for {len(ours_C)} common draft tokens)" if rows else ""
-    return f"copied {complete + rows} of {len(state)} tensors from the earlier {earlier.family} heads{by_token}"
+    partly = f" ({by_token} of them for {len(ours_C)} common draft tokens)" if by_token else ""
+    return f"copied {complete + by_token} of {len(state)} tensors from the earlier {earlier.family} heads{partly}"
+
+
+def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:
+    """Choose a draft vocabulary, sorted int64 [size]: the ids `always`, and the most frequent by `counts_V`.
+
+    >>> pick_vocabulary(torch.tensor([5, 0, 9, 5, 0, 7]), 3, always=[1]).tolist()
+    [1, 2, 5]
+    >>> pick_vocabulary(torch.tensor([5, 0, 9, 5, 0, 7]), 3, always=[]).tolist()
+    [0, 2, 5]
+    """
+    assert len(always) <= size <= len(counts_V), "the size is checked before"
+    weights = counts_V.clone()
+    weights[list(always)] = torch.iinfo(torch.int64).max
+    return weights.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
     """Raise a UserError for states that lack a layer or belong to another model."""
     missing = sorted({*heads.aux_layers, FINAL} - set(store.aux_layers))
     if missing or store.hidden_size != target.hidden_size:
-        what = f"lacks the states of layer {missing[0]}" if missing else f"has states of size {store.hidden_size}"
+        fault = f"lacks the states of layer {missing[0]}" if missing else f"has states of size {store.hidden_size}"
         raise UserError(
-            f"The store {store.folder} {what}, which these heads on {target.name} cannot learn from.",
+            f"The store {store.folder} {fault}, which these heads on {target.name} cannot learn from.",
             "Build the data again with this recipe.",
         )
     if store.target_fingerprint not in (None, target.identity().fingerprint):
@@ -137,11 +151,11 @@ def _check_depth(heads: DraftHead, store: States) -> None:
         )
 
 
-def _first_look(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
-    """Yield about `_FIRST_LOOK` tokens of the training data, in float32, for closed-form fits."""
+def _first_batches(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
+    """Yield about `_FIRST_TOKENS` tokens of the training data, in float32, for closed-form fits."""
     aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
     for index in range(len(store)):
-        if read >= _FIRST_LOOK:
+        if read >= _FIRST_TOKENS:
             return
         read += store.lengths[index]
         yield read_batch(store, [index], aux_layers).on(torch.device("cpu"), torch.float32)

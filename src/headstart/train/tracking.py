@@ -1,6 +1,6 @@
 """Experiment trackers: start checks, start through accelerate, and upload of the report.
 
-Trackers raise any kind of exception; `_reported` turns them into UserErrors.
+Trackers raise any kind of exception; `_tracker_errors` turns them into UserErrors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tens
 """Packages of each tracker; any one suffices."""
 RUN_ID = "tracker.json"  # file in a training's folder with its run id, by tracker
 _WITH_ID = ("wandb", "trackio")
-_WANDB_SAYS = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"}
+_WANDB_VARIABLES = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"}
 
 
 @contextmanager
-def _reported(name: str, failure: str) -> Iterator[None]:
+def _tracker_errors(name: str, failure: str) -> Iterator[None]:
     """Turn any exception of a tracker into a UserError with its message."""
     try:
         yield
@@ -51,9 +51,9 @@ def check_tracker(name: str) -> None:
     installed = next((package for package in packages if importlib.util.find_spec(package) is not None), None)
     if installed is None:
         raise UserError(f"The tracker {name} is not installed.", f"Run: pip install {packages[0]}")
-    with _reported(name, "cannot be imported"):
+    with _tracker_errors(name, "cannot be imported"):
         module = importlib.import_module(installed)
-    with _reported(name, "cannot start"):
+    with _tracker_errors(name, "cannot start"):
         if name == "wandb" and not _wandb_can_start(module):
             raise RuntimeError("it has no account to log in with, and no terminal to ask on")
 
@@ -80,7 +80,7 @@ def start_tracker(
     if name == "tensorboard" and step is not None:  # hides what was logged after the checkpoint
         options[name]["purge_step"] = step + 1
     try:
-        with _reported(name, "did not start"):
+        with _tracker_errors(name, "did not start"):
             if accelerator.is_main_process:
                 folder.mkdir(parents=True, exist_ok=True)
             accelerator.init_trackers(section.project, config=flat(settings), init_kwargs=options)
@@ -91,15 +91,15 @@ def start_tracker(
         write_json(folder / RUN_ID, {**run_ids, name: run_id})
 
 
-def _options(name: str, folder: Path, run: str, run_id: str, again: bool) -> dict[str, Any]:
-    """Start options of a tracker, `again` to resume its run; the user's environment variables take precedence."""
+def _options(name: str, folder: Path, run: str, run_id: str, resume: bool) -> dict[str, Any]:
+    """Start options of a tracker; the user's environment variables take precedence."""
     if name == "tensorboard":
         return {}
-    resume = {"resume": "allow"} if again else {}
+    resuming = {"resume": "allow"} if resume else {}
     if name == "trackio":  # identifies runs by name
-        return {"name": f"{run}-{run_id}", **resume}
-    options = {"dir": str(folder), "name": run, "id": run_id, **resume}
-    return {key: value for key, value in options.items() if _WANDB_SAYS[key] not in os.environ}
+        return {"name": f"{run}-{run_id}", **resuming}
+    options = {"dir": str(folder), "name": run, "id": run_id, **resuming}
+    return {key: value for key, value in options.items() if _WANDB_VARIABLES[key] not in os.environ}
 
 
 def _run_ids(folder: Path) -> dict[str, str]:
@@ -139,7 +139,7 @@ def link_report(
     if name == "tensorboard":
         options = {"logging_dir": str(folder)}
     try:
-        with _reported(name, "did not take the report"):
+        with _tracker_errors(name, "did not take the report"):
             tracker = LOGGER_TYPE_TO_CLASS[name](section.project, **options)
             tracker.start()
             tracker.log({**figures, "report": (report / "report.md").read_text(encoding="utf-8")})

@@ -49,8 +49,8 @@ from headstart.train.batches import (
 )
 from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
+from headstart.train.interrupt import Interrupt
 from headstart.train.losses import LOSSES
-from headstart.train.machine import Interrupt
 from headstart.train.optimizers import learning_rate_now, make_optimizers
 from headstart.train.processes import (
     broadcast_from_main,

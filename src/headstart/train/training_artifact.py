@@ -66,8 +66,8 @@ def continue_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> No
     _, path, only_shorter = max(candidates, key=lambda candidate: candidate[0])
     shutil.copyfile(path.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
     link_into_run(path, checkpoints / path.name)
-    what = "a shorter training" if only_shorter else "a training on another number of processes"
-    say(f"Continuing from {what} of these heads ({path.parent.parent.name}).")
+    kind = "a shorter training" if only_shorter else "a training on another number of processes"
+    say(f"Continuing from {kind} of these heads ({path.parent.parent.name}).")
 
 
 def _without_accumulation(of: Artifact) -> dict[str, Any]:

@@ -25,11 +25,11 @@ class Log:
     def __init__(self, console: Console | None, folder: Path | None) -> None:
         self.console = console
         self._path = None if folder is None else folder / FILE
-        self._waiting: list[str] | None = []
+        self._pending: list[str] | None = []
 
     def __enter__(self) -> Log:
-        waiting, self._waiting = self._waiting or [], None
-        self._write("".join(waiting))
+        pending, self._pending = self._pending or [], None
+        self._write("".join(pending))
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
@@ -45,8 +45,8 @@ class Log:
     def note(self, text: str) -> None:
         """Log a line in the file only."""
         line = f"{datetime.now().astimezone().isoformat(' ', 'seconds')} {' '.join(text.split())}\n"
-        if self._waiting is not None:
-            self._waiting.append(line)
+        if self._pending is not None:
+            self._pending.append(line)
         else:
             self._write(line)
 
@@ -63,35 +63,35 @@ class Display:
 
     def __init__(self, log: Log, bar: Bar, fraction: float) -> None:
         self._log, self._bar, self._first = log, bar, fraction
-        self._noted = 0.0
-        self._heads = ""
+        self._logged = 0.0
+        self._validation = ""
         bar.update(100 * fraction)
 
     def step(self, fraction: float, seconds: float, figures: str) -> None:
         """Update the live line, and once a minute log one. `seconds` are since the start of this session."""
         fraction = min(1.0, fraction)  # the last step may exceed a budget in minutes
-        gained = fraction - self._first
-        remaining = format_seconds(seconds * (1 - fraction) / gained) if gained > 0 else "?"
-        text = f"{figures}{self._heads} · {remaining} left"
+        done = fraction - self._first
+        remaining = format_seconds(seconds * (1 - fraction) / done) if done > 0 else "?"
+        text = f"{figures}{self._validation} · {remaining} left"
         self._bar.update(100 * fraction, note=text)
-        if seconds >= self._noted + _EVERY:
-            self._noted = seconds
+        if seconds >= self._logged + _EVERY:
+            self._logged = seconds
             console = self._log.console
-            tell = self._log.note if console is None or console.is_terminal else self._log.say
-            tell(f"{fraction:.0%} · {text}")
+            log = self._log.note if console is None or console.is_terminal else self._log.say
+            log(f"{fraction:.0%} · {text}")
 
     def validated(self, step: int, elapsed: float, loss: float | None, validation: Validation) -> None:
         """Log a validation, and show it in the live line from now on."""
         top1 = "/".join(f"{share:.2f}" for share in validation.accuracy["top1"])
-        self._heads = f" · top-1 {top1} · tau {validation.tau:.2f}"
-        learnt = f" · loss {loss:.3f}" if loss is not None else ""
-        self._log.say(f"step {step} · {format_seconds(elapsed)}{learnt}{self._heads}")
+        self._validation = f" · top-1 {top1} · tau {validation.tau:.2f}"
+        shown = f" · loss {loss:.3f}" if loss is not None else ""
+        self._log.say(f"step {step} · {format_seconds(elapsed)}{shown}{self._validation}")
 
 
 def not_finite(step: int, loss: float, group: list[Batch]) -> UserError:
     """Error for a step with a non-finite loss or gradient; `group` is its batches over all ranks."""
-    numbers = sorted(index for batch in group for index in batch)
-    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    conversations = sorted(index for batch in group for index in batch)
+    shown = ", ".join(map(str, conversations[:8])) + (", ..." if len(conversations) > 8 else "")
     return UserError(
         f"The loss or its gradient is not finite at step {step} (loss {loss:g}), of training conversations {shown}.",
         "Lower train.lr or raise train.warmup; the checkpoints before this step are kept.",

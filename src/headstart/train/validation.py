@@ -6,7 +6,7 @@ step, D draft vocabulary, R ranks, V target vocabulary, E hidden size, K draft s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,12 @@ class Validation:
     """Validation metrics.
 
     `accuracy` is {"top1": [one per step], "top4": ..., "top8": ...}: the fraction of predictions with the target's most
-    likely token (of its whole vocabulary: undraftable tokens are misses) among the best 1, 4 or 8 drafts. Each step is
-    judged independently of earlier ones.
+    likely token (of its whole vocabulary: undraftable tokens are misses) among the best 1, 4 or 8 drafts, for each step
+    by itself.
 
-    `tau` is the predicted tokens per round of a greedy chain of all steps, 1 + sum over k of P(steps 0..k all right),
-    counted jointly along each draft; 1 is plain decoding. Each P, in `chain`, is over drafts that get that deep before
-    the answer ends. `predictions` is the number of predictions of each step.
+    `tau` is the predicted tokens per round of a greedy chain, 1 + sum over k of P(steps 0..k all correct); 1 is plain
+    decoding. `chain` holds each P, over the drafts with a step k before the answer ends. `predictions` counts each
+    step's predictions.
     """
 
     accuracy: dict[str, list[float]]
@@ -48,8 +48,8 @@ class Validation:
         return 1 + sum(self.chain)
 
     def to_json(self) -> dict[str, Any]:
-        shares = {**self.accuracy, "chain": self.chain}
-        rounded = {name: [round(share, 4) for share in of_steps] for name, of_steps in shares.items()}
+        fractions = {**self.accuracy, "chain": self.chain}
+        rounded = {name: [round(fraction, 4) for fraction in steps] for name, steps in fractions.items()}
         return {"tau": round(self.tau, 4), **rounded, "predictions": self.predictions}
 
 
@@ -74,42 +74,24 @@ class Tally:
     @torch.no_grad()
     def add(self, predictions: Iterable[StepPrediction], draft_to_target_D: Tensor, greedy_X: Tensor) -> None:
         """Count one batch's predictions; `greedy_X` is from `greedy_tokens`."""
-        alive_X = torch.ones_like(greedy_X, dtype=torch.bool)
+        correct_X = torch.ones_like(greedy_X, dtype=torch.bool)  # drafts correct up to the previous step, by origin
+        ranks = min(max(TOPS), len(draft_to_target_D))
         for step, prediction in enumerate(predictions):
-            ranks = min(max(TOPS), len(draft_to_target_D))
             best = [logits_BD.topk(ranks, dim=-1).indices for _, logits_BD in logits_by_block(prediction)]
             drafts_MR = draft_to_target_D[torch.cat([draft_to_target_D.new_zeros(0, ranks), *best])]
             hits_MR = drafts_MR == greedy_X[prediction.teacher_M][:, None]
-            right_M = hits_MR[:, 0] & alive_X[prediction.origin_M]
-            alive_X = torch.zeros_like(alive_X).index_put_((prediction.origin_M,), right_M)
-            self.counts_KC[step, 0] += len(right_M)
-            self.counts_KC[step, 1] += right_M.sum()
+            correct_M = hits_MR[:, 0] & correct_X[prediction.origin_M]
+            correct_X = torch.zeros_like(correct_X).index_put_((prediction.origin_M,), correct_M)
+            self.counts_KC[step, 0] += len(correct_M)
+            self.counts_KC[step, 1] += correct_M.sum()
             for column, top in enumerate(TOPS):
                 self.counts_KC[step, 2 + column] += hits_MR[:, :top].any(-1).sum()
 
     def result(self) -> Validation:
         counts = self.counts_KC.cpu()
-        shares_KC = (counts[:, 1:] / counts[:, :1].clamp_min(1)).tolist()
-        return Validation(
-            accuracy={f"top{top}": [row[1 + i] for row in shares_KC] for i, top in enumerate(TOPS)},
-            chain=[row[0] for row in shares_KC],
-            predictions=[int(count) for count in counts[:, 0].tolist()],
-        )
-
-
-def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """Choose the draft vocabulary, sorted int64 [size]: `always` (end-of-turn tokens) and the most frequent tokens by
-    `counts_V`, ties by id.
-
-    >>> pick_vocabulary(torch.tensor([5, 0, 9, 5, 0, 7]), 3, always=[1]).tolist()
-    [1, 2, 5]
-    >>> pick_vocabulary(torch.tensor([5, 0, 9, 5, 0, 7]), 3, always=[]).tolist()
-    [0, 2, 5]
-    """
-    assert len(always) <= size <= len(counts_V), "the draft vocabulary has room for what must be in it"
-    weights = counts_V.clone()
-    weights[list(always)] = torch.iinfo(torch.int64).max
-    return weights.sort(descending=True, stable=True).indices[:size].sort().values
+        chain, *accuracy = (counts[:, 1:] / counts[:, :1].clamp_min(1)).T.tolist()
+        tops = (f"top{top}" for top in TOPS)
+        return Validation(dict(zip(tops, accuracy, strict=True)), chain, counts[:, 0].long().tolist())
 
 
 def draft_coverage(store: States, vocab_size: int, draft_to_target_D: Tensor) -> float:

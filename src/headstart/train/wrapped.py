@@ -37,24 +37,24 @@ class Unrolled(nn.Module):
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
         """Apply `consume` to the batch's predictions. DDP waits for the gradients of all parameters, so a loss reaches
         every one, with zero gradients for missing steps."""
-        taken = 0
+        steps = 0
 
         def counted() -> Iterator[StepPrediction]:
-            nonlocal taken
+            nonlocal steps
             for prediction in self.heads.unroll(batch):
-                taken += 1
+                steps += 1
                 yield prediction
 
-        made = consume(counted())
-        if isinstance(made, Tensor) and torch.is_grad_enabled() and taken < self.heads.draft_steps:
-            return cast(R, made + sum(p.flatten()[:0].sum() for p in self.heads.parameters() if p.requires_grad))
-        return made
+        result = consume(counted())
+        if isinstance(result, Tensor) and torch.is_grad_enabled() and steps < self.heads.draft_steps:
+            return cast(R, result + sum(p.flatten()[:0].sum() for p in self.heads.parameters() if p.requires_grad))
+        return result
 
 
 def matrices(heads: DraftHead) -> dict[str, nn.Parameter]:
     """The weights that get low-rank updates, by name: matrices and stacks of them, but not of biases."""
-    learning = ((name, weight) for name, weight in heads.named_parameters() if weight.requires_grad)
-    return {name: weight for name, weight in learning if weight.ndim > 1 and "bias" not in name}
+    trained = ((name, weight) for name, weight in heads.named_parameters() if weight.requires_grad)
+    return {name: weight for name, weight in trained if weight.ndim > 1 and "bias" not in name}
 
 
 def factor_shapes(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
@@ -69,7 +69,7 @@ def factor_shapes(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
 
 
 def count_trained_parameters(heads: DraftHead, rank: int) -> int:
-    """Number of trained parameters: the heads' own, or of their updates of a rank."""
+    """Count the trained parameters: of the heads, or of their updates of a rank."""
     if not rank:
         return heads.trainable_parameters
     return sum(math.prod(shape) for weight in matrices(heads).values() for shape in factor_shapes(weight, rank))
@@ -83,11 +83,10 @@ class LowRank(nn.Module):
         super().__init__()
         self.unrolled = unrolled
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
-        self._names: dict[str, str] = {}
         self._merged = False
         for name, weight in matrices(unrolled.heads).items():
             down, up = factor_shapes(weight.detach(), rank)
-            key = self._names[name] = name.replace(".", "-")
+            key = name.replace(".", "-")
             self.down[key] = nn.Parameter(weight.new_empty(down).normal_(std=down[-2] ** -0.5))
             self.up[key] = nn.Parameter(weight.new_zeros(up))
         unrolled.heads.requires_grad_(False)
@@ -103,31 +102,30 @@ class LowRank(nn.Module):
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
         if self._merged:
             return cast(R, self.unrolled(batch, consume))
-        weights = {f"heads.{name}": weight + self._update(name) for name, weight in self._matrices()}
+        weights = {f"heads.{name}": weight + update for name, weight, update in self._updates()}
         return cast(R, functional_call(self.unrolled, weights, (batch, consume)))
 
     @contextmanager
     def merged(self) -> Iterator[None]:
         """A context with updates merged into the heads' weights; the optimiser must not step inside."""
-        unmerged = {name: weight.detach().clone() for name, weight in self._matrices()}
+        originals: list[tuple[nn.Parameter, Tensor]] = []
         with torch.no_grad():
-            for name, weight in self._matrices():
-                weight.add_(self._update(name))
+            for _, weight, update in self._updates():
+                originals.append((weight, weight.clone()))
+                weight.add_(update)
         self._merged = True
         try:
             yield
         finally:
             self._merged = False
             with torch.no_grad():
-                for name, weight in self._matrices():
-                    weight.copy_(unmerged[name])
+                for weight, original in originals:
+                    weight.copy_(original)
 
-    def _matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
-        weights = dict(self.unrolled.heads.named_parameters())
-        return ((name, weights[name]) for name in self._names)
-
-    def _update(self, name: str) -> Tensor:
-        key = self._names[name]
-        with torch.autocast(self.up[key].device.type, enabled=False):
-            update: Tensor = self.up[key] @ self.down[key]
-            return update
+    def _updates(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yield each matrix, by name, with its update B A."""
+        for name, weight in self.unrolled.heads.named_parameters():
+            if (key := name.replace(".", "-")) in self.up:
+                with torch.autocast(weight.device.type, enabled=False):
+                    update = self.up[key] @ self.down[key]
+                yield name, weight, update

@@ -1,30 +1,14 @@
-"""Process-wide settings of a training: malloc tuning, and deferred signals."""
+"""Deferred signals, so that a training ends after a complete step."""
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import signal
 import threading
 from time import monotonic
 from types import FrameType
 from typing import Any
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGE = 1 << 30
 _SAME_REQUEST = 1.0  # seconds during which repeated signals count as one
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc reuse freed blocks of up to 1 GiB, to save page faults in CPU training; returns whether it was set.
-
-    By default every block above 32 MiB (a table of logits, the gradient of an LM head) is mapped, faulted in and zeroed
-    anew each time. Peak memory is the same, but it is not returned to the system. A no-op without glibc.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE)) and bool(mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE - 1))
 
 
 class Interrupt:
