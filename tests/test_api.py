@@ -30,7 +30,7 @@ from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.tree.tree import TreeShape
 from tests.forks import Forks
 from tests.hub.helpers import TUNING, export, make_heads
-from tests.target.test_chains import hybrid
+from tests.replay.test_chains import hybrid
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = ["Hello there", "Why is the sky blue?", "a"]

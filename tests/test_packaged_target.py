@@ -11,7 +11,7 @@ from headstart.kernels.prepacked import can_pack
 from headstart.model.loading import load_target
 from headstart.model.model import Target
 from tests.data.test_conversations import supervised_text, turns
-from tests.target.test_bits import compare
+from tests.replay.test_bits import compare
 
 pytestmark = pytest.mark.real
 

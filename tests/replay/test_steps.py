@@ -17,8 +17,8 @@ from headstart.model.model import Target
 from headstart.replay.steps import Steps
 from headstart.support.compiled import compiler
 from headstart.tree.tree import Tree, TreeBatch
+from tests.replay.test_recorded import TEXTS, captured_by, rounds, through_modules
 from tests.spies import spy
-from tests.target.test_captured import TEXTS, captured_by, rounds, through_modules
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(

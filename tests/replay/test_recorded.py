@@ -28,8 +28,8 @@ from headstart.replay.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
 from tests.heads.test_frozen_lm_head import tiny as scaled
+from tests.replay.test_chains import hybrid
 from tests.spies import spy
-from tests.target.test_chains import hybrid
 from tests.tiny import KINDS, LONG, packed_model, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]

@@ -15,9 +15,9 @@ from headstart.model.model import Target
 from headstart.replay import products, rewrites, tape
 from headstart.replay.tape import record
 from headstart.tree.tree import TreeBatch
+from tests.replay.test_recorded import TEXTS, captured_by, check_replay, rounds, through_modules
 from tests.spies import spy
 from tests.standin import CUDA, StandIn
-from tests.target.test_captured import TEXTS, captured_by, check_replay, rounds, through_modules
 from tests.tiny import tiny_model
 
 needs_compiler = pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
