@@ -25,7 +25,7 @@ test: $(VENV)/.dev
 	$(PYTEST)
 
 coverage: $(VENV)/.dev
-	$(PYTEST) tests/target $(wildcard $(CORE:%=tests/%)) tests/hub/test_format.py tests/engines $(patsubst %,--cov=headstart.%,$(CORE)) \
+	$(PYTEST) $(wildcard $(CORE:%=tests/%)) tests/hub/test_format.py tests/engines $(patsubst %,--cov=headstart.%,$(CORE)) \
 	  --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 rehearsal: $(VENV)/.dev

@@ -466,7 +466,7 @@ def peak_bytes(bench: Bench, work: Callable[[], object]) -> int:
 def forget(target: Target) -> None:
     """Release captured graphs and the memory that torch caches."""
     if target._graphs is not None:
-        target._graphs.forget()
+        target._graphs._spares = []
     gc.collect()
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from headstart.model.model import Target
 from headstart.replay import recorded
-from headstart.replay.graphs import Captures
+from headstart.replay.cuda_graphs import GraphPool
 
 CUDA = torch.device("cuda", 0)
 
@@ -530,7 +530,7 @@ _MOVES: dict[Any, Callable[..., Any]] = {
 
 def clock_of_captures(monkeypatch: pytest.MonkeyPatch, module: str) -> Callable[[], float]:
     """Replace a module's clock: a reading advances it by 1 ms, a capture by 500 ms. Return a reader in seconds."""
-    now, capture = [0.0], Captures.capture
+    now, capture = [0.0], GraphPool.capture
 
     def slow(*args: Any) -> Any:
         now[0] += 0.5
@@ -540,7 +540,7 @@ def clock_of_captures(monkeypatch: pytest.MonkeyPatch, module: str) -> Callable[
         now[0] += 0.001
         return now[0]
 
-    monkeypatch.setattr(Captures, "capture", slow)
+    monkeypatch.setattr(GraphPool, "capture", slow)
     monkeypatch.setattr(f"{module}.perf_counter", read)
     return lambda: now[0]
 

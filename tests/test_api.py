@@ -30,7 +30,7 @@ from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.tree.tree import TreeShape
 from tests.forks import Forks
 from tests.hub.helpers import TUNING, export, make_heads
-from tests.target.test_chains import hybrid
+from tests.replay.test_chains import hybrid
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = ["Hello there", "Why is the sky blue?", "a"]
@@ -457,7 +457,7 @@ def test_a_stream_is_closed_from_another_thread_at_any_time(decoder: Decoder) ->
 def test_closing_ends_the_reading_of_a_long_prompt_after_a_piece(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of four pieces waits until the stream is closed; the third is never read."""
     for module in ("model.model", "replay.chains"):
-        monkeypatch.setattr(f"headstart.{module}.PIECE", 64)
+        monkeypatch.setattr(f"headstart.{module}.CHUNK", 64)
     model = tiny_model("llama", max_length=1024, vocab_size=len(tiny_tokenizer())) if kind == "llama" else hybrid()
     decoder = Decoder(Target(model, tiny_tokenizer()))
     forwards, reached, closed = list[int](), threading.Event(), threading.Event()

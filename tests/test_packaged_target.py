@@ -11,7 +11,7 @@ from headstart.kernels.prepacked import can_pack
 from headstart.model.loading import load_target
 from headstart.model.model import Target
 from tests.data.test_conversations import supervised_text, turns
-from tests.target.test_bits import compare
+from tests.replay.test_bits import compare
 
 pytestmark = pytest.mark.real
 
@@ -31,7 +31,7 @@ def test_its_template(target: Target) -> None:
 @pytest.mark.skipif(not can_pack(torch.zeros(32, 32), int8=True), reason="this CPU has no products in 8 bits")
 def test_it_writes_in_8_bits(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The 8-bit logits differ by 0.30 of their spread, more than bfloat16's, and are still accepted."""
-    monkeypatch.setattr(prepacked, "by_tiles", lambda _: False)
+    monkeypatch.setattr(prepacked, "uses_tiles", lambda _: False)
     assert target.in_int8() is not target
 
 

@@ -72,15 +72,14 @@ def test_no_end_comes_before_the_shortest_text(plain: DecodeLoop, drafted: Decod
     token, place = ends_early(plain)
     options = replace(OPTIONS, stop_token_ids=[token], min_new_tokens=place + 4)
     for prompt, *texts in zip(PROMPTS, *(loop.generate(PROMPTS, options) for loop in (plain, drafted)), strict=True):
-        with tiny_target.stock() as model:
-            theirs = model.generate(
-                torch.tensor([prompt]),
-                do_sample=False,
-                max_new_tokens=options.max_new_tokens,
-                min_new_tokens=options.min_new_tokens,
-                eos_token_id=[*tiny_target.end_tokens, token],
-                pad_token_id=0,
-            )[0, len(prompt) :].tolist()
+        theirs = tiny_target.model.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=options.max_new_tokens,
+            min_new_tokens=options.min_new_tokens,
+            eos_token_id=[*tiny_target.end_tokens, token],
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
         assert [text.tokens for text in texts] == [theirs, theirs]
         assert len(theirs) >= place + 4 and token not in theirs[: place + 4]
 

@@ -17,7 +17,7 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import family, make_config
 from headstart.model.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
-from tests.target.test_chains import hybrid
+from tests.replay.test_chains import hybrid
 from tests.tiny import tiny_model, tiny_tokenizer
 
 OPTIONS = DecodeOptions(14, draft="on", ignore_end=True)

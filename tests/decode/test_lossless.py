@@ -40,13 +40,12 @@ def plain(target: Target, texts: list[list[int]], options: DecodeOptions = OPTIO
 def test_every_architecture_with_random_trees(kind: str) -> None:
     target = Target(tiny_model(kind, vocab_size=61))
     texts = prompts(61)
-    with target.stock() as model:
-        stock = [
-            model.generate(
-                torch.tensor([text]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
-            )[0, len(text) :].tolist()
-            for text in texts
-        ]
+    stock = [
+        target.model.generate(
+            torch.tensor([text]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(text) :].tolist()
+        for text in texts
+    ]
     expected = plain(target, texts)
     assert expected == stock
     for seed, right in enumerate((0.0, 0.5, 0.9)):

@@ -138,7 +138,7 @@ def test_memory_held_for_the_next_text_is_not_counted_twice(device: StandIn, mon
     heads = build("eagle3", host).to(CUDA)
     heads.bind(target)
     drafter, whole = HeadDrafter(heads, TreeShape.chain(3)), 1 << 30
-    monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
+    monkeypatch.setattr("headstart.replay.cuda_graphs._ROUND_UP_SHARE", 0.0)
 
     def left(_: torch.device) -> int:
         return whole - target.spare_bytes - drafter.spare_bytes

@@ -21,7 +21,7 @@ from headstart.kernels import draft_kernels
 from headstart.kernels.memory import Memory
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
-from headstart.replay.graphs import Captures, Graph
+from headstart.replay.cuda_graphs import Graph, GraphPool
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.standin import CUDA, Counts, StandIn
@@ -64,7 +64,7 @@ def uncaptured() -> Iterator[None]:
         memory.graphs[bucket] = made
         return made
 
-    with patch.object(Captures, "capture", capture):
+    with patch.object(GraphPool, "capture", capture):
         yield
 
 
@@ -101,7 +101,7 @@ def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, ta
     assert drafter.forwards == "CUDA graphs"
     graphs = drafter._graphs
     assert graphs is not None
-    graphs.forget()
+    graphs._spares = []
     with uncaptured():
         assert (texts, trees) == drafted(target, drafter), "probabilities included"
     eager_texts, eager_trees = eagerly(target, drafter)
@@ -139,7 +139,7 @@ def test_a_draft_model_keeps_its_graphs_when_its_cache_grows(
     target: Target, device: StandIn, captures: list[StandInGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.drafters.draft_model._SPARE", 0)
-    monkeypatch.setattr("headstart.replay.graphs._LEAST_SEEN", 16)
+    monkeypatch.setattr("headstart.replay.cuda_graphs._MIN_SLOTS", 16)
     draft = Target(tiny_model("llama", vocab_size=61, seed=1).to(CUDA))
     loop, options = DecodeLoop(target, DraftModelDrafter(draft, target)), replace(OPTIONS, max_new_tokens=70)
     caches: list[TreeCache] = []
@@ -159,7 +159,7 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
     name: str, length: int, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
-    monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
+    monkeypatch.setattr("headstart.replay.cuda_graphs._ROUND_UP_SHARE", 0.0)
     drafter = drafter_of(name, host, target)
     memories: list[Memory] = []
     new_memory = drafter.heads.new_memory  # type: ignore[operator]  # these heads have it
@@ -192,7 +192,7 @@ def test_graphs_read_texts_in_parts(lengths: tuple[int, ...], host: Target, targ
 def test_memory_after_a_pause(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding of the last part lies beyond the text's end."""
     monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
-    monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
+    monkeypatch.setattr("headstart.replay.cuda_graphs._ROUND_UP_SHARE", 0.0)
 
     @torch.inference_mode()
     def after_a_pause(drafter: HeadDrafter) -> Tree:

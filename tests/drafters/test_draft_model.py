@@ -206,8 +206,7 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     assert (out.tokens, out.drafter_error) == (answer, None)
     after = target.hidden_states([text], (1, 2, FINAL))[0]
     assert all(torch.equal(after[layer], states[layer]) for layer in states)
-    with target.stock() as model:
-        stock = model.generate(
-            torch.tensor([text]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+    stock = target.model.generate(
+        torch.tensor([text]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert stock[0, len(text) :].tolist() == answer

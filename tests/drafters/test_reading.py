@@ -20,7 +20,7 @@ from tests.heads.test_contract import build, shake
 from tests.shipped import ship
 from tests.tiny import tiny_model
 
-PIECE = 16
+CHUNK = 16
 OPTIONS = DecodeOptions(max_new_tokens=8, ignore_end=True)
 
 
@@ -56,7 +56,7 @@ def test_drafts_in_pieces(name: str, lengths: tuple[int, ...], target: Target, m
     drafter, prompts = heads_of(target, name), [text(length, length) for length in lengths]
     at_once = drafted(target, drafter, prompts)
     for module in ("block", "recurrent"):
-        monkeypatch.setattr(f"headstart.heads.parts.{module}.PIECE", PIECE)
+        monkeypatch.setattr(f"headstart.heads.parts.{module}.CHUNK", CHUNK)
     in_pieces = drafted(target, drafter, prompts)
     assert len(at_once) == len(in_pieces)
     for tree, other in zip(at_once, in_pieces, strict=True):
@@ -94,7 +94,7 @@ def test_reading_is_cancelled_between_two_pieces(
     decoded, drafter, owner, name = make(target, tmp_path)
     loop, prompt = DecodeLoop(decoded, drafter), [text(100)]
     for module in ("model.model", "heads.parts.recurrent"):
-        monkeypatch.setattr(f"headstart.{module}.PIECE", PIECE)
+        monkeypatch.setattr(f"headstart.{module}.CHUNK", CHUNK)
     pieces = spy(owner, name)
 
     def check() -> None:

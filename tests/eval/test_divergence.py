@@ -29,8 +29,8 @@ def plain(target: Target) -> list[list[int]]:
 
 
 def ranked(target: Target, prefix: list[int]) -> tuple[torch.Tensor, list[int]]:
-    with target.stock() as model, torch.inference_mode():
-        logits_V = model(torch.tensor([prefix])).logits[0, -1].float()
+    with torch.inference_mode():
+        logits_V = target.model(torch.tensor([prefix])).logits[0, -1].float()
     return logits_V, logits_V.argsort(descending=True).tolist()
 
 
@@ -48,7 +48,7 @@ def test_float32_without_a_copy_is_bit_exact(kind: str) -> None:
     target = Target(model)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
     text = torch.arange(3, 40)[None]
-    with target.stock(), torch.inference_mode():
+    with torch.inference_mode():
         rounded, exact = model(text).logits, copy.deepcopy(model).float()(text).logits
         with in_float32(model, target.layers):
             found = model(text).logits
@@ -70,7 +70,7 @@ def test_float32_without_a_copy_converts_one_part_at_a_time() -> None:
         maximum = max(maximum, sum(sizes.values()))
 
     parts = [*target.layers, model.get_output_embeddings(), model.get_input_embeddings()]
-    with target.stock(), torch.inference_mode(), in_float32(model, target.layers):
+    with torch.inference_mode(), in_float32(model, target.layers):
         hooks = [part.register_forward_pre_hook(look) for part in parts]
         model(torch.tensor([[5, 9, 7]]))
         for hook in hooks:
@@ -93,8 +93,8 @@ def test_judging_copies_no_model_and_caches_its_result(monkeypatch: pytest.Monke
     answers = plain(rounded)
     other = [[*answers[0][:4], (answers[0][4] + 1) % 61], answers[1]]
     prefix = torch.tensor([PROMPTS[0] + answers[0][:4]])
-    with rounded.stock() as model, torch.inference_mode():
-        logits_V = copy.deepcopy(model).float()(prefix, logits_to_keep=1).logits[0, -1]
+    with torch.inference_mode():
+        logits_V = copy.deepcopy(rounded.model).float()(prefix, logits_to_keep=1).logits[0, -1]
 
     def copied(*_: object) -> None:
         raise AssertionError("the whole model was copied")

@@ -37,11 +37,11 @@ def test_enumeration_matches_brute_force(target: Target, sampling: SamplingOptio
     exact = enumerate_texts(target, PROMPT, sampling, depth=2, maximum=100)
     assert exact.rest == 0
     assert sum(exact.probs.values()) == pytest.approx(1, abs=1e-5)
-    with target.stock() as model, torch.inference_mode():
+    with torch.inference_mode():
         for text in itertools.product(range(12), repeat=2):
             expected, prefix = 1.0, list(PROMPT)
             for token in text:
-                logits_V = model(torch.tensor([prefix])).logits[0, -1]
+                logits_V = target.model(torch.tensor([prefix])).logits[0, -1]
                 expected *= float(warp(sampling, process(sampling, logits_V, prefix))[token])
                 prefix.append(token)
             assert exact.probs.get(text, 0.0) == pytest.approx(expected, abs=1e-5)

@@ -23,7 +23,7 @@ from headstart.eval.methods import Ours, _TokenTimes, warm_up
 from headstart.eval.options import EvalOptions
 from headstart.eval.report import write_report
 from headstart.model.model import Target
-from headstart.replay.graphs import captured
+from headstart.replay.cuda_graphs import capture_count
 from tests.eval.sources import Drafts
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -262,6 +262,6 @@ def test_graphs_are_captured_before_measuring(there: bool) -> None:
         method._loop.generate = lambda prompts, options: (asked.append(options), generate(prompts, options))[1]  # type: ignore[method-assign]
         warm_up(method, [prompt], 48, 0)
         assert [(one.max_new_tokens, one.draft) for one in asked] == [(48, "on") if there else (32, "auto")]
-        before = captured()
+        before = capture_count()
         method.run([prompt], 48, 0)
-        assert captured() == before and (before > 0 or not there)
+        assert capture_count() == before and (before > 0 or not there)

@@ -364,8 +364,7 @@ def test_teacher_reads_the_targets_logits_of_the_draft_vocabulary(tiny_target: T
         HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE})
     )
     assert teacher_logits.row_X.tolist() == [-1, -1, 0, 1, -1, 2, 3, -1, -1, -1]
-    with tiny_target.stock() as model:
-        expected = model(torch.tensor([tokens[0]])).logits[0, 2:4][:, ids_D]
+    expected = tiny_target.model(torch.tensor([tokens[0]])).logits[0, 2:4][:, ids_D]
     torch.testing.assert_close(teacher_logits.logits_SD[:2], expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(teacher_logits.final_SE, torch.cat([final_BTE[0, 2:4], final_BTE[1, :2]]))
 

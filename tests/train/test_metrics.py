@@ -90,8 +90,7 @@ def test_chosen_tokens_are_the_targets_argmax(tiny_target: Target) -> None:
     final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
     supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
     greedy_X = greedy_tokens(tiny_target, HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE}))
-    with tiny_target.stock() as model:
-        own = [model(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in tokens]
+    own = [tiny_target.model(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in tokens]
     assert greedy_X.tolist() == [-1, -1, own[0][2], own[0][3], -1, own[1][0], own[1][1], -1, -1, -1]
 
 

@@ -21,7 +21,7 @@ import torch
 from pydantic import TypeAdapter
 
 from headstart.kernels import draft_kernels
-from headstart.kernels.prepacked import by_tiles
+from headstart.kernels.prepacked import uses_tiles
 from headstart.model.model import Target
 
 _LEVEL_NODES = 4
@@ -132,8 +132,8 @@ class Conditions:
             quantization=target.quantization,
             replayed=target.replays,
             compiled=device.type == "cpu" and draft_kernels.compiled(target.dtype) is not None,
-            halves=target.in_halves,
-            tiles=target.prepacked and device.type == "cpu" and by_tiles(target.dtype),
+            halves=target.stored_as_bfloat16,
+            tiles=target.prepacked and device.type == "cpu" and uses_tiles(target.dtype),
         )
 
     @classmethod

@@ -57,7 +57,7 @@ class KeptText:
         states = sum(piece.nbytes for pieces in self._states.values() for piece in pieces)
         size = len(self._tokens) * self._target.kv_bytes_per_token + states
         if size <= _SHARE * free_bytes(self._target.device):
-            self._cache = cache.kept(0, len(self._tokens))
+            self._cache = cache.copy_row(0, len(self._tokens))
 
     def _go_on(
         self, target: Target, cache: TreeCache, prompt: Sequence[int], aux_layers: Sequence[int]
@@ -65,9 +65,9 @@ class KeptText:
         """Load the kept beginning of a text into a cache; return its length and its states."""
         kept, self._cache = self._cache, None  # an interrupted answer leaves nothing
         same = target is self._target and set(aux_layers) <= self._states.keys()
-        if kept is None or not same or not target.reads_alike(max(len(prompt), len(self._tokens))):
+        if kept is None or not same or not target.can_read_in_parts(max(len(prompt), len(self._tokens))):
             return 0, {}
-        cache.go_on_with(0, kept.kept(0, min(common_beginning([self._tokens, prompt]), len(prompt) - 1)))
+        cache.load_row(0, kept.copy_row(0, min(common_beginning([self._tokens, prompt]), len(prompt) - 1)))
         before = cache.lengths[0]
         return before, {layer: torch.cat(self._states[layer], dim=1)[:, :before] for layer in aux_layers}
 

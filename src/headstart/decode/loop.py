@@ -30,7 +30,7 @@ from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.kernels import draft_kernels
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
-from headstart.replay.graphs import captured
+from headstart.replay.cuda_graphs import capture_count
 from headstart.support.cores import FreeCores
 from headstart.support.detokenizer import StopStrings
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, union
@@ -324,9 +324,9 @@ class _Batch:
         """Draft, verify, commit and emit, and tell the budget how it went."""
         if len(self.running) < len(self.rows):
             self.drop_ended_rows()
-        start, captured_before = perf_counter(), captured()
+        start, captured_before = perf_counter(), capture_count()
         # Drafters get the node limit up front: cutting a sampled tree afterwards could depend on its tokens.
-        deepest = self.target.deepest(self.cache)
+        deepest = self.target.max_depth(self.cache)
         most = self.max_nodes if deepest is None else min(self.max_nodes, deepest + 1)
         drafting = self.budget.drafts and most > 1 and bool(self.sessions)
         batch = self.draft(most) if drafting else self.roots
@@ -338,7 +338,7 @@ class _Batch:
         emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, self.roots.root_tokens, strict=True)]
         self.emit(emitted)
         paused = bool(self.drafters) and self.options.draft == "auto" and not self.budget.drafts
-        typical = captured() == captured_before
+        typical = capture_count() == captured_before
         if self.loop.free_cores is not None and self.loop.free_cores.update():
             self.budget.threads_changed()
             typical = False

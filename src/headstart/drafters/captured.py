@@ -1,7 +1,7 @@
 """CUDA graphs of draft heads: a level of a tree takes one upload, one launch and one read.
 
-`GraphedHead` defines the captured forwards; buckets, memory and pools come from `replay.graphs`. The graph also yields
-the host's input: the best drafts of each node with their log-probabilities.
+`GraphedHead` defines the captured forwards; buckets, memory and pools come from `replay.cuda_graphs`. The graph also
+returns the host's input: the best drafts of each node with their log-probabilities.
 
 Shape suffixes: B rows, W nodes of a level, R ranks, D draft vocabulary.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from headstart.heads.parts.graphed import GraphedHead, Level
 from headstart.kernels import draft_kernels
 from headstart.kernels.memory import Memory
-from headstart.replay.graphs import WIDTHS, Captures, power
+from headstart.replay.cuda_graphs import WIDTHS, GraphPool, next_power_of_two
 from headstart.support.uploads import upload_into
 
 Forward = Callable[[Tensor], tuple[Tensor, ...]]
@@ -28,7 +28,7 @@ _SPARE = 256
 """Spare slots beyond the prompt in a new session."""
 
 
-class DraftGraphs(Captures[Memory]):
+class DraftGraphs(GraphPool[Memory]):
     """The CUDA graphs of one drafter's heads."""
 
     def __init__(self, heads: GraphedHead) -> None:
@@ -40,15 +40,15 @@ class DraftGraphs(Captures[Memory]):
         heads, memory = self._heads, session.memory
         if self.refused is not None or nodes > WIDTHS[-1]:
             return False
-        slots = heads.slots(session) + heads.draft_steps * power(nodes)
+        slots = heads.slots(session) + heads.draft_steps * next_power_of_two(nodes)
         if memory is None or memory.capacity < slots:
             if any(weight.device != self._device for weight in heads.weights()):
-                self.refuse("their weights lie on several devices")
+                self.disable("their weights lie on several devices")
                 return False
             room = self.lend(partial(heads.new_memory, session), rows, slots + _SPARE, heads.weights())
             if memory is not None:
                 memory.lent.detach()  # it is too small for the next text, too
-            self.until_gone(session, room)
+            self.return_when_collected(session, room)
             heads.move(session, room)
         for level in heads.reading(session):
             self._run(session.memory, level, None, upload_into, partial(_read, heads, session.memory, level))
@@ -86,7 +86,7 @@ class DraftGraphs(Captures[Memory]):
         """Outputs of a forward over the numbers of a level, valid until the next one; replayed from a graph if
         possible. `ranks` distinguishes graphs of equal levels."""
         count = len(level.numbers_BX)
-        rows = min(power(count), memory.rows)
+        rows = min(next_power_of_two(count), memory.rows)
         numbers_BX = np.pad(level.numbers_BX, ((0, rows - count), (0, 0)), mode="edge")
         bucket = (rows, ranks, level.sizes)
         graph = memory.graphs.get(bucket)
@@ -111,8 +111,8 @@ def _read(heads: GraphedHead, memory: Any, level: Level, numbers_BX: Tensor) -> 
 def best_drafts(logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:
     """The host's view of a level, int32 [3, B, W, R], best draft first: log-probabilities (float bits), indices in the
     draft vocabulary, tokens of the target. One tensor, since each read waits for the device."""
-    if functions := draft_kernels.serves(logits_BWD):
-        return draft_kernels.best(functions, logits_BWD, ranks, draft_to_target_D)
+    if functions := draft_kernels.kernels_for(logits_BWD):
+        return draft_kernels.best_drafts(functions, logits_BWD, ranks, draft_to_target_D)
     logits_BWD = logits_BWD.float()
     top = logits_BWD.topk(ranks, dim=-1)
     log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)

@@ -35,7 +35,7 @@ from headstart.heads.parts.graphed import GraphedHead
 from headstart.kernels import draft_kernels
 from headstart.kernels.prepacked import refresh
 from headstart.model.model import Target
-from headstart.replay.graphs import WIDTHS
+from headstart.replay.cuda_graphs import WIDTHS
 from headstart.support.uploads import upload, upload_into
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape

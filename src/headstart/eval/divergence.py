@@ -124,16 +124,15 @@ class Judge:
         for prompt, answer in texts:
             text, keep = (*prompt, *answer), len(answer) + 1
             if text not in self._errors:
-                with self._target.stock() as model:
-                    rounded_TV = _logits(model, text, keep)
+                rounded_TV = _logits(self._target.model, text, keep)
                 self._errors[text] = gap_error(rounded_TV, self._exact_logits(text, keep), self._target.dtype)
         return max(self._errors.values())
 
     def _exact_logits(self, tokens: Sequence[int], keep: int) -> Tensor:
         """Return float32 logits [keep, V] after the last `keep` tokens, with transformers' own attention."""
         exact = self._target.dtype in (torch.float32, torch.float64)
-        with self._target.stock() as model, nullcontext() if exact else in_float32(model, self._target.layers):
-            return _logits(model, tokens, keep)
+        with nullcontext() if exact else in_float32(self._target.model, self._target.layers):
+            return _logits(self._target.model, tokens, keep)
 
 
 def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) -> Difference | None:

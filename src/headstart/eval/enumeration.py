@@ -77,26 +77,27 @@ def enumerate_texts(
     assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
     warpers = _warpers(sampling)
     prompt_1T = torch.tensor([list(prompt)], device=target.device)
-    with target.stock() as model:
-        read = model(input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), use_cache=True, logits_to_keep=1)
-        level: dict[Text, float] = {(): 1.0}
-        following: dict[Text, frozenset[int]] = {}
-        rest = 0.0
-        for length in range(depth):
-            ranked = sorted(level, key=lambda text: (-level[text], text))
-            rest += sum(level[text] for text in ranked[maximum:])
-            texts, longer = ranked[:maximum], dict[Text, float]()
-            for first in range(0, len(texts), _ROWS):
-                block = texts[first : first + _ROWS]
-                logits_NV = read.logits[:, -1] if length == 0 else _read_on(model, prompt_1T, read, block)
-                ids_NT = torch.tensor([[*prompt, *text] for text in block], device=target.device)
-                probs_NV = warpers(ids_NT, logits_NV.float()).softmax(-1)
-                for text, probs_V in zip(block, probs_NV, strict=True):
-                    tokens = probs_V.nonzero()[:, 0].tolist()
-                    following[text] = frozenset(tokens)
-                    for token, prob in zip(tokens, probs_V[tokens].tolist(), strict=True):
-                        longer[(*text, token)] = level[text] * prob
-            level = longer
+    read = target.model(
+        input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), use_cache=True, logits_to_keep=1
+    )
+    level: dict[Text, float] = {(): 1.0}
+    following: dict[Text, frozenset[int]] = {}
+    rest = 0.0
+    for length in range(depth):
+        ranked = sorted(level, key=lambda text: (-level[text], text))
+        rest += sum(level[text] for text in ranked[maximum:])
+        texts, longer = ranked[:maximum], dict[Text, float]()
+        for first in range(0, len(texts), _ROWS):
+            block = texts[first : first + _ROWS]
+            logits_NV = read.logits[:, -1] if length == 0 else _read_on(target.model, prompt_1T, read, block)
+            ids_NT = torch.tensor([[*prompt, *text] for text in block], device=target.device)
+            probs_NV = warpers(ids_NT, logits_NV.float()).softmax(-1)
+            for text, probs_V in zip(block, probs_NV, strict=True):
+                tokens = probs_V.nonzero()[:, 0].tolist()
+                following[text] = frozenset(tokens)
+                for token, prob in zip(tokens, probs_V[tokens].tolist(), strict=True):
+                    longer[(*text, token)] = level[text] * prob
+        level = longer
     return Distribution(depth, level, rest, following)
 
 

@@ -152,10 +152,10 @@ class Transformers:
         }
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
-        device = self._target.device
+        device, model = self._target.device, self._target.model
         clock = _TokenTimes(len(prompts))
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), silent(), self._target.stock() as model:
+        with torch.random.fork_rng(devices=devices), silent():
             torch.manual_seed(seed)
             defaults = model.generation_config
             model.generation_config = GenerationConfig(max_new_tokens=max_new_tokens, **self._settings)

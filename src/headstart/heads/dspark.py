@@ -50,7 +50,7 @@ from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.graphed import Level, Numbers
 from headstart.heads.parts.residual import embed
-from headstart.replay.graphs import power
+from headstart.replay.cuda_graphs import next_power_of_two
 
 _BLOCK = 8192
 """Embedding rows per chunk."""
@@ -161,7 +161,7 @@ class DSparkHead(SolvedBlockHead):
             numbers_BX, seen = self.first_level(session, tokens_BW)
             return Level(numbers_BX, 1, (0, seen))
         width = tokens_BW.shape[1]
-        numbers_BX = np.pad(tokens_BW, ((0, 0), (0, power(width) - width)))
+        numbers_BX = np.pad(tokens_BW, ((0, 0), (0, next_power_of_two(width) - width)))
         return Level(numbers_BX, width, (depths.start, numbers_BX.shape[1]))
 
     def draft_level(self, memory: BlockMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:

@@ -186,20 +186,20 @@ class Eagle3Head(RecurrentHead):
         size = embedded.shape[-1]
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
-    def entering(self, like: Tensor) -> draft_kernels.Entering | None:
+    def embedding_input(self, like: Tensor) -> draft_kernels.EmbeddingInput | None:
         table_VE, config = self.embedding_table(like), self.config
         norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
         fusion = None if config.aux_norms else in_panels(self.fc.weight, like)
         if table_VE is None:
             return None
-        return draft_kernels.Entering(table_VE, norms_E, config.norm_before_residual, fusion)
+        return draft_kernels.EmbeddingInput(table_VE, norms_E, config.norm_before_residual, fusion)
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
         """Number of untouched heads that still attend to themselves on random tokens; cached until weights change."""
         int8 = in_panels(layer.qkv.weight, like)
         if int8 is None or layer is not self.stack[0]:
             return 0
-        key = int8.kept.data_ptr(), int8.version
+        key = int8.data.data_ptr(), int8.version
         if self._alone is None or self._alone[0] != key:
             self._alone = key, self._still_alone(like)
         return self._alone[1]

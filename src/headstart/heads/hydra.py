@@ -44,7 +44,7 @@ from headstart.heads.parts.residual import (
     head_hidden,
 )
 from headstart.model.frozen import FrozenModel
-from headstart.replay.graphs import WIDTHS, power
+from headstart.replay.cuda_graphs import WIDTHS, next_power_of_two
 from headstart.replay.patch import FINAL
 from headstart.support.uploads import upload
 
@@ -157,7 +157,7 @@ class HydraHead(ResidualHead):
     def level(
         self, session: FinalSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
     ) -> Level:
-        memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
+        memory, (rows, width), padded = session.memory, tokens_BW.shape, next_power_of_two(tokens_BW.shape[1])
         assert isinstance(memory, HydraMemory), "captured levels have memory"
         if depths.start == 0:
             memory.begin(session, root_B)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from headstart.kernels import draft_kernels
-from headstart.kernels.prepacked import multiplied
+from headstart.kernels.prepacked import prepacked_linear
 
 _MIN = 1 << 16
 """Smallest matrix (in elements) that is worth quantizing."""
@@ -52,9 +52,9 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
         return F.linear(x, weight_NI, bias_N)
     int8 = packed(weight_NI, x)
     if int8 is None:
-        prepacked = multiplied(x, weight_NI, bias_N, waits=True) if weight_NI.numel() >= _MIN else None
+        prepacked = prepacked_linear(x, weight_NI, bias_N, if_stable=True) if weight_NI.numel() >= _MIN else None
         return F.linear(x, weight_NI, bias_N) if prepacked is None else prepacked
-    if int8.in_panels and (functions := draft_kernels.serves(x)):
+    if int8.in_panels and (functions := draft_kernels.kernels_for(x)):
         product = draft_kernels.product(functions, x, int8)
     else:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -68,7 +68,7 @@ def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return None
-    return int8 if draft_kernels.few(x) and x.dtype == int8.scale_N.dtype else None
+    return int8 if draft_kernels.has_few_rows(x) and x.dtype == int8.scale_N.dtype else None
 
 
 def in_panels(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:

@@ -40,7 +40,7 @@ from headstart.model.identity import BUNDLED, Sketch
 from headstart.model.loading import PACKAGED
 from headstart.model.model import Target
 from headstart.support.answer_file import read_answers, write_answers
-from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
+from headstart.support.files import no_folder, read_json, refuse_foreign_code, write_atomic, write_json
 from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import Tuning
 
@@ -290,7 +290,7 @@ def named(target: FrozenModel) -> str:
 
 def refuse_other_files(folder: Path) -> None:
     """Raise a UserError if a folder to replace holds anything but exported heads."""
-    refuse_others(folder, {name.partition("/")[0] for name in FILES})
+    refuse_foreign_code(folder, {name.partition("/")[0] for name in FILES})
     if folder.exists() and any(folder.iterdir()) and not ((folder / CONFIG).is_file() and is_ours(folder)):
         raise UserError(
             f"{folder} holds files that headstart export did not write, and they would be lost.",

@@ -272,9 +272,9 @@ static void rotate(number *x, const number *restrict cos, const number *restrict
     }
 }
 
-/* Attention of queries, keys and values in `joined` [rows, tokens, heads * (groups + 2) * size]. First applies norms [size]
+/* Attention of queries, keys and values in `qkv` [rows, tokens, heads * (groups + 2) * size]. First applies norms [size]
    (or NULL) and rotary angles [rows, tokens, size] in place, and writes keys and values to the row's last slots. */
-int attend_joined(number *joined, const number *query_norm, const number *key_norm, float eps, const number *cos,
+int attend_qkv(number *qkv, const number *query_norm, const number *key_norm, float eps, const number *cos,
                   const number *sin, number *keys, const int64_t *key_strides,
                   number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,
                   const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens,
@@ -282,7 +282,7 @@ int attend_joined(number *joined, const number *query_norm, const number *key_no
     int64_t width = heads * (groups + 2) * size, strides[] = {tokens * width, size, width};
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * tokens * width > WORTH_THREADS)
     for (int64_t m = 0; m < rows * tokens; m++) {
-        number *of_token = joined + m * width, *key = of_token + heads * groups * size, *value = key + heads * size;
+        number *of_token = qkv + m * width, *key = of_token + heads * groups * size, *value = key + heads * size;
         for (number *head = of_token; head < value; head += size) {
             const number *norm = head < key ? query_norm : key_norm;
             if (norm) norm_row(head, norm, head, size, eps);
@@ -294,6 +294,6 @@ int attend_joined(number *joined, const number *query_norm, const number *key_no
             memcpy(values + row * value_strides[0] + head * value_strides[1] + at, value + head * size, size * sizeof *key);
         }
     }
-    return attend(joined, strides, keys, key_strides, values, value_strides, mask, mask_strides, slots, out, rows, heads,
+    return attend(qkv, strides, keys, key_strides, values, value_strides, mask, mask_strides, slots, out, rows, heads,
                   groups, tokens, size, size, first, window, scaling, threads);
 }

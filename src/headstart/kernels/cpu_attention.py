@@ -44,16 +44,17 @@ def few_tokens_attention(
 ) -> Tensor | None:
     """Attend over the first `slots_B` slots of each row: [B, T, Q, E].
 
-    The mask is additive and starts at slot `first`. Without one, attends to the last `window` slots, or to all. Returns
-    None for unsupported or mixed dtypes, non-contiguous slots, or without a compiler."""
+    The mask is additive and starts at slot `first`. Without a mask, attends to the last `window` slots, or to all.
+    Returns None for unsupported or mixed dtypes, non-contiguous slots, or without a compiler.
+    """
     (rows, query_heads, tokens, size), (heads, _, out_size) = query_BQTD.shape, value_BHSE.shape[1:]
     dtype, parts = query_BQTD.dtype, [query_BQTD, key_BHSD, value_BHSE]
-    together = key_BHSD.stride()[2:] == (size, 1) and value_BHSE.stride()[2:] == (out_size, 1)
-    in_pairs = size % 2 == 0 or dtype == torch.float32  # as bfloat16 is multiplied
+    contiguous = key_BHSD.stride()[2:] == (size, 1) and value_BHSE.stride()[2:] == (out_size, 1)
+    in_pairs = size % 2 == 0 or dtype == torch.float32  # bfloat16 is multiplied in pairs
     if mask_B1TC is not None:
         parts.append(mask_B1TC)
-    read = together and in_pairs and _reads(dtype, query_BQTD.device) and all(part.dtype == dtype for part in parts)
-    functions = _compiled(dtype) if read else None
+    served = contiguous and in_pairs and _reads(dtype, query_BQTD.device) and all(part.dtype == dtype for part in parts)
+    functions = _compiled(dtype) if served else None
     if functions is None:
         return None
     if query_BQTD.stride(3) != 1:
@@ -62,27 +63,27 @@ def few_tokens_attention(
     query = query_BQTD.data_ptr(), _Strides3(*query_BQTD.stride()[:3])
     sizes = rows, heads, query_heads // heads, tokens, size, out_size
     functions.attend(
-        *(*query, *_kept(key_BHSD), *_kept(value_BHSE), *masked(mask_B1TC), slots_B.data_ptr(), out.data_ptr()),
-        *(*sizes, first, window or 0, scaling, torch.get_num_threads()),
+        *(*query, *_cache_arguments(key_BHSD), *_cache_arguments(value_BHSE), *mask_arguments(mask_B1TC)),
+        *(slots_B.data_ptr(), out.data_ptr(), *sizes, first, window or 0, scaling, torch.get_num_threads()),
     )
     return out
 
 
-def _kept(part_BHCD: Tensor) -> tuple[int, Any]:
-    """Address, and strides of rows and heads."""
+def _cache_arguments(part_BHCD: Tensor) -> tuple[int, Any]:
+    """Return the address, and strides of rows and heads."""
     return part_BHCD.data_ptr(), _Strides2(*part_BHCD.stride()[:2])
 
 
-def masked(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
-    """Address of a mask, and strides of rows and tokens."""
+def mask_arguments(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
+    """Return the address of a mask, and strides of rows and tokens."""
     if mask_B1TC is None:
         return None, _Strides2()
     return mask_B1TC.data_ptr(), _Strides2(mask_B1TC.stride(0) if len(mask_B1TC) > 1 else 0, mask_B1TC.stride(2))
 
 
-def attender(dtype: torch.dtype) -> int:
-    """Address of the C attention over merged qkv products (see `steps`)."""
-    return ctypes.cast(_compiled(dtype).attend_joined, ctypes.c_void_p).value or 0
+def attention_address(dtype: torch.dtype) -> int:
+    """Return the address of the C attention on merged qkv products (see `steps`)."""
+    return ctypes.cast(_compiled(dtype).attend_qkv, ctypes.c_void_p).value or 0
 
 
 def _reads(dtype: torch.dtype, device: torch.device) -> bool:
@@ -98,7 +99,6 @@ def _compiled(dtype: torch.dtype) -> Any:
     if functions is None:
         return None
     functions.threads = with_threads is not None
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    functions.attend.argtypes = [*[pointer] * 10, *[whole] * 8, ctypes.c_float, ctypes.c_int]
+    functions.attend.argtypes = [*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 8, ctypes.c_float, ctypes.c_int]
     functions.attend.errcheck = check_status
     return functions

@@ -174,27 +174,27 @@ static inline void add(const number *x, float share, int64_t size, float *sums) 
     for (int64_t d = 0; d < size; d++) sums[d] += share * read_number(x[d]);
 }
 
-/* New entries. Outputs are computed for entry `last[row]` of each of `asks` rows with equally many entries, or for all
+/* New entries. Outputs are computed for entry `last[row]` of each of `requested` rows with equally many entries, or for all
    entries if NULL. An entry has its row, slot, position, the number of leading slots that it sees, and `further` slots.
    Angles are [positions, size]; keys and values are contiguous per row and head. */
 typedef struct {
     const number *cos, *sin;
     number *keys, *values;
     const int64_t *entries, *last;
-    int64_t positions, slots, count, further, asks, heads, key_heads, size, row_stride, head_stride;
+    int64_t positions, slots, count, further, requested, heads, key_heads, size, row_stride, head_stride;
 } kv_view;
 
-static inline int64_t asked(const kv_view *of, int64_t index) {
-    return of->last ? index * (of->count / of->asks) + of->last[index] : index;
+static inline int64_t output_entry(const kv_view *of, int64_t index) {
+    return of->last ? index * (of->count / of->requested) + of->last[index] : index;
 }
 
 static inline int64_t angle_of(const kv_view *of, const int64_t *entry) {
     return (entry[POSITION] < of->positions ? entry[POSITION] : of->positions - 1) * of->size;
 }
 
-/* Write keys and values of all entries, and attend: out [asks, heads * size]. qkv has joined queries, keys and values of an
+/* Write keys and values of all entries, and attend: out [requested, heads * size]. qkv has joined queries, keys and values of an
    entry. The first `own` key heads return their own value: qkv has no queries and keys of them, and the cache nothing. */
-static int attend_beside(int64_t own, const number *qkv, const kv_view *of, number *out, int threads) {
+static int attend_entries(int64_t own, const number *qkv, const kv_view *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
     const int64_t *entries = of->entries;
@@ -216,16 +216,16 @@ static int attend_beside(int64_t own, const number *qkv, const kv_view *of, numb
             memcpy(values + place, value + n * size, size * sizeof(number));
         }
     }
-    for (int64_t at = 0; at < of->asks; at++)
+    for (int64_t at = 0; at < of->requested; at++)
         for (int64_t h = 0; h < own * groups; h++) {
-            const number *value = qkv + asked(of, at) * width + (heads + key_heads + h / groups) * size;
+            const number *value = qkv + output_entry(of, at) * width + (heads + key_heads + h / groups) * size;
             memcpy(out + at * found + h * size, value, size * sizeof(number));
         }
     out += own * groups * size;
-    for (int64_t at = 0, together; at < of->asks && key_heads; at += together) {
-        int64_t row = entries[asked(of, at) * fields + ROW], before = 0;
-        for (together = 0; at + together < of->asks && (together + 1) * groups <= most_queries; together++) {
-            const int64_t *entry = entries + asked(of, at + together) * fields;
+    for (int64_t at = 0, together; at < of->requested && key_heads; at += together) {
+        int64_t row = entries[output_entry(of, at) * fields + ROW], before = 0;
+        for (together = 0; at + together < of->requested && (together + 1) * groups <= most_queries; together++) {
+            const int64_t *entry = entries + output_entry(of, at + together) * fields;
             if (entry[ROW] != row) break;
             before = entry[BEFORE] > before ? entry[BEFORE] : before;
         }
@@ -238,14 +238,14 @@ static int attend_beside(int64_t own, const number *qkv, const kv_view *of, numb
             const number *key = keys + row * of->row_stride + n * of->head_stride;
             const number *value = values + row * of->row_stride + n * of->head_stride;
             for (int64_t i = 0; i < queries; i++) {
-                int64_t m = asked(of, at + i / groups), angle = angle_of(of, entries + m * fields);
+                int64_t m = output_entry(of, at + i / groups), angle = angle_of(of, entries + m * fields);
                 const number *of_query = qkv + m * width + (n * groups + i % groups) * size;
                 rotate(of_query, cos + angle, sin + angle, scaling, size, query[i]);
             }
             for (int64_t s = 0; s < before; s++)
                 for (int64_t i = 0; i < queries; i++) scores[i * room + s] = dot(key + s * size, query[i], size);
             for (int64_t i = 0; i < queries; i++) {
-                const int64_t *entry = entries + asked(of, at + i / groups) * fields, *others = entry + FURTHER;
+                const int64_t *entry = entries + output_entry(of, at + i / groups) * fields, *others = entry + FURTHER;
                 float *score = scores + i * room, *of_others = score + before, most = -__builtin_inff(), sum = 0;
                 for (int64_t s = 0; s < entry[BEFORE]; s++) most = score[s] > most ? score[s] : most;
                 for (int64_t k = 0; k < further; k++) {
@@ -272,7 +272,7 @@ static int attend_beside(int64_t own, const number *qkv, const kv_view *of, numb
 }
 
 int attend(const number *qkv, const kv_view *of, number *out, int threads) {
-    return attend_beside(0, qkv, of, out, threads);
+    return attend_entries(0, qkv, of, out, threads);
 }
 
 /* -- levels -------------------------------------------------------------------------------------------------------- */
@@ -285,14 +285,14 @@ typedef struct {
     float eps;
 } layer_weights;
 
-/* Run a layer: out [asks, size], from the attention input and the residual stream. Rounds where torch rounds. */
+/* Run a layer: out [requested, size], from the attention input and the residual stream. Rounds where torch rounds. */
 static int layer(const layer_weights *of, const number *read, const number *stream, const kv_view *at, number *out,
                  int threads) {
     int64_t inputs = of->qkv.inputs, size = of->output.outputs, inner = of->down.inputs, found = of->output.inputs;
     int64_t key_heads = at->key_heads - of->own, heads = at->heads / at->key_heads * key_heads;
     int64_t firsts[] = {(at->heads - heads) * at->size, (at->heads + of->own) * at->size};
     int64_t counts[] = {heads * at->size, (key_heads + at->key_heads) * at->size}, width = counts[0] + counts[1];
-    int64_t entries = at->count, rows = at->asks;
+    int64_t entries = at->count, rows = at->requested;
     int64_t bytes = (entries * (inputs + width) + rows * (found + 2 * size + 3 * inner)) * sizeof *out;
     number *normed_input = thread_scratch(2, bytes);
     if (!normed_input) return NO_MEMORY;
@@ -306,12 +306,12 @@ static int layer(const layer_weights *of, const number *read, const number *stre
         norm(queries, of->query_norm, queries, heads, at->size, at->size, of->eps);
         norm(keys, of->key_norm, keys, key_heads, at->size, at->size, of->eps);
     }
-    if ((status = attend_beside(of->own, qkv, at, mixed, threads))) goto end;
+    if ((status = attend_entries(of->own, qkv, at, mixed, threads))) goto end;
     if ((status = product(&of->output, mixed, middle, rows, threads))) goto end;
     for (int64_t m = 0; m < rows; m++)
         for (int64_t i = 0; i < size; i++) {
             number *sum = middle + m * size + i;
-            *sum = rounded(read_number(stream[asked(at, m) * size + i]) + read_number(*sum));
+            *sum = rounded(read_number(stream[output_entry(at, m) * size + i]) + read_number(*sum));
         }
     norm(middle, of->mlp_norm, normed, rows, size, size, of->eps);
     if ((status = product(&of->gate_up, normed, both, rows, threads))) goto end;
@@ -343,7 +343,7 @@ typedef struct {
    for a token outside the table. */
 int level(const recurrent *of, const number *read, const number *stream, const int64_t *tokens, const int64_t *parents,
           const number *above, const kv_view *at, number *feedback, number *logits, int threads) {
-    int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].asks;
+    int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].requested;
     for (int64_t m = 0; m < entries && tokens; m++)
         if (tokens[m] < 0 || tokens[m] >= of->vocabulary) return NO_TOKEN;
     int64_t bytes = (5 * entries + 2 * rows) * size * sizeof(number);
@@ -381,7 +381,7 @@ end:
 /* -- choices ------------------------------------------------------------------------------------------------------- */
 
 /* out [3, rows, ranks]: the bits of the log-probabilities, best first, then their indices, then their tokens. */
-void best(const number *logits, int64_t rows, int64_t size, int64_t ranks, const int64_t *tokens, int32_t *out) {
+void best_drafts(const number *logits, int64_t rows, int64_t size, int64_t ranks, const int64_t *tokens, int32_t *out) {
     for (int64_t r = 0; r < rows; r++, logits += size) {
         float top[ranks], sum = 0;
         int64_t filled = 0;

@@ -1,12 +1,12 @@
-"""C kernels for draft heads with a few rows on a CPU: 8-bit products, norms, attention, drafts, and, if all weights are
-in 8 bits, whole levels and trees. Also an argmax over any number of rows.
+"""C kernels for draft heads with a few rows on a CPU: 8-bit products, norms, attention and drafts, and complete levels
+and trees if all weights are in 8 bits. Also an argmax over any number of rows.
 
 A draft level has a few rows and eighty operators, so torch spends most of it on dispatch; its 8-bit product is three
 times slower. The kernels run in inference mode only. Torch is the reference, equal up to rounding, and the fallback
 without a compiler or AVX2. See `draft_kernels.c`.
 
-Shape suffixes: B rows of a batch, W new entries of each, F numbers of an entry, I inputs, N outputs, E hidden size, H
-all heads, P positions, R ranks, D draft vocabulary, V rows of a table, d head size.
+Shape suffixes: B rows of a batch, W new entries of each, F fields of an entry, I inputs, N outputs, E hidden size, H
+all heads, P positions, R ranks, D draft vocabulary, V embeddings of a table, d head size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.kernels.memory import check_status
+from headstart.kernels.memory import address, check_status
 from headstart.support.compiled import vector_library
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Request, Tree
@@ -66,7 +66,7 @@ class _Recurrent(ctypes.Structure):
 class _KVView(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _P) for name in ("cos", "sin", "keys", "values", "entries", "last")),
-        *((name, _N) for name in ("positions", "slots", "count", "further", "asks", "heads", "key_heads", "size")),
+        *((name, _N) for name in ("positions", "slots", "count", "further", "requested", "heads", "key_heads", "size")),
         *((name, _N) for name in ("row_stride", "head_stride")),
     ]
 
@@ -89,25 +89,25 @@ class Int8Matrix:
     """An 8-bit matrix, `rows()[o, i] * scale_N[o]`; rows past `outputs` are padding.
 
     Attributes:
-        kept: row-major, or in panels.
+        data: row-major, or in panels.
     """
 
-    kept: Tensor
+    data: Tensor
     scale_N: Tensor
     outputs: int
 
     @property
     def in_panels(self) -> bool:
         """Whether it has the layout of the C kernels."""
-        return self.kept.dim() == 4
+        return self.data.dim() == 4
 
     @property
     def inputs(self) -> int:
-        return self.kept.shape[1] * (2 if self.in_panels else 1)
+        return self.data.shape[1] * (2 if self.in_panels else 1)
 
     def rows(self) -> Tensor:
         """int8_NI; a copy if in panels."""
-        return self.kept.transpose(1, 2).reshape(-1, self.inputs) if self.in_panels else self.kept
+        return self.data.transpose(1, 2).reshape(-1, self.inputs) if self.in_panels else self.data
 
 
 def in_panels(functions: Any, int8_NI: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def compiled(dtype: torch.dtype) -> Any:
         "attend": [*[_P] * 3, ctypes.c_int],
         "level": [*[_P] * 9, ctypes.c_int],
         "grow": [*[_P] * 8, ctypes.c_int],
-        "best": [_P, *[_N] * 3, *[_P] * 2],
+        "best_drafts": [_P, *[_N] * 3, *[_P] * 2],
         "argmax_rows": [_P, _P, _N, _N, ctypes.c_int],
         "outputs_of_a_panel": [],
     }.items():
@@ -136,20 +136,20 @@ def compiled(dtype: torch.dtype) -> Any:
         function.argtypes = arguments
         if name in ("product", "attend", "level", "grow", "argmax_rows"):
             function.errcheck = check_status
-    functions.norm.restype = functions.best.restype = None
+    functions.norm.restype = functions.best_drafts.restype = None
     functions.outputs_of_a_panel.restype = functions.grow.restype = ctypes.c_int64
     return functions
 
 
-def few(x: Tensor) -> bool:
+def has_few_rows(x: Tensor) -> bool:
     """Whether x [.., I] has at most `ROWS` rows on a CPU."""
     return x.is_cpu and x.numel() <= ROWS * x.shape[-1]
 
 
-def serves(x: Tensor) -> Any:
-    """Return the kernels if they serve x [.., I]: a few rows on a CPU, in inference mode."""
-    asked = torch.is_inference_mode_enabled() and few(x) and x.numel() > 0
-    return compiled(x.dtype) if asked and not torch.is_autocast_enabled("cpu") else None
+def kernels_for(x: Tensor) -> Any:
+    """Return the kernels if they serve x [.., I]: a few rows on a CPU, in inference mode; else None."""
+    served = torch.is_inference_mode_enabled() and has_few_rows(x) and x.numel() > 0
+    return compiled(x.dtype) if served and not torch.is_autocast_enabled("cpu") else None
 
 
 def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:
@@ -186,17 +186,17 @@ class Layer:
         self, maps: Sequence[Int8Matrix], norms: Sequence[Tensor | None], eps: float, own_heads: int = 0
     ) -> None:
         self._kept = maps, norms  # keeps the weights alive
-        self.weights = _LayerWeights(*map(_map, maps), *map(_pointer, norms), own_heads, eps)
+        self.weights = _LayerWeights(*map(_map, maps), *map(address, norms), own_heads, eps)
 
 
-class Entering(NamedTuple):
-    """Input of the first layer: normed embedding and normed feedback, concatenated.
+class EmbeddingInput(NamedTuple):
+    """Weights for the first layer's input: the normed embedding and the normed feedback, concatenated.
 
     Attributes:
         table_VE: embeddings.
         norms_E: weights of the two norms.
         normed_stream: whether the residual stream starts from the feedback after its norm, or before it.
-        fusion: maps target states to the initial feedback; None if that is not in 8 bits.
+        fusion: maps target states to the initial feedback; None if it is not in 8 bits.
     """
 
     table_VE: Tensor
@@ -227,12 +227,12 @@ class Growth:
         request, calibration = self.request, self.request.calibration or _UNKNOWN
         sides = [(side.flat, len(side.log_probs)) for side in (calibration, calibration.after(True))]
         curves = [_Curves(*(part.buffer_info()[0] for part in parts), depths) for parts, depths in sides]
-        most = 1 if request.chain else request.max_nodes - 1
-        sizes = request.max_nodes, most, self.levels, min(self.ranks, len(self.draft_to_target_D)), self.base
+        max_children = 1 if request.chain else request.max_nodes - 1
+        sizes = request.max_nodes, max_children, self.levels, min(self.ranks, len(self.draft_to_target_D)), self.base
         thresholds = request.threshold, request.level_threshold
-        made = _Growth((_Curves * 2)(*curves), self.draft_to_target_D.data_ptr(), *thresholds, *sizes)
-        made.kept = sides  # keeps the buffers alive
-        return made
+        growth = _Growth((_Curves * 2)(*curves), self.draft_to_target_D.data_ptr(), *thresholds, *sizes)
+        growth.kept = sides  # keeps the buffers alive
+        return growth
 
 
 class Recurrent:
@@ -242,7 +242,7 @@ class Recurrent:
         lm_head: over the draft vocabulary.
         norm_E: weight of the final norm, if any.
         feeds_normed: whether the feedback is the normed stream or the raw one.
-        entering: input of the first layer; None if the caller computes it.
+        embedding_input: input of the first layer; None if the caller computes it.
     """
 
     def __init__(
@@ -252,36 +252,37 @@ class Recurrent:
         norm_E: Tensor | None,
         feeds_normed: bool,
         eps: float,
-        entering: Entering | None = None,
+        embedding_input: EmbeddingInput | None = None,
     ) -> None:
         weights = (_LayerWeights * len(layers))(*(layer.weights for layer in layers))
-        self._kept, self._lm_head, self.entering = (layers, weights, lm_head, norm_E), lm_head, entering
+        self._kept, self._lm_head, self.embedding_input = (layers, weights, lm_head, norm_E), lm_head, embedding_input
         self._weights = _Recurrent(
             layers=weights,
             lm_head=_map(lm_head),
-            norm=_pointer(norm_E),
+            norm=address(norm_E),
             depth=len(layers),
             feeds_normed=feeds_normed,
             eps=eps,
         )
-        if entering is not None:
-            self._weights.fusion, self._weights.table = _map(entering.fusion), entering.table_VE.data_ptr()
-            self._weights.embedding_norm, self._weights.fed_norm = map(_pointer, entering.norms_E)
-            self._weights.vocabulary, self._weights.normed_stream = len(entering.table_VE), entering.normed_stream
+        if embedding_input is not None:
+            table_VE, norms_E, normed_stream, fusion = embedding_input
+            self._weights.fusion, self._weights.table = _map(fusion), table_VE.data_ptr()
+            self._weights.embedding_norm, self._weights.fed_norm = map(address, norms_E)
+            self._weights.vocabulary, self._weights.normed_stream = len(table_VE), normed_stream
 
     def read(
         self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, views: Sequence[KVView]
     ) -> tuple[Tensor, Tensor]:
-        """Run a level from the first layer's input and the residual stream: logits [B, asked of a row, D] and feedback
-        [.., E]."""
+        """Run a level from the first layer's input and the residual stream: logits [B, requested of a row, D] and
+        feedback [.., E]."""
         read_BWI, stream_BWE = read_BWI.contiguous(), stream_BWE.contiguous()
         return self._level(functions, stream_BWE, stream_BWE.shape, (read_BWI, stream_BWE, None, None, None), views)
 
     def enter(
         self, functions: Any, tokens_BW: Tensor, parents: array[int] | None, above_BWX: Tensor, views: Sequence[KVView]
     ) -> tuple[Tensor, Tensor]:
-        """Run a level from tokens (int64) through `entering`. `above_BWX` is the previous level's feedback, indexed by
-        `parents` over all rows, or without parents the target states before each token.
+        """Run a level from tokens (int64) through `embedding_input`. `above_BWX` is the previous level's feedback,
+        indexed by `parents` over all rows, or without parents the target states before each token.
 
         Raises:
             IndexError: the table has no such token.
@@ -292,7 +293,7 @@ class Recurrent:
     @property
     def grows(self) -> bool:
         """Whether `grow` is supported."""
-        return self.entering is not None and self.entering.fusion is not None
+        return self.embedding_input is not None and self.embedding_input.fusion is not None
 
     def grow(
         self, functions: Any, pending: array[int], above_1PX: Tensor, views: Sequence[KVView], how: Growth
@@ -324,11 +325,11 @@ class Recurrent:
         inputs: Sequence[Tensor | array[int] | None],
         views: Sequence[KVView],
     ) -> tuple[Tensor, Tensor]:
-        asks = shape[1] if views[-1].last_B is None else 1
+        requested = shape[1] if views[-1].last_B is None else 1
         feedback, logits = (
-            like.new_empty(shape[0], asks, size) for size in (self._weights.lm_head.inputs, self._lm_head.outputs)
+            like.new_empty(shape[0], requested, size) for size in (self._weights.lm_head.inputs, self._lm_head.outputs)
         )
-        pointers = (part.buffer_info()[0] if isinstance(part, array) else _pointer(part) for part in inputs)
+        pointers = (part.buffer_info()[0] if isinstance(part, array) else address(part) for part in inputs)
         at = (_KVView * len(views))(*(view.for_c(like.dtype) for view in views))
         outputs = feedback.data_ptr(), logits.data_ptr(), torch.get_num_threads()
         if functions.level(ctypes.byref(self._weights), *pointers, at, *outputs):
@@ -339,11 +340,7 @@ class Recurrent:
 def _map(matrix: Int8Matrix | None) -> _Map:
     if matrix is None:
         return _Map()
-    return _Map(matrix.kept.data_ptr(), matrix.scale_N.data_ptr(), matrix.inputs, matrix.outputs)
-
-
-def _pointer(weight: Tensor | None) -> int | None:
-    return None if weight is None else weight.data_ptr()
+    return _Map(matrix.data.data_ptr(), matrix.scale_N.data_ptr(), matrix.inputs, matrix.outputs)
 
 
 class KVView(NamedTuple):
@@ -368,29 +365,40 @@ class KVView(NamedTuple):
         (keys, values), (cos, sin), (entries, (rows, width, fields)) = self.kv, self.angles, self.entries
         assert dtype == cos.dtype == keys.dtype, "all in one dtype"
         _, key_heads, slots, size = keys.shape
-        last, asks = (None, rows * width) if self.last_B is None else (self.last_B.buffer_info()[0], rows)
+        last, requested = (None, rows * width) if self.last_B is None else (self.last_B.buffer_info()[0], rows)
         pointers = (part.data_ptr() for part in (cos, sin, keys, values))
-        sizes = len(cos), slots, rows * width, fields - FIELDS, asks, self.heads, key_heads, size, *keys.stride()[:2]
+        sizes = (
+            len(cos),
+            slots,
+            rows * width,
+            fields - FIELDS,
+            requested,
+            self.heads,
+            key_heads,
+            size,
+            *keys.stride()[:2],
+        )
         return _KVView(*pointers, entries.buffer_info()[0], last, *sizes)
 
 
 def attend(functions: Any, qkv_BWHd: Tensor, view: KVView) -> Tensor:
-    """Attend with joined queries, keys and values: [B, asked of a row, heads * d]."""
+    """Attend with merged queries, keys and values: [B, requested of a row, heads * d]."""
     qkv_BWHd = qkv_BWHd.contiguous()
     rows, width, _, size = qkv_BWHd.shape
-    found = qkv_BWHd.new_empty(rows, width if view.last_B is None else 1, view.heads * size)
-    reference = ctypes.byref(view.for_c(qkv_BWHd.dtype))
-    functions.attend(qkv_BWHd.data_ptr(), reference, found.data_ptr(), torch.get_num_threads())
-    return found
+    out = qkv_BWHd.new_empty(rows, width if view.last_B is None else 1, view.heads * size)
+    functions.attend(
+        qkv_BWHd.data_ptr(), ctypes.byref(view.for_c(qkv_BWHd.dtype)), out.data_ptr(), torch.get_num_threads()
+    )
+    return out
 
 
-def best(functions: Any, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:
+def best_drafts(functions: Any, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:
     """See `headstart.drafters.captured.best_drafts`."""
     logits_BWD = logits_BWD.contiguous()
     *shape, size = logits_BWD.shape
-    assert ranks <= size == len(draft_to_target_D), "a token for each"
+    assert ranks <= size == len(draft_to_target_D), "one target token per draft token"
     out = torch.empty(3, *shape, ranks, dtype=torch.int32)
-    functions.best(logits_BWD.data_ptr(), prod(shape), size, ranks, draft_to_target_D.data_ptr(), out.data_ptr())
+    functions.best_drafts(logits_BWD.data_ptr(), prod(shape), size, ranks, draft_to_target_D.data_ptr(), out.data_ptr())
     return out
 
 
@@ -399,7 +407,7 @@ def argmax(logits: Tensor) -> Tensor:
     on a CPU. Takes any number of rows, in any mode."""
     functions = compiled(logits.dtype) if logits.is_cpu and logits.is_contiguous() and logits.numel() else None
     if functions is None:
-        return logits.max(-1).indices  # as torch's argmax, five times faster in bfloat16
+        return logits.max(-1).indices  # equals argmax, and is five times faster in bfloat16
     out = torch.empty(logits.shape[:-1], dtype=torch.long)
     functions.argmax_rows(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], torch.get_num_threads())
     return out

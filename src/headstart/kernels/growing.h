@@ -80,7 +80,7 @@ int64_t grow(const recurrent *heads, const growth *how, kv_view *at, const int64
                 of_level[m] = tokens[leaves[m].node], columns[m] = leaves[m].above;
             }
             for (int64_t n = 0; n < heads->depth; n++)
-                at[n].entries = entries, at[n].last = NULL, at[n].count = at[n].asks = width, at[n].further = depth;
+                at[n].entries = entries, at[n].last = NULL, at[n].count = at[n].requested = width, at[n].further = depth;
         }
         int status = level(heads, NULL, NULL, depth ? of_level : pending, depth ? columns : NULL,
                            depth ? feedback : above, at, feedback, logits, threads);
@@ -88,7 +88,7 @@ int64_t grow(const recurrent *heads, const growth *how, kv_view *at, const int64
             nodes = status;
             break;
         }
-        best(logits, width, heads->lm_head.outputs, ranks, how->tokens, table);
+        best_drafts(logits, width, heads->lm_head.outputs, ranks, how->tokens, table);
         for (int64_t m = 0; m < width; m++)
             for (int64_t rank = 0; rank < ranks; rank++) {
                 float log_prob;

@@ -1,4 +1,4 @@
-"""Reusable memory with CUDA graphs, and free memory."""
+"""Reusable memory with CUDA graphs, free memory, and helpers for calls of C kernels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NO_MEMORY = -1
 
 
 class Memory:
-    """Tensors reused by successive texts, with the CUDA graphs captured over them (see `graphs`)."""
+    """Tensors reused by successive texts, with the CUDA graphs captured over them (see `cuda_graphs`)."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.rows, self.capacity = rows, capacity
         self.graphs: dict[Any, Any] = {}
         self.pool: Any = None
-        self.lent: Any = None  # finalizer that returns it to the pool
-        self.weights: Any = None  # addresses of the weights that graphs read
+        self.lent: Any = None  # finalizer that returns this memory to the pool
+        self.weights: Any = None  # addresses of the weights that the graphs read
 
     @property
     def bytes(self) -> int:
@@ -76,3 +76,8 @@ def check_status(status: Any, _function: Any, _arguments: Any) -> Any:
     if status == _NO_MEMORY:
         raise MemoryError("A kernel cannot allocate its scratch buffers: shorten the prompt, or batch less.")
     return status
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Return a tensor's address; None, which ctypes passes as NULL, without a tensor."""
+    return None if tensor is None else tensor.data_ptr()

@@ -84,7 +84,7 @@ static inline void write_rounded(lanes x, number *to) {
 #if STEP == 2
 typedef __m512i of_panel;
 
-static inline of_panel read_panel(const void *from, int kept) { return _mm512_loadu_si512(from); }
+static inline of_panel read_panel(const void *from, int storage) { return _mm512_loadu_si512(from); }
 
 static inline void add_product(lanes *sums, of_panel inputs, lanes x) {
     *sums = (lanes)_mm512_dpbf16_ps((__m512)*sums, (__m512bh)inputs, (__m512bh)x);
@@ -92,7 +92,7 @@ static inline void add_product(lanes *sums, of_panel inputs, lanes x) {
 #else
 typedef lanes of_panel;
 
-static inline of_panel read_panel(const void *from, int kept) { return kept == HALVES ? of_halves(from) : widened(from); }
+static inline of_panel read_panel(const void *from, int storage) { return storage == HALVES ? of_halves(from) : widened(from); }
 
 static inline void add_product(lanes *sums, of_panel inputs, lanes x) { *sums += inputs * x; }
 #endif
@@ -166,19 +166,19 @@ static inline void release(void *scratch, int64_t bytes) {
     if (bytes > kept_bytes) free(scratch);
 }
 
-static inline int64_t size_of_weight(int kept) { return kept == HALVES ? 2 : sizeof(number); }
+static inline int64_t size_of_weight(int storage) { return storage == HALVES ? 2 : sizeof(number); }
 
 /* Add products to the sums of rows; x is in the layout of `side_by_side`. */
-static inline __attribute__((always_inline)) void add_products(const int rows, const int kept, const float *x,
+static inline __attribute__((always_inline)) void add_products(const int rows, const int storage, const float *x,
                                                                const void *panel, int64_t inputs, ahead next,
                                                                lanes sums[MOST][VECTORS]) {
     const char *from = panel;
-    int64_t each = STEP * PANEL * size_of_weight(kept);
+    int64_t each = STEP * PANEL * size_of_weight(storage);
     for (int64_t i = 0; i < inputs / STEP; i++, from += each, next.from += next.each) {
         of_panel read[VECTORS];
         for (int line = 0; line < each; line += LINE) __builtin_prefetch(next.from + line, 0, STAYS);
         for (int v = 0; v < VECTORS; v++) {
-            read[v] = read_panel(from + v * each / VECTORS, kept);
+            read[v] = read_panel(from + v * each / VECTORS, storage);
             IN_REGISTER(read[v]);
         }
         for (int m = 0; m < rows; m++) {

@@ -28,7 +28,7 @@ typedef struct {
     const char *panels;
     const number *bias;
     int64_t inputs, outputs, bytes; /* of a panel */
-    int kept;
+    int storage;
 } matrix;
 
 /* Memory to prefetch while a group of rows is multiplied with a panel. If there are several groups, the panel is cached,
@@ -39,15 +39,15 @@ static inline ahead to_prefetch(const char *panel, const matrix *of, int64_t gro
     return (ahead){panel + from, of->bytes / (of->inputs / STEP) / groups};
 }
 
-/* Multiply rows, in the layout of `read_rows`, by a panel; `opened` is the panel converted to FULL, or NULL. */
+/* Multiply rows, in the layout of `read_rows`, by a panel; `widened_panel` is the panel converted to FULL, or NULL. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const matrix *of, const float *x, int64_t panel,
-                                                           const number *opened, int64_t group, int64_t groups,
+                                                           const number *widened_panel, int64_t group, int64_t groups,
                                                            number *out, int64_t stride) {
     const char *weights = of->panels + panel * of->bytes;
     ahead next = to_prefetch(weights, of, group, groups);
     lanes totals[TOGETHER][VECTORS];
-    if (of->kept == HALVES && !opened) add_up(rows, HALVES, x, weights, of->inputs, next, totals);
-    else add_up(rows, FULL, x, opened ? (const void *)opened : weights, of->inputs, next, totals);
+    if (of->storage == HALVES && !widened_panel) add_up(rows, HALVES, x, weights, of->inputs, next, totals);
+    else add_up(rows, FULL, x, widened_panel ? (const void *)widened_panel : weights, of->inputs, next, totals);
     for (int v = 0; v < VECTORS; v++) {
         int64_t first = panel * PANEL + v * LANES, count = of->outputs - first;
         lanes bias = {0};
@@ -85,10 +85,10 @@ static int lay_out(const number *x, const number *norm, float eps, int64_t rows,
 int product(const number *x, const number *norm, float eps, const void *weights, const number *bias, int gates,
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     if (!rows) return 0;
-    int kept = *(const char *)weights;
-    matrix of = {(const char *)weights + HEADER, bias, inputs, outputs, bytes_of_panel(inputs, kept), kept};
+    int storage = *(const char *)weights;
+    matrix of = {(const char *)weights + HEADER, bias, inputs, outputs, bytes_of_panel(inputs, storage), storage};
     int64_t groups = (rows + TOGETHER - 1) / TOGETHER, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
-    int opens = kept == HALVES && groups > 1; /* convert once for all groups */
+    int widens = storage == HALVES && groups > 1; /* convert once for all groups */
     int64_t bytes = rows * step * sizeof(float);
     float *of_all = rows > FEW ? thread_scratch(1, bytes) : NULL;
     int complete = 1;
@@ -99,9 +99,9 @@ int product(const number *x, const number *norm, float eps, const void *weights,
 #pragma omp parallel num_threads(threads) reduction(& : complete)
     {
         float *read = of_all ? of_all : thread_scratch(1, bytes);
-        int64_t of_opened = (1 + gates) * PANEL * inputs * sizeof(number);
-        number *opened = opens ? thread_scratch(2, of_opened) : NULL;
-        complete = read && (opened || !opens);
+        int64_t widened_bytes = (1 + gates) * PANEL * inputs * sizeof(number);
+        number *widened_panel = widens ? thread_scratch(2, widened_bytes) : NULL;
+        complete = read && (widened_panel || !widens);
         if (of_all) {
 #pragma omp for schedule(static)
             for (int64_t group = 0; group < groups; group++) LAY_OUT(group)
@@ -111,8 +111,8 @@ int product(const number *x, const number *norm, float eps, const void *weights,
 #pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++) {
             if (!complete) continue;
-            for (int side = 0; side <= gates && opens; side++)
-                open_panel(of.panels + (panel + side * width / PANEL) * of.bytes, inputs, opened + side * PANEL * inputs);
+            for (int side = 0; side <= gates && widens; side++)
+                widen_panel(of.panels + (panel + side * width / PANEL) * of.bytes, inputs, widened_panel + side * PANEL * inputs);
             for (int64_t group = 0; group < groups; group++) {
                 int64_t row = START(group), count = START(group + 1) - row;
                 int64_t columns = width - panel * PANEL < PANEL ? width - panel * PANEL : PANEL;
@@ -121,7 +121,7 @@ int product(const number *x, const number *norm, float eps, const void *weights,
                 for (int side = 0; side <= gates; side++) {
                     number *part = gates ? sides[side] : to;
                     int64_t stride = gates ? PANEL : width, at = panel + side * width / PANEL;
-                    const number *whole = opens ? opened + side * PANEL * inputs : NULL;
+                    const number *whole = widens ? widened_panel + side * PANEL * inputs : NULL;
 #define MULTIPLY(count) multiply(count, &of, from, at, whole, group, groups, part, stride)
                     OF_GROUP(count, MULTIPLY)
                 }
@@ -136,7 +136,7 @@ int product(const number *x, const number *norm, float eps, const void *weights,
             }
         }
         end();
-        if (opens) release(opened, of_opened);
+        if (widens) release(widened_panel, widened_bytes);
         if (!of_all) release(read, bytes);
     }
     if (of_all) release(of_all, bytes);
@@ -144,19 +144,19 @@ int product(const number *x, const number *norm, float eps, const void *weights,
 }
 
 /* Bytes of packed weights. */
-int64_t room(int64_t inputs, int64_t outputs, int kept) {
-    return HEADER + (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs, kept);
+int64_t packed_bytes(int64_t inputs, int64_t outputs, int storage) {
+    return HEADER + (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs, storage);
 }
 
 /* Whether `product` supports gating this many outputs. */
 int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
-/* Pack weights [outputs, inputs]; `kept` comes from `best_kept`. */
-void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int kept, int threads) {
-    int64_t bytes = bytes_of_panel(inputs, kept);
+/* Pack weights [outputs, inputs]; `storage` comes from `best_storage`. */
+void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int storage, int threads) {
+    int64_t bytes = bytes_of_panel(inputs, storage);
     memset(out, 0, HEADER);
-    *out = (char)kept;
+    *out = (char)storage;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
-        pack_panel(weights + panel * PANEL * inputs, outputs - panel * PANEL, inputs, kept, out + HEADER + panel * bytes);
+        pack_panel(weights + panel * PANEL * inputs, outputs - panel * PANEL, inputs, storage, out + HEADER + panel * bytes);
 }

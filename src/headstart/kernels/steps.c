@@ -6,8 +6,8 @@
 typedef int multiplier(const void *x, const void *norm, float eps, const void *weights, const void *bias, int gates,
                        const void *added, void *out, int64_t rows, int64_t inputs, int64_t outputs, int threads);
 
-/* `attend_joined` of cpu_attention.c. */
-typedef int attender(void *joined, const void *query_norm, const void *key_norm, float eps, const void *cos,
+/* `attend_qkv` of cpu_attention.c. */
+typedef int attender(void *qkv, const void *query_norm, const void *key_norm, float eps, const void *cos,
                      const void *sin, void *keys, const int64_t *key_strides, void *values, const int64_t *value_strides,
                      const void *mask, const int64_t *mask_strides, const int64_t *slots, void *out, int64_t rows,
                      int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,

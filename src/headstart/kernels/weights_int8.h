@@ -37,7 +37,7 @@ static inline __m256i add_fours(__m256i sums, __m256i weights, __m256i x) {
 #endif
 
 /* A panel: the scale of each output, then its weights, with four inputs of each output interleaved. */
-static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * (sizeof(float) + inputs); }
+static inline int64_t bytes_of_panel(int64_t inputs, int storage) { return PANEL * (sizeof(float) + inputs); }
 
 /* Per group, a row has its scale, initial sum (zero-point correction) and inputs; rows of a product are interleaved. */
 static inline int64_t floats_of_row(int64_t inputs) { return 2 * ((inputs + STRETCH - 1) / STRETCH) + inputs / FOUR; }
@@ -92,7 +92,7 @@ static inline int32_t four(const float *x) {
     return bits;
 }
 
-static inline __attribute__((always_inline)) void add_up(const int rows, const int kept, const float *x,
+static inline __attribute__((always_inline)) void add_up(const int rows, const int storage, const float *x,
                                                          const void *panel, int64_t inputs, ahead next,
                                                          lanes totals[MOST][VECTORS]) {
     const char *weights = (const char *)panel + PANEL * sizeof(float);
@@ -121,7 +121,7 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
     }
 }
 
-static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, int storage, void *panel) {
     uint8_t *out = (uint8_t *)panel + PANEL * sizeof(float);
     for (int64_t l = 0; l < PANEL; l++) {
         float x[inputs], *step = (float *)panel + l;
@@ -136,11 +136,11 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, int
 
 int reads(int64_t inputs) { return 0; }
 static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {}
-static inline void add_up(const int rows, const int kept, const float *x, const void *panel, int64_t inputs, ahead next,
+static inline void add_up(const int rows, const int storage, const float *x, const void *panel, int64_t inputs, ahead next,
                           lanes totals[MOST][VECTORS]) {}
-static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {}
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, int storage, void *panel) {}
 
 #endif
 
-int best_kept(const number *weights, int64_t count, int threads) { return FULL; }
-static void open_panel(const void *panel, int64_t inputs, number *out) {}
+int best_storage(const number *weights, int64_t count, int threads) { return FULL; }
+static void widen_panel(const void *panel, int64_t inputs, number *out) {}

@@ -11,7 +11,7 @@
 
 static inline int64_t padded(int64_t inputs) { return (inputs + TILE - 1) / TILE * TILE; }
 
-static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * padded(inputs) * sizeof(number); }
+static inline int64_t bytes_of_panel(int64_t inputs, int storage) { return PANEL * padded(inputs) * sizeof(number); }
 
 static inline int64_t floats_of_row(int64_t inputs) { return padded(inputs) / 2; }
 
@@ -34,7 +34,7 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
             }
 }
 
-static inline __attribute__((always_inline)) void add_up(const int rows, const int kept, const float *x,
+static inline __attribute__((always_inline)) void add_up(const int rows, const int storage, const float *x,
                                                          const void *panel, int64_t inputs, ahead next,
                                                          lanes totals[TOGETHER][VECTORS]) {
     const char *weights = panel, *first = (const char *)x, *second = first + OF_TILE * floats_of_row(inputs) * sizeof *x;
@@ -80,15 +80,15 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
 /* Whether products support this number of inputs. */
 int reads(int64_t inputs) { return inputs % STEP == 0; }
 
-int best_kept(const number *weights, int64_t count, int threads) { return FULL; }
+int best_storage(const number *weights, int64_t count, int threads) { return FULL; }
 
 /* Pack weights [count, inputs] into a zero-padded panel. */
-static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, int storage, void *panel) {
     number *to = panel;
-    memset(to, 0, bytes_of_panel(inputs, kept));
+    memset(to, 0, bytes_of_panel(inputs, storage));
     for (int64_t l = 0; l < PANEL && l < count; l++)
         for (int64_t i = 0; i < inputs; i++)
             to[i / STEP * STEP * PANEL + l * STEP + i % STEP] = weights[l * inputs + i];
 }
 
-static void open_panel(const void *panel, int64_t inputs, number *out) {}
+static void widen_panel(const void *panel, int64_t inputs, number *out) {}

@@ -18,11 +18,11 @@ from headstart.model.frozen import cannot_tree
 from headstart.support.compiled import why_no_vectors
 from headstart.tree.tree import Tree, TreeBatch
 
-_CHECKED, _SMALL_WINDOW = 20, 512
+_TEXT_LENGTH, _SMALL_WINDOW = 20, 512
 """Tokens before the tree; largest sliding window that the text must exceed."""
-_CLOSE, _ROUNDED, _IN_8_BITS = 0.02, 0.25, 0.5
+_FLOAT32, _SHORT, _INT8 = 0.02, 0.25, 0.5
 """Tolerated logit error, relative to the logits' standard deviation, in float32, shorter dtypes and 8 bits. On this
-nonsense text 8 bits cause 23 % (float32) or 30 % (bfloat16). With SmolLM2-135M a leaked token causes 54 or 65 %, a
+random text 8 bits cause 23 % (float32) or 30 % (bfloat16). With SmolLM2-135M a leaked token causes 54 or 65 %, a
 hidden one 17 to 76 %: only float32 is sure to catch it. Targets in 8 bits were checked in full precision before."""
 FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
 """Exceptions of a model that does not support a forward."""
@@ -30,7 +30,7 @@ FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueErr
 
 @torch.inference_mode()
 def check_tree(target: Any) -> None:
-    """Compare logits of a `Target` along a tree path with the model's own logits of the same text. The text exceeds the
+    """Compare a `Target`'s logits along a tree path with the model's own logits of the same text, which exceeds the
     sliding window if that is small.
 
     Raises:
@@ -38,8 +38,9 @@ def check_tree(target: Any) -> None:
     """
     path = [0, 2, 4]  # root, second child, its child
     longest = min(target.max_length, target._patch.limit or target.max_length) - len(path)
-    wanted = _CHECKED if target.window is None or target.window > _SMALL_WINDOW else max(_CHECKED, target.window + 8)
-    text = [1 + (31 * i * i + 7 * i) % (target.vocab_size - 1) for i in range(max(1, min(wanted, longest)))]
+    small_window = target.window if target.window is not None and target.window <= _SMALL_WINDOW else 0
+    length = max(1, min(longest, max(_TEXT_LENGTH, small_window + 8)))
+    text = [1 + (31 * i * i + 7 * i) % (target.vocab_size - 1) for i in range(length)]
     tree = Tree([(7 * i + 2) % target.vocab_size for i in range(5)], [-1, 0, 0, 1, 2])
     try:
         ours_KV = _path_logits(target, text, tree, path).float()
@@ -49,8 +50,8 @@ def check_tree(target: Any) -> None:
     except FAILS as error:
         raise cannot_tree(target.name, f"{type(error).__name__}: {error}") from error
     difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
-    explained = _IN_8_BITS if target._int8 else _CLOSE if target.dtype == torch.float32 else _ROUNDED
-    if not difference <= explained:
+    tolerance = _INT8 if target._int8 else _FLOAT32 if target.dtype == torch.float32 else _SHORT
+    if not difference <= tolerance:
         raise cannot_tree(
             target.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
         )
@@ -74,8 +75,8 @@ def _path_logits(target: Any, text: Sequence[int], tree: Tree, path: Sequence[in
     return torch.cat([read_1V, root_1V, read(accepted)])
 
 
-def refuse_rounding(target: Any) -> None:
-    """Refuse exact="bits" for a `Target` if products or attention run without the compiled kernels."""
+def require_batch_invariance(target: Any) -> None:
+    """Refuse exact="bits" for a `Target` unless products and attention run in the batch-invariant kernels."""
     device, dtype, prepacked = target.device, target.dtype, target._patch.prepacked
     why, fix = None, ""
     if device.type != "cpu":
@@ -89,9 +90,9 @@ def refuse_rounding(target: Any) -> None:
     elif not prepacked:
         why = "memory has no room for prepacked copies of its weights"
     elif prepacked != target._patch.matrices:
-        why = "some of its weights are packed, or do not belong to a linear layer"
+        why = "some of its weights are quantised, or do not belong to a linear layer"
     else:
-        why = replay.rounds
+        why = replay.not_invariant
     if why is not None:
         raise UserError(
             f"exact='bits' needs the compiled CPU kernels, and {target.name} cannot run on them throughout: {why}.",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -29,11 +28,11 @@ from headstart.model.identity import (
     sketch,
     vocabulary_hash,
 )
-from headstart.model.lm_head import Finish, plain_weight, unpacked
-from headstart.replay.chains import LINEAR
+from headstart.model.lm_head import Finish, dequantized, plain_weight
+from headstart.replay.chains import LINEAR_ATTENTION
 from headstart.support.detokenizer import AnswerMarkup, answer_text
 
-_TREE_LAYERS = {"full_attention", "sliding_attention", LINEAR}
+_TREE_LAYERS = {"full_attention", "sliding_attention", LINEAR_ATTENTION}
 _RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|<\|?mask|dummy|<pad\d", re.IGNORECASE)
 """Names of reserved tokens."""
 
@@ -42,8 +41,9 @@ class FrozenModel:
     """A transformers causal language model and its tokenizer, both unchanged.
 
     Attributes:
+        model: the transformers model; its own forwards and `generate` work as before.
         tokenizer: None if no text is read or written.
-        spec: argument of `load_target` to load it again.
+        spec: argument of `load_target` that loads it again.
         origin: the model before loading changed its weights; None if they are unchanged.
         max_length: context length in tokens.
         rounded: whether the weights were dequantised, as those of a GGUF file.
@@ -69,7 +69,7 @@ class FrozenModel:
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         lm_head = model.get_output_embeddings()
-        self.vocab_size = int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])  # packed or not
+        self.vocab_size = int(getattr(lm_head, "out_features", None) or lm_head.weight.shape[0])  # quantised or not
         self.max_length: int = getattr(self.config, "max_position_embeddings", None) or 1 << 20
         self.window = _sliding_window(self.config)
         self.device: torch.device = self.embedding_weight.device
@@ -198,13 +198,13 @@ class FrozenModel:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, E]; dequantised once if packed."""
+        """[V, E]; dequantised once if quantised."""
         weight = plain_weight(self.model.get_output_embeddings(), self.vocab_size, self.hidden_size)
-        return self._unpacked_lm_head if weight is None else weight
+        return self._dequantized_lm_head if weight is None else weight
 
     @cached_property
-    def _unpacked_lm_head(self) -> Tensor:
-        return unpacked(self.model.get_output_embeddings(), self.hidden_size, self.dtype, self.device)
+    def _dequantized_lm_head(self) -> Tensor:
+        return dequantized(self.model.get_output_embeddings(), self.hidden_size, self.dtype, self.device)
 
     @property
     def lm_head_bias(self) -> Tensor | None:
@@ -222,16 +222,11 @@ class FrozenModel:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    @contextmanager
-    def stock(self) -> Iterator[Any]:
-        """Yield the transformers model, for `generate` as a baseline."""
-        yield self.model
-
 
 def refuse_layers(name: str, config: Any) -> None:
     """Refuse a model with layers that support neither trees nor chains."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = sorted(kinds - _TREE_LAYERS if kinds - {LINEAR} else kinds)
+    unknown = sorted(kinds - _TREE_LAYERS if kinds - {LINEAR_ATTENTION} else kinds)
     if unknown:
         raise cannot_tree(name, f"its layers of type {', '.join(unknown)} keep a running state or fixed chunks")
 

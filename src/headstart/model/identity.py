@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import TypedDict
 
-from headstart.model.lm_head import is_packed, plain_weight
+from headstart.model.lm_head import is_quantized, plain_weight
 
 BUNDLED = "adapter"
 """Folder of an adapter bundled with its heads."""
-_PRINTED = 64
+_PER_PARAMETER = 64
 """Samples per parameter in a fingerprint."""
 _PARAMETERS, _NUMBERS = 32, 16
 """Parameters in a sketch, spread over the model, and samples of each."""
@@ -33,7 +33,7 @@ _NEAR, _TINY = 2**-7, 1e-6
 _EQUAL_SHARE = 0.97
 """Required share of samples within that tolerance."""
 _ALIKE = 0.9
-"""Required cosine of packed weights and their originals: 0.99 in 4 bits, 0 for other weights."""
+"""Required cosine of quantised weights and their originals: 0.99 in 4 bits, 0 for other weights."""
 
 
 @dataclass(frozen=True)
@@ -77,34 +77,34 @@ class Identity:
     fingerprint: str
 
 
-def whole(weight: Tensor) -> Tensor:
+def unsharded(weight: Tensor) -> Tensor:
     """Gather a sharded weight, on all ranks."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def places(count: int) -> range:
+def sample_indices(count: int) -> range:
     """Choose the flat indices of a parameter to sample for the fingerprint."""
-    return range(0, count, max(1, count // _PRINTED))[:_PRINTED]
+    return range(0, count, max(1, count // _PER_PARAMETER))[:_PER_PARAMETER]
 
 
-def _at_places(_: str, parameter: Tensor) -> Tensor:
-    numbers = whole(parameter).detach().reshape(-1)
-    chosen = places(numbers.numel())
-    return numbers[chosen.start : chosen.stop : chosen.step]
+def _sample(_: str, parameter: Tensor) -> Tensor:
+    values = unsharded(parameter).detach().reshape(-1)
+    indices = sample_indices(values.numel())
+    return values[indices.start : indices.stop : indices.step]
 
 
-def fingerprint(model: nn.Module, architecture: str, sample: Callable[[str, Tensor], Tensor] = _at_places) -> str:
-    """Hash architecture and weights; call it on all ranks if sharded. `sample` reads a parameter at its `places`."""
+def fingerprint(model: nn.Module, architecture: str, sample: Callable[[str, Tensor], Tensor] = _sample) -> str:
+    """Hash architecture and weights; call this on all ranks if sharded. `sample` reads a parameter's samples."""
     digest = hashlib.sha256(architecture.encode())
     for name, parameter in sorted(model.named_parameters()):
-        numbers = sample(name, parameter).to("cpu", torch.bfloat16)
+        values = sample(name, parameter).to("cpu", torch.bfloat16)
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(numbers.view(torch.int16).numpy().tobytes())
+        digest.update(values.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
 class SketchedWeight(TypedDict):
-    """Some numbers of a weight."""
+    """Samples of a weight."""
 
     shape: list[int]
     numbers: _Numbers
@@ -122,12 +122,12 @@ class Sketch(TypedDict):
 
 
 def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None) -> dict[str, Any]:
-    """Sample a model for `differs`, as JSON: architecture, vocabulary hash, and samples of some unpacked weights. With
-    an adapter, also its hash and the samples without it."""
+    """Sample a model for `differs`, as JSON: architecture, vocabulary hash, and samples of some unquantised weights.
+    With an adapter, also its hash and the samples without it."""
     if origin is not None and origin.quantization != "none":
         return {**origin.sketch, **({} if origin.adapter is None else {"adapter": origin.adapter.hash})}
-    complete = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
-    chosen = [complete[len(complete) * index // _PARAMETERS] for index in range(_PARAMETERS)] if complete else []
+    plain = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
+    chosen = [plain[len(plain) * index // _PARAMETERS] for index in range(_PARAMETERS)] if plain else []
     weights = {
         name: {"shape": list(weight.shape), "numbers": [float(number) for number in _sampled(weight)]}
         for name, weight in dict(chosen).items()
@@ -155,9 +155,9 @@ def differs(
 ) -> str | None:
     """Describe how a model differs from a sketched one, beyond rounding; None if it does not.
 
-    Plain weights are compared number by number. Packed layers are read through unit vectors and compared by cosine, as
-    are all weights if either model comes from a GGUF file (`rounded`). An adapter changes weights too little for that:
-    it is identified by its hash, or by whether the samples are nearer to those with or without it.
+    Plain weights are compared sample by sample. Quantised layers are read through unit vectors and compared by cosine,
+    as are all weights if either model comes from a GGUF file (`rounded`). An adapter changes weights too little for
+    that: its hash identifies it, or else the distance of the samples from those with and without it.
     """
     rounded = rounded or bool(sketched.get("rounded"))
     if sketched.get("architecture") != architecture:
@@ -219,7 +219,7 @@ def _adapter_fraction(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]
 
 def _is_plain(weight: Tensor) -> bool:
     wide = weight.is_floating_point() and weight.dtype.itemsize >= 2 and weight.numel() >= _NUMBERS
-    return wide and not is_packed(weight)
+    return wide and not is_quantized(weight)
 
 
 def _indices(count: int) -> Tensor:
@@ -233,7 +233,7 @@ def _sampled(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """Sample a packed linear layer through unit vectors; None if there is no such layer."""
+    """Sample a quantised linear layer through unit vectors; None if there is no such layer."""
     path, _, kind = name.rpartition(".")
     if kind != "weight" or len(shape) != 2:
         return None
@@ -274,5 +274,5 @@ def vocabulary_hash(tokenizer: Any) -> str | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name as typed, such as "bfloat16"."""
+    """Return the name that users type, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""A model's LM head: its weights, packed or not, and the scaling of its logits.
+"""A model's LM head: its weights, quantised or not, and the scaling of its logits.
 
 Shape suffixes: V vocabulary, E hidden size.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _COLUMNS = 256
-"""Columns unpacked together."""
+"""Columns to dequantise together."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Finish:
 
 
 def plain_weight(linear: Any, outputs: int, inputs: int) -> Tensor | None:
-    """Return a linear layer's weights [outputs, inputs]; None if packed."""
+    """Return a linear layer's weights [outputs, inputs]; None if quantised."""
     weight = getattr(linear, "weight", None)
-    if not isinstance(weight, Tensor) or is_packed(weight) or weight.shape != (outputs, inputs):
+    if not isinstance(weight, Tensor) or is_quantized(weight) or weight.shape != (outputs, inputs):
         return None
     return weight if weight.is_floating_point() and weight.dtype.itemsize >= 2 else None
 
 
-def is_packed(weight: Tensor) -> bool:
+def is_quantized(weight: Tensor) -> bool:
     """Whether it is a torchao tensor, which reports a floating-point dtype though it is quantised."""
     return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 @torch.no_grad()
-def unpacked(linear: nn.Module, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def dequantized(linear: nn.Module, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Dequantise any linear layer, [outputs, inputs]: column i is its output for the i-th unit vector."""
     zero_1V = linear(torch.zeros(1, inputs, dtype=dtype, device=device))  # its bias
     parts = []

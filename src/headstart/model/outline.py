@@ -16,7 +16,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from headstart.errors import UserError
 from headstart.model.frozen import FrozenModel, refuse_layers, spare_token
-from headstart.model.identity import Identity, dtype_name, fingerprint, places
+from headstart.model.identity import Identity, dtype_name, fingerprint, sample_indices
 from headstart.model.loading import (
     DTYPES,
     known_folder,
@@ -27,13 +27,13 @@ from headstart.model.loading import (
     tensor_files,
 )
 
-_KINDS = {"BF16", "F16", "F32"}
+_SAFETENSORS_DTYPES = {"BF16", "F16", "F32"}
 """Safetensors dtypes that a fingerprint can be read from."""
 
 
 class Outline(FrozenModel):
-    """A model on the `meta` device. The tokenizer is None if there is only a config; `dtype` is what the model will run
-    in, `known` the fingerprint of its weights if they are local."""
+    """A model on the `meta` device, without a tokenizer if there is only a config. `dtype` is the dtype that it would
+    run in, `known` the fingerprint of its weights if they are local."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, dtype: torch.dtype) -> None:
         super().__init__(model, tokenizer, spec)
@@ -102,7 +102,7 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_r
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    except Exception:  # no tokenizer beside the config
+    except Exception:  # a folder with the config alone
         tokenizer = None
     return Outline(model, tokenizer, spec, kind)
 
@@ -113,18 +113,18 @@ def unloaded(
     """Outline the target that `load_target` would load, with its fingerprint; None if the files do not give one
     (quantised, or other tensor names or shapes than the model's). Raises as `outline`."""
     kind = dtype_name(pick_dtype(dtype, pick_device(device)))
-    drawn = outline(spec, kind, revision, trust_remote_code)
+    planned = outline(spec, kind, revision, trust_remote_code)
     folder, options = known_folder(loadable_folder(spec), revision)
-    known = None if drawn.tokenizer is None else _fingerprint_of_files(drawn, folder, options.get("revision"))
+    known = None if planned.tokenizer is None else _fingerprint_of_files(planned, folder, options.get("revision"))
     if known is None:
         return None
     with suppress(OSError):  # the config has the end tokens as well
-        drawn.model.generation_config = GenerationConfig.from_pretrained(folder, **options)
-    drawn.known = known
-    return drawn
+        planned.model.generation_config = GenerationConfig.from_pretrained(folder, **options)
+    planned.known = known
+    return planned
 
 
-def _fingerprint_of_files(drawn: Outline, folder: str, revision: str | None) -> str | None:
+def _fingerprint_of_files(planned: Outline, folder: str, revision: str | None) -> str | None:
     file_of, files = tensor_files(folder, revision), dict[str, Any]()
 
     def sample(name: str, parameter: Tensor) -> Tensor:
@@ -132,16 +132,16 @@ def _fingerprint_of_files(drawn: Outline, folder: str, revision: str | None) -> 
         if file not in files:
             files[file] = opened.enter_context(safe_open(str(cached_file(folder, file, revision=revision)), "pt"))
         saved, shape = files[file].get_slice(name), tuple(parameter.shape)
-        if tuple(saved.get_shape()) != shape or saved.get_dtype() not in _KINDS:
+        if tuple(saved.get_shape()) != shape or saved.get_dtype() not in _SAFETENSORS_DTYPES:
             raise KeyError(name)
-        numbers = []
-        for place in places(parameter.numel()):
+        values = []
+        for place in sample_indices(parameter.numel()):
             index = [int(number) for number in torch.unravel_index(torch.tensor(place), shape)]
-            numbers.append(saved[tuple(slice(at, at + 1) for at in index)].reshape(1))
-        return torch.cat(numbers)
+            values.append(saved[tuple(slice(at, at + 1) for at in index)].reshape(1))
+        return torch.cat(values)
 
     with ExitStack() as opened:
         try:
-            return fingerprint(drawn.model, drawn.architecture, sample)
+            return fingerprint(planned.model, planned.architecture, sample)
         except (KeyError, OSError, SafetensorError):
             return None

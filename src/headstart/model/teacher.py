@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.model.frozen import FrozenModel
-from headstart.model.identity import Identity, whole
+from headstart.model.identity import Identity, unsharded
 from headstart.model.model import Target
 from headstart.model.outline import Outline
 from headstart.support.files import file_hash, need_disk, read_json, write_atomic, write_json, write_tensors
 
-NOTE = "teacher.json"
+MANIFEST = "teacher.json"
 _BASE = "base.safetensors"
 _FORMAT = 2
 _AGAIN = "Write it again where the target is: headstart data build RECIPE computes nothing else anew."
@@ -40,53 +40,53 @@ _AGAIN = "Write it again where the target is: headstart data build RECIPE comput
 class TeacherModel(FrozenModel):
     """A target without most of its layers: heads can be created, trained and exported, not decoded with.
 
-    The model is of the target's class, with missing parameters on the `meta` device; `save_teacher` writes the `note`.
+    The model is of the target's class, with missing parameters on the `meta` device. `manifest` is the teacher.json.
     """
 
-    def __init__(self, model: Any, note: Mapping[str, Any]) -> None:
-        super().__init__(model, None, note["spec"])
-        self.dtype = getattr(torch, note["dtype"])
-        self._kept = [number for number in range(self.num_layers) if _layer_file(number) in note["files"]]
-        self.end_tokens = frozenset(note["end_tokens"])
-        self.settings = note["settings"]
-        self.vocabulary = note["vocabulary"]
-        self._note = note
+    def __init__(self, model: Any, manifest: Mapping[str, Any]) -> None:
+        super().__init__(model, None, manifest["spec"])
+        self.dtype = getattr(torch, manifest["dtype"])
+        self._layers = [number for number in range(self.num_layers) if _layer_file(number) in manifest["files"]]
+        self.end_tokens = frozenset(manifest["end_tokens"])
+        self.settings = manifest["settings"]
+        self.vocabulary = manifest["vocabulary"]
+        self._manifest = manifest
 
     def starts(self, layers: int) -> bool:
         """Whether it has this many of the last layers, for heads that start from them."""
-        return all(layer in self._kept for layer in range(max(0, self.num_layers - layers), self.num_layers))
+        return all(layer in self._layers for layer in range(max(0, self.num_layers - layers), self.num_layers))
 
     @cached_property
     def spare_token(self) -> int | None:
-        token: int | None = self._note["spare_token"]
+        token: int | None = self._manifest["spare_token"]
         return token
 
     @property
     def name(self) -> str:
-        return str(self._note["name"])
+        return str(self._manifest["name"])
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        return [(tuple(keys), tuple(values)) for keys, values in self._note["kv_shapes"]]
+        return [(tuple(keys), tuple(values)) for keys, values in self._manifest["kv_shapes"]]
 
     def identity(self) -> Identity:
-        return Identity(self.spec, self.name, self._note["fingerprint"])
+        return Identity(self.spec, self.name, self._manifest["fingerprint"])
 
     def sketch(self) -> dict[str, Any]:
-        return dict(self._note["sketch"])
+        return dict(self._manifest["sketch"])
 
 
 def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
-    """Path of a target's teacher in the folder of its hidden states, which have this dtype."""
+    """Return the path of a target's teacher in the folder of its hidden states, which have this dtype."""
     return states / f"teacher-{fingerprint[:16]}-{dtype}"
 
 
 def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | None = None) -> Path | None:
-    """Save the teacher of a target with this many of its last layers; skips intact files.
+    """Save the teacher of a target with this many of its last layers; skip intact files.
 
     Returns:
-        The teacher's folder; None for a target that training must load itself: quantised, with an adapter, or of a
-        class outside transformers.
+        The teacher's folder; None for a target that training must load: quantised, with an adapter, or of a class
+        outside transformers.
 
     Raises:
         UserError: too little free disk.
@@ -94,9 +94,9 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     if not _can_teach(target):
         return None
     folder = teacher_folder(states, target.identity().fingerprint, target.dtype_name)
-    is_whole = folder.is_dir() and teacher_problem(folder, thorough=True) is None
-    files = _note(folder)["files"] if is_whole else {}
-    missing = {file: tensors for file, tensors in _kept(target, layers).items() if file not in files}
+    is_intact = folder.is_dir() and teacher_problem(folder, thorough=True) is None
+    files = _manifest(folder)["files"] if is_intact else {}
+    missing = {file: tensors for file, tensors in _tensors_by_file(target, layers).items() if file not in files}
     if not missing:
         return folder
     size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
@@ -104,24 +104,24 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     for file, tensors in missing.items():
         write_atomic(folder / file, partial(write_tensors, tensors=tensors))
         files[file] = {"bytes": (folder / file).stat().st_size, "sha256": file_hash(folder / file)}
-    write_json(folder / NOTE, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
+    write_json(folder / MANIFEST, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
     return folder
 
 
 def teach(target: Target, layers: int = 1) -> TeacherModel:
-    """Gather the teacher of a sharded target in memory, with this many of its last layers; call it on all ranks."""
-    files = _kept(target, layers)
+    """Gather the teacher of a sharded target in memory, with this many of its last layers; call this on all ranks."""
+    files = _tensors_by_file(target, layers)
     model, facts = target.model, _facts(target, None)
-    # The sharded model reports only its own part of the key heads.
+    # The sharded model reports only the key heads of this rank.
     shapes = Outline(_empty(type(model), facts["config"]), None, target.spec, target.dtype).kv_shapes
-    note = {**facts, "kv_shapes": shapes, "files": dict.fromkeys(files)}
-    tensors = {name: whole(tensor).detach() for kept in files.values() for name, tensor in kept.items()}
-    return _assembled(type(model), note, tensors, target.device)
+    manifest = {**facts, "kv_shapes": shapes, "files": dict.fromkeys(files)}
+    tensors = {name: unsharded(tensor).detach() for kept in files.values() for name, tensor in kept.items()}
+    return _assembled(type(model), manifest, tensors, target.device)
 
 
 def _can_teach(target: FrozenModel) -> bool:
-    """Whether `load_teacher` can rebuild the target from its config: a transformers class with plain weights, no
-    adapter and no packed layers."""
+    """Whether `load_teacher` can rebuild the target from its config: a transformers class with plain weights, without
+    adapter or quantised layers."""
     model = target.model
     if target.origin is not None or getattr(transformers, type(model).__name__, None) is not type(model):
         return False
@@ -137,38 +137,41 @@ def _can_teach(target: FrozenModel) -> bool:
 
 def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
     """Read a teacher; raises UserError if it is missing, truncated or damaged."""
-    note = _note(folder)
+    manifest = _manifest(folder)
     if problem := teacher_problem(folder, thorough=True):
         raise UserError(problem, f"Delete it, if it is there. {_AGAIN}")
-    cls = getattr(transformers, note["class"], None)
+    name, version = manifest["class"], manifest["transformers"]
+    cls = getattr(transformers, name, None)
     if cls is None:
         raise UserError(
-            f"This transformers ({transformers.__version__}) has no {note['class']}, the class of {note['name']}.",
-            f"Install the version that the teacher was written with: pip install transformers=={note['transformers']}",
+            f"This transformers ({transformers.__version__}) has no {name}, the class of {manifest['name']}.",
+            f"Install the version that the teacher was written with: pip install transformers=={version}",
         )
-    tensors = {name: tensor for file in note["files"] for name, tensor in load_file(folder / file).items()}
-    return _assembled(cls, note, tensors, device)
+    tensors = {name: tensor for file in manifest["files"] for name, tensor in load_file(folder / file).items()}
+    return _assembled(cls, manifest, tensors, device)
 
 
-def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> TeacherModel:
-    model = _empty(cls, note["config"])
+def _assembled(
+    cls: Any, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+) -> TeacherModel:
+    model = _empty(cls, manifest["config"])
     for name, tensor in tensors.items():
         parameter = nn.Parameter(tensor.to(device), requires_grad=False)
-        for alias in (name, *note["tied"].get(name, ())):
+        for alias in (name, *manifest["tied"].get(name, ())):
             path, _, leaf = alias.rpartition(".")
             setattr(model.get_submodule(path), leaf, parameter)
-    return TeacherModel(model.eval().requires_grad_(False), note)
+    return TeacherModel(model.eval().requires_grad_(False), manifest)
 
 
 def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
-    """Check a teacher by file sizes, and hashes if `thorough`; None if it is intact or missing."""
+    """Check a teacher by file sizes, and by hashes if `thorough`; return None if it is intact or missing."""
     if not folder.is_dir():
         return None
     try:
-        note = _note(folder)
+        manifest = _manifest(folder)
     except UserError as error:
         return error.problem
-    for file, known in note["files"].items():
+    for file, known in manifest["files"].items():
         path = folder / file
         sized = path.is_file() and path.stat().st_size == known["bytes"]
         if not sized or (thorough and file_hash(path) != known["sha256"]):
@@ -176,15 +179,17 @@ def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
     return None
 
 
-def _note(folder: Path) -> dict[str, Any]:
-    """Read a teacher's note; raises UserError if it is missing or of another format."""
+def _manifest(folder: Path) -> dict[str, Any]:
+    """Read a teacher's manifest; raises UserError if it is missing or of another format."""
     try:
-        note = read_json(folder / NOTE)
+        manifest = read_json(folder / MANIFEST)
     except UserError:
-        raise UserError(f"{folder} holds no whole teacher: its {NOTE} is missing or cut short.", _AGAIN) from None
-    if not isinstance(note, dict) or note.get("format") != _FORMAT:
+        raise UserError(
+            f"{folder} holds no complete teacher: its {MANIFEST} is missing or cut short.", _AGAIN
+        ) from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise UserError(f"{folder} is a teacher of another format.", _AGAIN)
-    return note
+    return manifest
 
 
 def _facts(target: Target, revision: str | None) -> dict[str, Any]:
@@ -208,7 +213,7 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """Config as JSON, with defaults, which differ between versions."""
+    """Return the config as JSON, with the defaults, which differ between versions."""
     return dict(json.loads(model.config.to_json_string(use_diff=False)))
 
 
@@ -228,9 +233,9 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _kept(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file and name, tied ones once: embeddings, LM head and norms outside the layers, and `layers` of the
-    last layers."""
+def _tensors_by_file(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
+    """Return tensors by file and name, tied ones once: embeddings, LM head and norms outside the layers, and the last
+    `layers` layers."""
     names = _names(target.model)
 
     def by_name(parameters: Iterable[Tensor]) -> dict[str, Tensor]:

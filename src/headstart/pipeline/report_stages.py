@@ -44,7 +44,7 @@ from headstart.pipeline.run import (
 )
 from headstart.recipes.sections import DataSection
 from headstart.support.artifacts import Artifact, add_reference, artifact, link_into_run, lock_artifact
-from headstart.support.files import read_json, refuse_others, write_atomic, write_json
+from headstart.support.files import read_json, refuse_foreign_code, write_atomic, write_json
 from headstart.support.lock import locked
 from headstart.support.terminal import tell
 from headstart.train.tracking import link_report
@@ -173,7 +173,7 @@ def _eval_settings(run: Run) -> dict[str, Any]:
 
 
 def _eval(run: Run) -> Outcome:
-    refuse_others(run.folder / REPORT, _REPORT_FILES)
+    refuse_foreign_code(run.folder / REPORT, _REPORT_FILES)
     section, asked = run.recipe.eval, run.recipe.eval.questions
     file = run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser()
     exported = _exported(run)

@@ -1,10 +1,11 @@
-"""Attention for every target forward, registered with transformers as "headstart".
+"""Attention of headstart's forwards, registered with transformers as "headstart".
 
-Differences from transformers' sdpa path:
+Takes a layer's queries, and the keys and values of all visible slots; gives the attention output. Masks and options
+come from the thread's `ForwardContext`. Differences from transformers' sdpa path:
 
-- Prefill uses causal attention without a T x T mask; long texts are chunked.
+- Prefill uses causal attention without a T x T mask, in chunks.
 - Trees and single tokens fold the query heads of a key-value head into the query length instead of repeating keys and
-  values (5-7x faster for one token in a batch of 16-64 on a CPU). The mask comes from this thread's forward.
+  values (5-7x faster for one token in a batch of 16-64 on a CPU).
 - A few tokens per row on a CPU run in C, bit-exact with single steps (see `cpu_attention`).
 
 Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S visible slots, D head size.
@@ -26,23 +27,23 @@ from transformers import AttentionInterface
 from headstart.kernels.cpu_attention import few_tokens_attention
 
 NAME = "headstart"
-PIECE = 1024
+CHUNK = 1024
 """Prefill chunk size in tokens; no mask has more rows."""
 
 
 class TreeMask:
-    """Additive masks for one forward: 0 where visible, else -inf. `sliding_B1TS` applies the sliding window and starts
-    at slot `near`, since no window reaches further back."""
+    """Additive masks of one forward: 0 where visible, else -inf. `sliding_B1TS` is for layers with a sliding window; it
+    covers the slots from `sliding_start` on, as no window reaches further back."""
 
-    def __init__(self, full_B1TS: Tensor, sliding_B1TS: Tensor | None, near: int = 0) -> None:
+    def __init__(self, full_B1TS: Tensor, sliding_B1TS: Tensor | None, sliding_start: int = 0) -> None:
         self.full_B1TS = full_B1TS
         self.sliding_B1TS = sliding_B1TS
-        self.near = near
+        self.sliding_start = sliding_start
         self._folded: dict[tuple[bool, int, torch.device, torch.dtype], Tensor] = {}
 
     def folded(self, sliding: bool, groups: int, like: Tensor) -> Tensor:
-        """Return the mask for folded query heads, [B, 1, groups * T, S], in the dtype and on the device of `like`;
-        layers may differ in both. A sliding mask starts at slot `near`."""
+        """Return the mask for folded query heads, [B, 1, groups * T, S], in the dtype and on the device of `like`:
+        layers may differ in both."""
         key = (sliding and self.sliding_B1TS is not None, groups, like.device, like.dtype)
         if key not in self._folded:
             mask = self.sliding_B1TS if key[0] else self.full_B1TS
@@ -60,9 +61,11 @@ def tree_mask(
     seen: int,
     more: bool = False,
 ) -> TreeMask | None:
-    """Build the masks of a tree: committed prefix, then the tree's visibility; None if a single token sees everything.
-    An input's B is 1 if all rows agree on it. `seen` counts the visible slots, tree included; with
-    `more`, further slots follow the tree."""
+    """Build the masks of a tree: the committed prefix, then the tree's visibility. None if a single token sees all.
+
+    An input's B is 1 if all rows share it. `seen` counts the visible slots, tree included; with `more`, unused slots
+    follow the tree.
+    """
     width, device = positions_BT.shape[1], positions_BT.device
     one_length = lengths_B1.shape[0] == 1 and not more
     windowed = window is not None and seen > window
@@ -80,16 +83,16 @@ def tree_mask(
     else:
         index_BTT = (lengths_B1[:, None] + torch.arange(width, device=device)).expand(rows, width, width)
         allowed_BTS.scatter_(2, index_BTT, visible_BTT.expand(rows, width, width))
-    sliding, near = None, 0
+    sliding, start = None, 0
     if window is not None and windowed:
         slot_positions_BS = slots_S.expand(positions_BT.shape[0], seen).clone()
         index_BT = (lengths_B1 + torch.arange(width, device=device)).expand(positions_BT.shape)
         slot_positions_BS.scatter_(1, index_BT, positions_BT)
-        near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < window
+        in_window_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < window
         # The root's window starts earliest. With unequal lengths the starts are on the device, so all slots stay.
-        near = max(0, seen - width - window + 1) if one_length else 0
-        sliding = _additive((allowed_BTS & near_BTS)[:, :, near:], dtype)
-    return TreeMask(_additive(allowed_BTS, dtype), sliding, near)
+        start = max(0, seen - width - window + 1) if one_length else 0
+        sliding = _additive((allowed_BTS & in_window_BTS)[:, :, start:], dtype)
+    return TreeMask(_additive(allowed_BTS, dtype), sliding, start)
 
 
 def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -104,29 +107,29 @@ class ForwardContext:
     Attributes:
         mask: None for a causal forward, or a single token that sees everything.
         aux_layers: layers to capture; their hidden states go to `states`.
-        ends_BT: per token, the text length in plain decoding, the token included; None if unused.
-        ends: minimum and maximum of `ends_BT`.
+        text_lengths_BT: per token, the length of its text when plain decoding reads the token; None if unused.
+        text_length_range: minimum and maximum of `text_lengths_BT`.
         causal: whether the tokens are the last of one text, so that a causal mask suffices.
-        bits: whether a row must be batch-invariant (see `Target.exact`).
+        batch_invariant: whether rows must be batch-invariant (see `Target.exact`).
         int8: whether products are in 8 bits (see `Target.in_int8`).
         slots_B: visible slots per row, new tokens included, if `cpu_attention` serves the forward.
-        wanted: rows and positions [2, R] to compute logits for; None for all tokens.
-        row: the row being read, for targets with running states (see `chains`).
+        logits_at: rows and token indices [2, R] to compute logits for; None for all tokens.
+        row: the row being read, for targets with linear attention (see `chains`).
         cache: KV cache of a replay.
-        weights: weights of a replay's joined steps (see `steps`).
+        weights: weights of a replay's grouped steps (see `steps`).
         recording: set while this forward is recorded (see `recorded`).
     """
 
     mask: TreeMask | None = None
     aux_layers: frozenset[int] = frozenset()
-    ends_BT: Tensor | None = None
-    ends: tuple[int, int] = (0, 0)
+    text_lengths_BT: Tensor | None = None
+    text_length_range: tuple[int, int] = (0, 0)
     causal: bool = False
     window: int | None = None
-    bits: bool = False
+    batch_invariant: bool = False
     int8: bool = False
     slots_B: Tensor | None = None
-    wanted: Tensor | None = None
+    logits_at: Tensor | None = None
     row: Any = None
     cache: Any = None
     weights: Any = None
@@ -143,7 +146,8 @@ def current_forward() -> ForwardContext | None:
 
 
 @contextmanager
-def run(forward: ForwardContext) -> Iterator[ForwardContext]:
+def activate(forward: ForwardContext) -> Iterator[ForwardContext]:
+    """Make this the thread's forward for a block."""
     before = current_forward()
     _THREAD.forward = forward
     try:
@@ -152,7 +156,7 @@ def run(forward: ForwardContext) -> Iterator[ForwardContext]:
         _THREAD.forward = before
 
 
-def leave_out_cudnn() -> None:
+def disable_cudnn_attention() -> None:
     """Disable cuDNN attention, which replans for every new length (23 to 37 ms). The setting is process-wide, so it is
     never restored: forwards of several threads overlap."""
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -160,7 +164,7 @@ def leave_out_cudnn() -> None:
 
 @dataclass(frozen=True)
 class Scores:
-    """A layer's attention scores: scaling (None: 1 / sqrt(D)), soft cap (Gemma 2), and a sink per query head
+    """Options of a layer's attention scores: scaling (None: 1 / sqrt(D)), soft cap (Gemma 2), and a sink per query head
     (gpt-oss)."""
 
     scaling: float | None = None
@@ -168,7 +172,7 @@ class Scores:
     sink: Tensor | None = None
 
     @property
-    def plain(self) -> bool:
+    def fits_sdpa(self) -> bool:
         """Whether torch's sdpa supports them."""
         return self.softcap is None and self.sink is None
 
@@ -192,7 +196,7 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention of new tokens [B, Q, T, D] over slots [B, H, S, D]; returns ([B, T, Q, D_v], None)."""
     forward, scores = current_forward(), Scores(scaling, softcap, s_aux)
-    assert forward is not None, "a forward of ours"
+    assert forward is not None, "selected by `patch.Config` in our forwards only"
     if forward.recording is not None:
         return forward.recording.attend(query, key, value, scores, sliding_window is not None), None
     expected = None if forward.mask is None else forward.mask.full_B1TS.shape
@@ -209,22 +213,17 @@ def attend(forward: ForwardContext, query: Tensor, key: Tensor, value: Tensor, s
     window = forward.window if sliding else None
     if forward.mask is None and forward.causal:
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
-    if forward.slots_B is not None and scores.plain:
+    if forward.slots_B is not None and scores.fits_sdpa:
         visible = visible_range(forward, query, new_tokens, sliding)
         attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), *visible)
         if attended is not None:
             return attended
+    assert not forward.batch_invariant, "refused where C does not serve"
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
-    near = 0 if forward.mask is None or not sliding else forward.mask.near
-    if near:
-        key, value = key[:, :, near:], value[:, :, near:]
+    if forward.mask is not None and sliding and forward.mask.sliding_start:
+        key, value = (part[:, :, forward.mask.sliding_start :] for part in (key, value))
     query = query.reshape(rows, heads, groups * new_tokens, size)
-    assert not forward.bits, "refused where C does not serve"
-    if not scores.plain:
-        out = _reference(query, key, value, mask, how=scores)
-    else:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
-    out = out.reshape(rows, query_heads, new_tokens, value.shape[-1])
+    out = _masked_attention(query, key, value, mask, scores).reshape(rows, query_heads, new_tokens, value.shape[-1])
     return out.transpose(1, 2).contiguous()
 
 
@@ -234,7 +233,7 @@ def visible_range(
     """Visibility as `cpu_attention` takes it: mask, first slot of the mask, and the window if there is no mask."""
     if forward.mask is None or new_tokens == 1:
         return None, 0, forward.window if sliding else None
-    return forward.mask.folded(sliding, 1, like), forward.mask.near if sliding else 0, None
+    return forward.mask.folded(sliding, 1, like), forward.mask.sliding_start if sliding else 0, None
 
 
 def causal_attention(
@@ -244,23 +243,21 @@ def causal_attention(
     the queries where a mask is needed, so that memory does not grow with T * S."""
     groups = query.shape[1] // key.shape[1]
     new, seen = query.shape[2], key.shape[2]
-    near = window is None or seen <= window
+    if window is not None and seen <= window:
+        window = None
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if new == seen and near and scores.plain:
+    if new == seen and window is None and scores.fits_sdpa:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scaling)
-    parts = []
-    for start in range(0, new, PIECE):
-        stop = min(start + PIECE, new)
+    chunks = []
+    for start in range(0, new, CHUNK):
+        stop = min(start + CHUNK, new)
         last = seen - new + stop
-        first = 0 if near or window is None else max(0, last - (stop - start) - window + 1)
-        mask = _causal_mask(stop - start, last - first, None if near else window, query)
-        piece = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
-        if scores.plain:
-            parts.append(F.scaled_dot_product_attention(*piece, attn_mask=mask, scale=scores.scaling))
-        else:
-            parts.append(_reference(*piece, mask, scores))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        first = 0 if window is None else max(0, last - (stop - start) - window + 1)
+        mask = _causal_mask(stop - start, last - first, window, query)
+        chunk = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+        chunks.append(_masked_attention(*chunk, mask, scores))
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
 
 
 def _causal_mask(new: int, seen: int, window: int | None, like: Tensor) -> Tensor:
@@ -275,18 +272,27 @@ def _causal_mask(new: int, seen: int, window: int | None, like: Tensor) -> Tenso
     return like.new_zeros(1, 1, new, seen).masked_fill_(~allowed, float("-inf"))
 
 
-def _reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scores = Scores()) -> Tensor:
-    """Attention of [B, H, G * T, D] with soft caps or sinks, which sdpa lacks; scores in float32."""
-    scores = torch.matmul(query, key.transpose(2, 3)).float().mul_(how.scale(query.shape[-1]))
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attend with [B, H, G * T, D] under an additive mask."""
+    if scores.fits_sdpa:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
+    return _eager_attention(query, key, value, mask, scores)
+
+
+def _eager_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Scores = Scores()
+) -> Tensor:
+    """Attend with soft caps or sinks, which sdpa lacks; scores in float32."""
+    scores = torch.matmul(query, key.transpose(2, 3)).float().mul_(options.scale(query.shape[-1]))
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     if mask is not None:
         scores += mask
-    if how.sink is None:
+    if options.sink is None:
         return torch.matmul(scores.softmax(-1).to(value.dtype), value)
     rows, heads, folded = scores.shape[:3]
-    groups = len(how.sink) // heads
-    sink = how.sink.to(scores.dtype).reshape(1, heads, groups, 1, 1).expand(rows, -1, -1, folded // groups, -1)
+    groups = len(options.sink) // heads
+    sink = options.sink.to(scores.dtype).reshape(1, heads, groups, 1, 1).expand(rows, -1, -1, folded // groups, -1)
     scores = torch.cat([scores, sink.reshape(rows, heads, folded, 1)], dim=-1)
     return torch.matmul(scores.softmax(-1)[..., :-1].to(value.dtype), value)
 

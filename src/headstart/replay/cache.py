@@ -1,7 +1,9 @@
 """A preallocated KV cache for token trees.
 
-Each row has its own committed length. A forward writes after it; `commit` moves the accepted tokens down in place.
-Slots past the length are garbage that masks hide. There is no left padding: a committed token's slot is its position.
+Takes the keys and values of each layer, and after verification the accepted path of each row; gives views of all
+visible slots. Each row has its own committed length. A forward writes after it; `commit` moves the accepted tokens down
+in place. Slots past the length hold garbage, which masks hide. There is no left padding: a committed token's slot is
+its position.
 
 Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T new tokens, P accepted nodes.
 """
@@ -9,6 +11,7 @@ Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +26,12 @@ from headstart.support.uploads import upload
 _ONE_BY_ONE = 4
 """Move up to this many tokens one by one; building an index takes longer."""
 Place = tuple[tuple[int, int], tuple[int, int]]
-"""(store, index in it) of a layer's keys, and of its values."""
+"""(store, index in the store) of a layer's keys, and of its values."""
 
 
 @dataclass(frozen=True)
-class LayerKeys:
-    """KV layout of one layer: (heads, head size) of keys and of values."""
+class KVLayout:
+    """Shape of one layer's KV cache: (heads, head size) of keys and of values."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -36,8 +39,7 @@ class LayerKeys:
     device: torch.device
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> LayerKeys:
-        """Read it off keys and values [B, H, T, D]."""
+    def of(cls, keys: Tensor, values: Tensor) -> KVLayout:
         return cls((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device)
 
     @property
@@ -45,16 +47,16 @@ class LayerKeys:
         return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize
 
 
-class KeyMemory(Memory):
+class KVMemory(Memory):
     """KV memory reused by successive caches."""
 
-    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int) -> None:
+    def __init__(self, layers: Sequence[KVLayout], rows: int, capacity: int) -> None:
         super().__init__(rows, capacity)
         with torch.inference_mode(False):  # the next cache may be used outside inference mode
             self.stores, self.places = _allocate(layers, rows, capacity)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, [B, H, C, D]."""
+        """Return a layer's keys and values, [B, H, C, D]."""
         keys, values = (self.stores[store][index] for store, index in self.places[number])
         return keys, values
 
@@ -69,9 +71,9 @@ class KeyMemory(Memory):
 
 class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of every layer, written in place. `capacity` is in tokens per row, tree nodes included;
-    `keep_tokens` stores token ids as well, for targets that read a text again."""
+    `keep_tokens` stores token ids as well, for targets that recompute their cache (see `Target.max_depth`)."""
 
-    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int, keep_tokens: bool = False) -> None:
+    def __init__(self, layers: Sequence[KVLayout], rows: int, capacity: int, keep_tokens: bool = False) -> None:
         super().__init__(layers=[])
         self.capacity = capacity
         self.lengths: list[int] = [0] * rows
@@ -79,7 +81,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         if keep_tokens:  # one more store, so that they are committed, moved and selected like keys
             where = self._stores[0].device
             self._stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
-        self.memory: KeyMemory | None = None
+        self.memory: KVMemory | None = None
         self._new_tokens = 0
         self._check: Callable[[], None] | None = None
         self._ragged = False
@@ -89,7 +91,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
 
     @classmethod
-    def of(cls, memory: KeyMemory, rows: int) -> TreeCache:
+    def of(cls, memory: KVMemory, rows: int) -> TreeCache:
         """Create a cache on reused memory."""
         cache = cls((), rows, memory.capacity)
         cache.memory, cache._places = memory, memory.places
@@ -105,7 +107,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._check = check
 
     def begin(self, new_tokens: int) -> None:
-        """Announce a forward of `new_tokens` per row."""
+        """Prepare a forward of `new_tokens` per row."""
         if self._check is not None:
             self._check()
         seen = max(self.lengths) + new_tokens
@@ -117,7 +119,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new, self._visible = [], []
 
     def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
-        """Announce a forward after `lengths_B1` tokens of each row, with `seen` visible slots."""
+        """Prepare a forward after `lengths_B1` tokens of each row, with `seen` visible slots."""
         self._new_tokens, self._seen, self._ragged = new_tokens, seen, True
         slots_BT = lengths_B1 + torch.arange(new_tokens, device=lengths_B1.device)
         self._slots = {lengths_B1.device: (torch.arange(self.rows, device=lengths_B1.device)[:, None], slots_BT)}
@@ -128,7 +130,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Write one layer's new keys and values [B, H, T, D]; return views of all visible slots."""
         (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
         if not self._ragged:
-            if not self._new:  # one view for all layers, taken apart, instead of several for each
+            if not self._new:  # one view of all layers, unbound, is faster than views of each
                 first, seen = self._seen - self._new_tokens, self._seen
                 self._new = [store[:, :, :, first:seen].unbind() for store in self._stores]
                 self._visible = [store[:, :, :, :seen].unbind() for store in self._stores]
@@ -144,23 +146,18 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     @property
     def layout(self) -> tuple[Sequence[Tensor], Sequence[Place]]:
-        """Stores [count, B, H, C, D], and each layer's places in them."""
+        """Return the stores [count, B, H, C, D], and each layer's places in them."""
         return self._stores, self._places
 
-    def note(self, tokens_BT: Tensor) -> None:
-        """Write the token ids of this forward, for `text`."""
+    def write_tokens(self, tokens_BT: Tensor) -> None:
+        """Write the token ids of this forward, for `committed_tokens`."""
         store_BC = self._stores[-1][0, :, 0, :, 0]
         rows_B1, slots_BT = self._rows_and_slots(store_BC.device)
         store_BC[rows_B1, slots_BT] = tokens_BT.to(store_BC.device)
 
-    def text(self, row: int) -> Tensor:
-        """The committed tokens of a row, [1, T]."""
+    def committed_tokens(self, row: int) -> Tensor:
+        """Return the committed tokens of a row, [1, T]."""
         return self._stores[-1][0, row, 0, : self.lengths[row], 0][None]
-
-    def replace(self, row: int, other: TreeCache) -> None:
-        """Copy the only row of another cache, which has read the same text again."""
-        for store, read in zip(self._stores, other._stores, strict=True):
-            store[:, row, :, : self.lengths[row]] = read[:, 0, :, : self.lengths[row]]
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._slots:
@@ -227,8 +224,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._stores = [store[:, : len(rows)] for store in self._stores]
         self.lengths = [self.lengths[row] for row in rows]
 
-    def part(self, start: int, stop: int) -> TreeCache:
-        """Return a view of some rows with its own lengths, which the caller copies back after a commit."""
+    def slice_rows(self, start: int, stop: int) -> TreeCache:
+        """Return a view of some rows. It has its own lengths, which the caller copies back after a commit."""
         part = copy.copy(self)
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
@@ -243,43 +240,44 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         other = new_cache(self.rows, 2 * needed)
         other._check = self._check
         for row in range(self.rows):
-            other.go_on_with(row, self.part(row, row + 1))
+            other.load_row(row, self.slice_rows(row, row + 1))
         return other
 
-    def kept(self, row: int, length: int) -> TreeCache:
+    def copy_row(self, row: int, length: int) -> TreeCache:
         """Copy the first `length` tokens of a row into memory of its own."""
-        alone = self.part(row, row + 1)
+        alone = self.slice_rows(row, row + 1)
         alone._stores = [store[:, :, :, :length].clone() for store in alone._stores]
         alone.capacity, alone.lengths = length, [length]
         return alone
 
-    def go_on_with(self, row: int, other: TreeCache) -> None:
-        """Start a row with the content of another cache's only row."""
-        self.lengths[row] = other.lengths[0]
-        self.replace(row, other)
+    def load_row(self, row: int, other: TreeCache) -> None:
+        """Copy the only row of another cache into a row."""
+        length = self.lengths[row] = other.lengths[0]
+        for store, source in zip(self._stores, other._stores, strict=True):
+            store[:, row, :, :length] = source[:, 0, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(visible slots, offset), for transformers."""
+        """Return (visible slots, offset), for transformers."""
         return max(self.lengths) + self._new_tokens, 0
 
 
-def _allocate(layers: Sequence[LayerKeys], rows: int, capacity: int) -> tuple[list[Tensor], list[Place]]:
+def _allocate(layers: Sequence[KVLayout], rows: int, capacity: int) -> tuple[list[Tensor], list[Place]]:
     """Allocate one tensor [count, B, H, C, D] per layout, so that a commit is one operation for all layers."""
-    counts: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
-    indices = []
+    counts: Counter[tuple[int, int, torch.dtype, torch.device]] = Counter()
+    places = []
     for layer in layers:
-        spots = []
+        place = []
         for heads, size in (layer.keys, layer.values):
             kind = (heads, size, layer.dtype, layer.device)
-            spots.append((kind, counts.setdefault(kind, 0)))
+            place.append((kind, counts[kind]))
             counts[kind] += 1
-        indices.append(spots)
+        places.append(place)
     order = list(counts)
     stores = [
         torch.zeros(count, rows, heads, capacity, size, dtype=dtype, device=device)
         for (heads, size, dtype, device), count in counts.items()
     ]
-    return stores, [((order.index(keys[0]), keys[1]), (order.index(values[0]), values[1])) for keys, values in indices]
+    return stores, [((order.index(keys[0]), keys[1]), (order.index(values[0]), values[1])) for keys, values in places]

@@ -1,9 +1,11 @@
 """Targets with linear-attention layers (Qwen3-Next, Qwen3.5), which keep a running state instead of keys and values.
 
-A running state cannot be truncated, so these targets verify chains, not trees. Each linear layer snapshots its state
-before a chain. After a rejection the snapshots are restored, and the accepted tokens are read again ahead of the next
-chain, in the same forward. Full-attention layers are truncated as usual. Every row has its own cache and forward,
-since padding would enter the state.
+Takes a chain of draft tokens per row; gives logits and hidden states like a tree forward. A running state cannot be
+truncated, so these targets verify chains, not trees.
+
+Each linear-attention layer snapshots its state before a chain. After a rejection the snapshots are restored, and the
+accepted tokens are read again ahead of the next chain, in the same forward. Full-attention layers are truncated as
+usual. Every row has its own cache and forward, since padding would enter the state.
 
 Shape suffixes: B rows, N nodes of the longest chain, T tokens of one forward, V vocabulary, E hidden size.
 """
@@ -19,41 +21,46 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from headstart.replay.attention import PIECE, ForwardContext, current_forward, run
+from headstart.replay.attention import CHUNK, ForwardContext, activate, current_forward
 from headstart.support.uploads import upload
 
-LINEAR = "linear_attention"
-"""The layer type in configs."""
+LINEAR_ATTENTION = "linear_attention"
+"""Layer type in configs."""
 
 
 class Row:
-    """State of one row: its cache, tokens held in it, committed tokens pending for the next forward, and snapshots of
-    linear layers from before the last chain."""
+    """State of one row.
+
+    Attributes:
+        cached: number of tokens in the cache.
+        pending: committed tokens that the next forward reads first.
+        snapshots: states of linear-attention layers before the last chain.
+    """
 
     def __init__(self, config: Any) -> None:
         self.cache = DynamicCache(config=config)
-        self.held = 0
+        self.cached = 0
         self.pending: list[int] = []
-        self.copies: dict[int, Any] = {}
+        self.snapshots: dict[int, Any] = {}
 
     def accept(self, chain: Sequence[int], count: int) -> None:
         """Keep the pending tokens and the first `count` tokens of the last chain, if one was read."""
         if not chain:
             return
-        self.held += len(self.pending)
+        self.cached += len(self.pending)
         if count == len(chain):
-            self.held, self.pending, self.copies = self.held + count, [], {}
+            self.cached, self.pending, self.snapshots = self.cached + count, [], {}
             return
         for number, layer in enumerate(self.cache.layers):
-            if number in self.copies:
-                self.cache.layers[number] = self.copies[number]
+            if number in self.snapshots:
+                self.cache.layers[number] = self.snapshots[number]
             else:
-                layer.keys, layer.values = layer.keys[:, :, : self.held], layer.values[:, :, : self.held]
-        self.pending, self.copies = list(chain[:count]), {}
+                layer.keys, layer.values = layer.keys[:, :, : self.cached], layer.values[:, :, : self.cached]
+        self.pending, self.snapshots = list(chain[:count]), {}
 
 
 class ChainCache:
-    """A `TreeCache` for targets with running states, allocated on demand. `chains` has each row's uncommitted chain."""
+    """Counterpart of `TreeCache` for these targets, allocated on demand. `chains` has each row's uncommitted chain."""
 
     def __init__(self, config: Any, rows: int) -> None:
         self._config = config
@@ -93,20 +100,20 @@ class ChainCache:
         self.rows_B = [self.rows_B[row] for row in rows]
         self.lengths, self.chains = [self.lengths[row] for row in rows], [self.chains[row] for row in rows]
 
-    def part(self, start: int, stop: int) -> ChainCache:
+    def slice_rows(self, start: int, stop: int) -> ChainCache:
         part = copy.copy(self)
         part.rows_B, part.lengths = self.rows_B[start:stop], self.lengths[start:stop]
         part.chains = self.chains[start:stop]
         return part
 
-    def kept(self, row: int, length: int) -> ChainCache:
-        """Copy a row if it has exactly `length` tokens, else return an empty cache."""
-        alone = ChainCache(self._config, 1)
+    def copy_row(self, row: int, length: int) -> ChainCache:
+        """Copy a row if it has exactly `length` tokens, else return an empty cache: a state cannot be truncated."""
+        copied = ChainCache(self._config, 1)
         if self.lengths[row] == length:
-            alone.go_on_with(0, self.part(row, row + 1))
-        return alone
+            copied.load_row(0, self.slice_rows(row, row + 1))
+        return copied
 
-    def go_on_with(self, row: int, other: ChainCache) -> None:
+    def load_row(self, row: int, other: ChainCache) -> None:
         self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
 
 
@@ -120,21 +127,21 @@ def read_chains(
     max_length: int,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Read a chain per row, row by row: logits [B, N, V] and aux hidden states [B, N, E]. With `last_only` the rows are
-    prompts: they are committed, and only the last token gets logits."""
+    prompts: their tokens are committed, and only the last token gets logits."""
     cache.check()
     cache.forget()
     logits, states = [], []
     for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
-        pieces = []
-        size = PIECE if last_only else len(tokens)
+        chunks = []
+        size = CHUNK if last_only else len(tokens)
         for start in range(0, len(tokens), size):
-            piece = list(tokens[start : start + size])
+            chunk = list(tokens[start : start + size])
             forward = ForwardContext(None, frozenset(aux_layers), causal=True, row=row)
             if last_only:
-                forward.wanted = upload([[0], [len(row.pending) + len(piece) - 1]], device)
-            text_1T = torch.tensor([[*row.pending, *piece]], device=device)
-            index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=device)[None]
-            with run(forward):
+                forward.logits_at = upload([[0], [len(row.pending) + len(chunk) - 1]], device)
+            text_1T = torch.tensor([[*row.pending, *chunk]], device=device)
+            index_1T = torch.arange(row.cached, row.cached + text_1T.shape[1], device=device)[None]
+            with activate(forward):
                 out = model(
                     input_ids=text_1T,
                     position_ids=index_1T.clamp(max=max_length - 1),
@@ -142,15 +149,15 @@ def read_chains(
                     use_cache=True,
                 )
             new = slice(len(row.pending), None)
-            pieces.append({layer: state[0, new].to(device) for layer, state in forward.states.items()})
+            chunks.append({layer: state[0, new].to(device) for layer, state in forward.states.items()})
             logits_TV = out.logits[0].to(device)
             if last_only:
                 cache.check()
-                row.accept(piece, len(piece))
+                row.accept(chunk, len(chunk))
             else:
                 logits_TV = logits_TV[new]
         logits.append(logits_TV)
-        states.append({layer: torch.cat([piece[layer] for piece in pieces]) for layer in aux_layers})
+        states.append({layer: torch.cat([chunk[layer] for chunk in chunks]) for layer in aux_layers})
         if last_only:
             cache.lengths[number] += len(tokens)
         else:
@@ -159,29 +166,24 @@ def read_chains(
     return padded(logits), {layer: padded([of_row[layer] for of_row in states]) for layer in aux_layers}
 
 
-def has_running_states(config: Any) -> bool:
-    return LINEAR in (getattr(config, "layer_types", None) or ())
+def has_linear_attention(config: Any) -> bool:
+    return LINEAR_ATTENTION in (getattr(config, "layer_types", None) or ())
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Detect linear attention by its convolution and cache index."""
+def is_linear_attention(module: nn.Module) -> bool:
+    """Whether a module is a linear-attention layer, by its convolution and cache index."""
     return hasattr(module, "conv1d") and hasattr(module, "layer_idx")
 
 
-def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
-    """Run linear attention on the pending tokens, snapshot the state, then run it on the chain."""
+def linear_attention_forward(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
+    """Run a linear-attention layer on the pending tokens, snapshot its state, then run it on the chain."""
     forward = current_forward()
     row: Row | None = None if forward is None else forward.row
-    forward_of_class = type(module).forward
+    class_forward: Callable[..., Tensor] = partial(type(module).forward, module)
     # The cache argument is named `cache_params` before transformers 5.24, `cache` since.
-    cached = any(more.get(name) is not None for name in ("cache_params", "cache"))
-    if row is None or not cached:
-        out: Tensor = forward_of_class(module, hidden_states, **more)
-        return out
-    before = len(row.pending)
-    parts = [part for part in (hidden_states[:, :before], hidden_states[:, before:]) if part.shape[1]]
-    if before:
-        parts[0] = forward_of_class(module, parts[0], **more)
-    row.copies[module.layer_idx] = copy.deepcopy(row.cache.layers[module.layer_idx])
-    parts[-1] = forward_of_class(module, parts[-1], **more)
-    return torch.cat(parts, dim=1)
+    if row is None or all(more.get(name) is None for name in ("cache_params", "cache")):
+        return class_forward(hidden_states, **more)
+    pending = len(row.pending)
+    outputs = [class_forward(hidden_states[:, :pending], **more)] if pending else []
+    row.snapshots[module.layer_idx] = copy.deepcopy(row.cache.layers[module.layer_idx])
+    return torch.cat([*outputs, class_forward(hidden_states[:, pending:], **more)], dim=1)

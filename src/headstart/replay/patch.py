@@ -1,14 +1,14 @@
-"""Patch a transformers model so that headstart's forwards run beside its own.
+"""Patch a transformers model so that headstart's forwards run in it, and its own forwards stay as they are.
 
-Patches look up the forward of their thread (`attention.current_forward`), so neither forwards in several threads nor
-the model's own `generate` interfere.
+Takes a decoder, its layers and its LM head. The patches look up the forward of their thread
+(`attention.current_forward`), so neither forwards in several threads nor the model's own `generate` interfere.
 
 - Configs become a `Config` that selects our attention in our forwards.
 - Hooks on aux layers capture their states.
 - Rotary embeddings with length-dependent frequencies choose them per token.
 - Linear attention snapshots its state before a chain (see `chains`).
-- Linear layers use prepacked weights where that is faster (see `products`).
-- The LM head runs only on wanted tokens.
+- Linear layers (`nn.Linear`) use prepacked weights where that is faster (see `products`).
+- The LM head computes only the requested logits.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
 """
@@ -28,8 +28,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.kernels.prepacked import drop, fits, refresh
 from headstart.replay.attention import NAME, current_forward
-from headstart.replay.chains import is_linear, read_in_turn
-from headstart.replay.products import PackedLinear, can_prepack, has_matrix
+from headstart.replay.chains import is_linear_attention, linear_attention_forward
+from headstart.replay.products import PrepackedForward, can_prepack, has_matrix
 
 FINAL = -1
 """Layer number of the state after the final norm, the LM head's input."""
@@ -38,7 +38,7 @@ _LM_HEAD = "LM head"
 
 
 class Config:
-    """A proxy of a module's config that selects our attention in our forwards."""
+    """Proxy of a module's config that selects our attention in our forwards."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         object.__setattr__(self, "_config", config)
@@ -63,8 +63,7 @@ class Config:
 
 
 class ModelPatch:
-    """The patches of one `Target`. Texts of more than `limit` tokens have other rotary frequencies; None for no
-    limit."""
+    """Patches of one `Target`. Texts of more than `limit` tokens have other rotary frequencies; None for no limit."""
 
     def __init__(self, decoder: nn.Module, layers: nn.ModuleList, lm_head: nn.Module) -> None:
         self._decoder, self._layers, self._lm_head = decoder, layers, lm_head
@@ -72,18 +71,18 @@ class ModelPatch:
         self._hooks: dict[int | str, Any] = {}
         self._undo: list[Callable[[], Any]] = []  # restore configs and forwards
         self._patch_configs()
-        limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
+        limits = [_limit(module, kind) for module in decoder.modules() for kind in _longrope_layer_types(module)]
         self.limit = min(limits, default=None)
 
     def ensure(self, aux_layers: Iterable[int]) -> None:
         """Apply the patches that a forward with these aux layers needs."""
         if type(vars(self._decoder).get("config")) is not Config:
             self._patch_configs()
-        ends = *self.prepacked[:1], *self.prepacked[-1:]  # another target of the same model may have released it
-        if not all(type(vars(module).get("forward")) is PackedLinear for module in ends):
+        ends = *self.prepacked[:1], *self.prepacked[-1:]  # another target of the same model may have released them
+        if not all(type(vars(module).get("forward")) is PrepackedForward for module in ends):
             self._patch_linear_layers()
-        wanted: set[int | str] = {_LM_HEAD, *aux_layers}
-        if missing := wanted - self._hooks.keys():
+        hooked: set[int | str] = {_LM_HEAD, *aux_layers}
+        if missing := hooked - self._hooks.keys():
             with self._lock:
                 for layer in missing - self._hooks.keys():
                     self._hooks[layer] = self._hook(layer)
@@ -100,9 +99,8 @@ class ModelPatch:
                 undo()
             self._undo = []
 
-    def end(self) -> None:
-        """Clean up after the target: remove the hooks and free prepacked weights. Other patches may serve other targets
-        of the same model."""
+    def finalize(self) -> None:
+        """Remove the hooks and free prepacked weights; the other patches may serve other targets of the same model."""
         self._remove_hooks()
         drop(cast(Tensor, module.weight) for module in self.prepacked)
 
@@ -114,7 +112,7 @@ class ModelPatch:
 
     @cached_property
     def prepacked(self) -> list[nn.Module]:
-        """Linear layers to prepack; none if memory does not fit all of them."""
+        """Linear layers to prepack; none if memory has no room for all of them."""
         modules = [module for module in self.matrices if can_prepack(module)]
         return modules if fits(cast(Tensor, module.weight) for module in modules) else []
 
@@ -128,8 +126,8 @@ class ModelPatch:
         with self._lock:
             for module in self.prepacked:
                 forward = vars(module).get("forward")
-                if type(forward) is not PackedLinear:  # it wraps a foreign forward
-                    self._replace(module, PackedLinear(module, forward))
+                if type(forward) is not PrepackedForward:  # wraps a foreign forward, if any
+                    self._replace(module, PrepackedForward(module, forward))
 
     def _patch_configs(self) -> None:
         """Patch configs, rotary embeddings and linear attention."""
@@ -139,16 +137,16 @@ class ModelPatch:
                 if isinstance(config, PreTrainedConfig) and type(config) is not Config:
                     self._undo.append(partial(setattr, module, "config", config))
                     module.config = Config(config)  # type: ignore[assignment]  # a proxy
-                if _long_types(module) and "forward" not in vars(module):
+                if _longrope_layer_types(module) and "forward" not in vars(module):
                     self._replace(module, partial(_longrope_forward, module))
-                elif is_linear(module) and "forward" not in vars(module):
-                    self._replace(module, partial(read_in_turn, module))
+                elif is_linear_attention(module) and "forward" not in vars(module):
+                    self._replace(module, partial(linear_attention_forward, module))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         before = vars(module).get("forward")
 
         def restore() -> None:
-            vars(module).pop("_headstart_twins", None)
+            vars(module).pop("_headstart_fixed", None)
             vars(module).pop("forward", None)
             if before is not None:
                 vars(module)["forward"] = before
@@ -158,7 +156,7 @@ class ModelPatch:
 
     def _hook(self, layer: int | str) -> Any:
         if isinstance(layer, str):
-            return self._lm_head.register_forward_pre_hook(_select_wanted)
+            return self._lm_head.register_forward_pre_hook(_select_states)
         if layer == FINAL:
             return self._decoder.register_forward_hook(partial(_keep_output, layer))
         if layer == 0:
@@ -166,13 +164,13 @@ class ModelPatch:
         return self._layers[layer - 1].register_forward_hook(partial(_keep_output, layer))
 
 
-def _select_wanted(_module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """Select the wanted tokens' states [R, 1, E] of [B, T, E]."""
+def _select_states(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Select the states [R, 1, E] of [B, T, E] that need logits."""
     forward = current_forward()
-    if forward is None or forward.wanted is None:
+    if forward is None or forward.logits_at is None:
         return None
-    rows, indices = forward.wanted.to(args[0].device)
-    forward.wanted = None  # a second target of the same model may hook it too
+    rows, indices = forward.logits_at.to(args[0].device)
+    forward.logits_at = None  # a second target of the same model may hook it too
     return (args[0][rows, indices][:, None], *args[1:])
 
 
@@ -191,8 +189,8 @@ def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
 # -- rotary embeddings that depend on the length -----------------------------------------------------------------------
 
 
-def _long_types(module: nn.Module) -> list[str | None]:
-    """Layer types (None: all) with "longrope" rotary embeddings."""
+def _longrope_layer_types(module: nn.Module) -> list[str | None]:
+    """Return the layer types (None: all) with "longrope" rotary embeddings."""
     kind = vars(module).get("rope_type")
     if isinstance(kind, dict):
         return [layer_type for layer_type, name in kind.items() if name == "longrope"]
@@ -200,21 +198,21 @@ def _long_types(module: nn.Module) -> list[str | None]:
 
 
 def _longrope_forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
-    """Run a "longrope" embedding, choosing short or long frequencies per token, as in a loop over single tokens.
+    """Run a "longrope" embedding, choosing short or long frequencies per token, as when reading token by token.
 
     transformers chooses one set for all tokens of a forward, by its last position.
     """
     forward = current_forward()
     if layer_type is not None:
         more["layer_type"] = layer_type
-    if forward is None or forward.ends_BT is None or layer_type not in _long_types(module):
+    if forward is None or forward.text_lengths_BT is None or layer_type not in _longrope_layer_types(module):
         return type(module).forward(module, x, position_ids, **more)
     limit = _limit(module, layer_type)
-    minimum, maximum = forward.ends
+    minimum, maximum = forward.text_length_range
     if minimum > limit or maximum <= limit:
-        return _fixed(module, layer_type, minimum > limit, x.device)(x, position_ids, **more)
-    short, long = (_fixed(module, layer_type, which, x.device)(x, position_ids, **more) for which in (False, True))
-    is_long_BT1 = (forward.ends_BT > limit)[:, :, None].to(x.device)
+        return _with_frequencies(module, layer_type, minimum > limit, x.device)(x, position_ids, **more)
+    short, long = (_with_frequencies(module, layer_type, k, x.device)(x, position_ids, **more) for k in (False, True))
+    is_long_BT1 = (forward.text_lengths_BT > limit)[:, :, None].to(x.device)
     return tuple(torch.where(is_long_BT1, b, a) for a, b in zip(short, long, strict=True))
 
 
@@ -223,22 +221,21 @@ def _limit(module: Any, layer_type: str | None) -> int:
     return int((settings if layer_type is None else settings[layer_type])["original_max_position_embeddings"])
 
 
-def _fixed(module: Any, layer_type: str | None, long: bool, device: torch.device) -> nn.Module:
-    """Return a cached copy of a rotary embedding with fixed frequencies."""
-    twins = vars(module).setdefault("_headstart_twins", {})
+def _with_frequencies(module: Any, layer_type: str | None, long: bool, device: torch.device) -> nn.Module:
+    """Return a cached copy of a rotary embedding with its short or long frequencies only."""
+    copies: dict[Any, nn.Module] = vars(module).setdefault("_headstart_fixed", {})
     key = (layer_type, long, device)
-    if key not in twins:
+    if key not in copies:
         prefix = "" if layer_type is None else f"{layer_type}_"
         which = {} if layer_type is None else {"layer_type": layer_type}
         frequencies = getattr(module, f"{prefix}original_inv_freq").to(device)
-        if long:  # as transformers makes them
+        if long:  # as transformers computes them
             length = _limit(module, layer_type) + 1
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, device, seq_len=length, **which)
-        twin = copy.copy(module)
-        vars(twin).pop("forward", None)
-        vars(twin).pop("_headstart_twins", None)
-        twin.rope_type = "default" if layer_type is None else {**module.rope_type, layer_type: "default"}
-        vars(twin)["_buffers"] = {**module._buffers, f"{prefix}inv_freq": frequencies}
-        twins[key] = twin
-    fixed: nn.Module = twins[key]
-    return fixed
+        fixed = copy.copy(module)
+        vars(fixed).pop("forward", None)
+        vars(fixed).pop("_headstart_fixed", None)
+        fixed.rope_type = "default" if layer_type is None else {**module.rope_type, layer_type: "default"}
+        vars(fixed)["_buffers"] = {**module._buffers, f"{prefix}inv_freq": frequencies}
+        copies[key] = fixed
+    return copies[key]

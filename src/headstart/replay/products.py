@@ -1,4 +1,8 @@
-"""Linear layers of a target that use prepacked weights for a few rows (see `prepacked`)."""
+"""Linear layers (`nn.Linear`) of a target that use prepacked weights for a few rows (see `prepacked`).
+
+`PrepackedForward` replaces the forward of one layer; `MergedLinear` is the operator of a replay for all layers that
+read the same rows.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headstart.kernels.prepacked import Packed, PackedCopy, can_pack, multiplied, product
+from headstart.kernels.prepacked import PrepackedCopy, PrepackedWeights, can_pack, prepacked_linear, product
 from headstart.replay.attention import current_forward
 
-_MERGED = 1 << 28
+_MAX_MERGED_BYTES = 1 << 28
 """Maximum bytes of weights to merge into one product; the saved call overhead is negligible beyond."""
 
 
-class PackedLinear:
+class PrepackedForward:
     """Replacement for a linear layer's `forward`; outside our forwards it calls the original."""
 
     def __init__(self, module: nn.Module, original: Any) -> None:
-        self.is_stock = original is None  # the class's own forward
+        self.is_stock = original is None  # it replaces the class's own forward
         self._module: Any = module
         self._original = original or partial(type(module).forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, module, out = current_forward(), self._module, None
         if self.is_stock and forward is not None and forward.recording is None and len(args) == 1 and not kwargs:
-            out = multiplied(args[0], module.weight, module.bias, int8=forward.int8, any_rows=forward.bits)
+            options = {"int8": forward.int8, "any_rows": forward.batch_invariant}
+            out = prepacked_linear(args[0], module.weight, module.bias, **options)
         return self._original(*args, **kwargs) if out is None else out
 
 
@@ -38,38 +43,41 @@ class MergedLinear:
         self.weights, self._biases = list(weights), [bias for bias in biases if bias is not None]
         self.tensors = [*self.weights, *self._biases]
         self.sizes = [len(weight) for weight in weights]
-        self._copy = PackedCopy(self.int8)
+        self._copy = PrepackedCopy(self.int8)
 
     @staticmethod
     def groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
-        """Group layers to merge, with and without a bias, unless the group exceeds `_MERGED`."""
-        parts = [[at for at, bias in enumerate(biases) if (bias is None) == without] for without in (True, False)]
-        small = [part for part in parts if sum(weights[at].nbytes for at in part) <= _MERGED]
-        return [part for part in small if part] + [[at] for part in parts if part not in small for at in part]
+        """Group layers to merge, with and without a bias, unless the group exceeds `_MAX_MERGED_BYTES`."""
+        groups: list[list[int]] = []
+        for has_bias in (False, True):
+            group = [index for index, bias in enumerate(biases) if (bias is not None) == has_bias]
+            too_large = sum(weights[index].nbytes for index in group) > _MAX_MERGED_BYTES
+            groups += [[index] for index in group] if too_large else [group]
+        return [group for group in groups if group]
 
-    def packed(self) -> Packed:
+    def prepacked(self) -> PrepackedWeights:
         """Return the up-to-date copy."""
-        packed = self._copy.of(self.weights, self._biases)
-        assert packed is not None, "recorded with weights that can be packed"
-        return packed
+        copy = self._copy.of(self.weights, self._biases)
+        assert copy is not None, "recorded with weights that can be packed"
+        return copy
 
-    def refresh(self) -> Packed | None:
+    def refresh(self) -> PrepackedWeights | None:
         """Drop a stale copy; return the current one."""
         return self._copy.refresh(self.weights, self._biases)
 
     def __call__(self, rows: Tensor, norm_I: Tensor | None, eps: float, gates: bool, added: Tensor | None) -> Tensor:
         """See `prepacked.product`."""
-        packed, norm = self.packed(), None if norm_I is None else (norm_I, eps)
-        return product(rows, packed.weight, packed.bias_O, norm, gates, added)
+        copy, norm = self.prepacked(), None if norm_I is None else (norm_I, eps)
+        return product(rows, copy.weight, copy.bias_O, norm, gates, added)
 
 
 def can_prepack(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer with packable weights."""
+    """Whether a module is an unmodified `nn.Linear` with packable weights."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and can_pack(module.weight)
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether a module has matrix weights of its own: linear layers, and the experts and routers of an MoE."""
+    """Whether a module has matrix weights of its own, as linear layers, and experts and routers of an MoE have."""
     if isinstance(module, nn.Embedding) or any(True for child in module.children() for _ in child.parameters()):
         return False
     return any(weight.ndim >= 2 for weight in module.parameters(False))

@@ -1,10 +1,14 @@
 """Record the target's decoder once and replay it for forwards of a few tokens.
 
-The recording (see `tape`) covers one text. A batch is replayed as a single row, since only attention mixes tokens; it
-restores the batch shape and writes to the cache. Operators are rewritten where that pays (see `rewrites`).
+Takes a transformers decoder; gives a `Replay`, a function from token ids and positions to hidden states that calls the
+decoder's operators without its modules. On a CPU most of them run as C steps (see `steps`), on a GPU trees run as CUDA
+graphs of the replay (see `cuda_graphs`).
 
-A model that cannot be recorded, or whose replay gives different logits, runs through its modules; `Target.eager` gives
-the reason. So do long texts, except in 8 bits. On a GPU, trees run as CUDA graphs of the replay (see `graphs`).
+The recording (see `recorder`) covers one text. A batch is replayed as a single row, since only attention mixes tokens;
+attention restores the batch shape and writes to the cache. Operators are rewritten where that pays (see `rewrites`).
+
+A model runs through its modules if it cannot be recorded, or its replay gives other logits; `Target.eager` gives the
+reason. So do long texts, except in 8 bits.
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """
@@ -18,16 +22,16 @@ from operator import is_not
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers.cache_utils import Cache
 
 from headstart.kernels.prepacked import MAX_ROWS, drop
-from headstart.replay.attention import ForwardContext, Scores, causal_attention, current_forward, run
+from headstart.replay.attention import ForwardContext, Scores, activate, causal_attention, current_forward
 from headstart.replay.patch import FINAL
-from headstart.replay.products import PackedLinear, has_matrix
+from headstart.replay.products import PrepackedForward, has_matrix
+from headstart.replay.recorder import NotRecordable, compile_graph, record, remove_unused, select
 from headstart.replay.rewrites import AttentionCall, rewrite
-from headstart.replay.steps import Steps, Weights, join_steps
-from headstart.replay.tape import NotRecordable, clean, record
+from headstart.replay.steps import Steps, Weights, group_steps
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Types of plain weights, neither packed nor sharded."""
@@ -44,13 +48,13 @@ class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._layer_of: dict[int, tuple[int, Tensor]] = {}  # by id of the keys, which are kept so that it stays unique
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
-        """Causal attention of a text without a prefix, [1, T, Q, D_v]; recorded as a `AttentionCall`."""
+        """Attend causally over a text without a prefix, [1, T, Q, D_v]; recorded as an `AttentionCall`."""
         if id(key) not in self._layer_of:
             raise NotRecordable("a layer attends over keys of another one")
-        with self._recorder.deaf():
+        with self._recorder.pause():
             out = causal_attention(query, key, value, scores).transpose(1, 2).contiguous()
-        site = AttentionCall(self._layer_of[id(key)][0], replace(scores, sink=None), sliding)
-        self._recorder.note(site, ((query, key, value, scores.sink), {}), out)
+        attention = AttentionCall(self._layer_of[id(key)][0], replace(scores, sink=None), sliding)
+        self._recorder.add(attention, (query, key, value, scores.sink), {}, out)
         return out
 
     def update(
@@ -68,7 +72,7 @@ class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A replay that returns the states of `layers`: operator by operator, and with joined `steps`."""
+    """A replay that returns the states of `layers`: operator by operator, and with grouped `steps`."""
 
     layers: Sequence[int]
     by_operator: Callable[..., Sequence[Tensor]]
@@ -77,7 +81,7 @@ class _Compiled:
 
 
 class Replay:
-    """A decoder's recorded forward.
+    """A decoder's recorded forward, callable in a `ForwardContext` with a cache.
 
     Args:
         model: in eval mode, with the hooks of `layers` in place; not kept.
@@ -89,21 +93,21 @@ class Replay:
         NotRecordable: with the reason.
 
     Attributes:
-        graphs: CUDA graphs of the replay, on a GPU (see `headstart.replay.graphs`).
-        rounds: why a replay on a CPU is not batch-invariant; None if it is.
+        cuda_graphs: CUDA graphs of the replay, on a GPU (see `cuda_graphs`).
+        not_invariant: why a replay on a CPU is not batch-invariant; None if it is.
     """
 
     def __init__(self, model: Any, layers: Sequence[int], device: torch.device, packs: bool, int8: bool) -> None:
         decoder = model.get_decoder()
         self._decoder, self.layers, self._int8 = decoder, list(layers), int8
-        self.graphs: Any = None
-        refuse_others(model, decoder)
+        self.cuda_graphs: Any = None
+        _refuse_foreign_code(model, decoder)
         vocab_size = decoder.get_input_embeddings().num_embeddings
         self._modules = list(decoder.modules())
 
         def code(recorder: Any, tokens_1T: Tensor, positions_1T: Tensor, mask_11TT: Tensor) -> list[Tensor]:
             forward = ForwardContext(aux_layers=frozenset(layers), recording=RecordingCache(recorder))
-            with run(forward):
+            with activate(forward):
                 decoder(
                     input_ids=tokens_1T,
                     attention_mask=mask_11TT,
@@ -118,18 +122,18 @@ class Replay:
             mask_TT = torch.full((count, count), float("-inf"), device=device).triu_(1)
             return [(positions_1T + count % 3) % vocab_size, positions_1T, mask_TT[None, None]]
 
-        tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
-        self._known = list(_places(decoder, tape.constants))
-        clean(tape.graph)
-        self.products = rewrite(tape.graph, device, packs, int8)
+        self._graph = graph = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
+        self._recorded_tensors = list(_attributes_of(decoder, graph))
+        remove_unused(graph)
+        self.products = rewrite(graph, device, packs, int8)
         drop(weight for product in self.products for weight in product.weights)
-        self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Compiled]()
-        self.rounds = self._why_it_rounds()
+        self._weights, self._replays = Weights(graph), dict[frozenset[int], _Compiled]()
+        self.not_invariant = self._why_not_invariant()
 
     def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
         """Return states [B, T, E] by layer; needs a current forward with a cache."""
         shape, count, forward = tokens_BT.shape, tokens_BT.numel(), current_forward()
-        assert forward is not None, "a forward of ours"
+        assert forward is not None, "activated by the caller"
         compiled = self._replays.get(forward.aux_layers) or self._compile(forward.aux_layers)
         function = compiled.by_operator
         if compiled.steps and all(steps.serves(forward) for steps in compiled.steps):
@@ -139,32 +143,34 @@ class Replay:
 
     def _compile(self, aux_layers: frozenset[int]) -> _Compiled:
         layers = [FINAL, *sorted(aux_layers - {FINAL})]
-        tape = self._tape.giving([self.layers.index(layer) for layer in layers])
-        by_operator, steps = tape.compile(), join_steps(tape.graph)
-        in_steps = tape.compile() if steps else by_operator
+        graph = select(self._graph, [self.layers.index(layer) for layer in layers])
+        by_operator, steps = compile_graph(graph), group_steps(graph)
+        in_steps = compile_graph(graph) if steps else by_operator
         self._replays[aux_layers] = compiled = _Compiled(layers, by_operator, in_steps, steps)
         return compiled
 
-    def serves(self, tokens: int, bits: bool) -> bool:
+    def serves(self, tokens: int, batch_invariant: bool) -> bool:
         """Whether to replay a forward of `tokens` in total."""
-        # Modules are not bit-exact. Targets in 8 bits always replay, so that only the 8-bit copy is kept.
-        return bits or self._int8 or tokens <= MAX_ROWS
+        # Modules are not batch-invariant. Targets in 8 bits always replay, so that only the 8-bit copy is kept.
+        return batch_invariant or self._int8 or tokens <= MAX_ROWS
 
-    def _why_it_rounds(self) -> str | None:
+    def _why_not_invariant(self) -> str | None:
         matrices = sum(map(has_matrix, self._decoder.modules()))
         if sum(len(product.sizes) for product in self.products) < matrices:
             return "torch computes some of its products"
-        sites = [node for node in self._tape.graph.nodes if isinstance(node.target, AttentionCall)]
-        if any(not node.target.scores.plain or node.args[3] is not None for node in sites):
+        layers = [node for node in self._graph.nodes if isinstance(node.target, AttentionCall)]
+        if any(not node.target.scores.fits_sdpa or node.args[3] is not None for node in layers):
             return "torch computes its attention, which has soft caps or sinks"
         return None
 
-    def holds(self, model: nn.Module) -> bool:
-        """Whether modules and weights are the recorded ones, and the model has no foreign hooks."""
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether modules and weights are the recorded ones, and the model has no foreign hooks; refreshes weights."""
         modules = list(self._decoder.modules())
         if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
             return False
-        if not all(getattr(module, name, None) is tensor for module, name, tensor in self._known) or _hooked(model):
+        if any(getattr(module, name, None) is not tensor for module, name, tensor in self._recorded_tensors):
+            return False
+        if _foreign_hook(model):
             return False
         self._weights.refresh()
         return True
@@ -180,9 +186,9 @@ class Recorded:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
+def _refuse_foreign_code(model: nn.Module, decoder: nn.Module) -> None:
     """Refuse a model with foreign hooks or weights, which may change unnoticed."""
-    if hooked := _hooked(model):
+    if hooked := _foreign_hook(model):
         raise NotRecordable(f"{hooked} has hooks or a forward from other code")
     if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
         raise NotRecordable("its embeddings are not an nn.Embedding")
@@ -193,8 +199,8 @@ def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
             raise NotRecordable(f"{name} has weights that are packed, or sharded over processes")
 
 
-def _hooked(model: nn.Module) -> str | None:
-    """Name a module with a foreign hook or forward: not its class's, transformers' or ours."""
+def _foreign_hook(model: nn.Module) -> str | None:
+    """Return the name of a module with a hook or forward that is not its class's, transformers' or ours."""
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         forward = vars(module).get("forward")
@@ -204,17 +210,17 @@ def _hooked(model: nn.Module) -> str | None:
 
 
 def _is_ours(function: Any) -> bool:
-    if isinstance(function, PackedLinear):
+    if isinstance(function, PrepackedForward):
         return bool(function.is_stock)
     function = getattr(function, "func", function)  # of a partial
     module: str = function.__module__
     return module.startswith(("headstart.", "transformers."))
 
 
-def _places(decoder: nn.Module, constants: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Find these tensors in the decoder: (module, name, tensor)."""
-    wanted = {id(tensor): tensor for tensor in constants}
+def _attributes_of(decoder: nn.Module, graph: fx.Graph) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Find the constants of a graph in the decoder: (module, attribute name, tensor)."""
+    constants = {id(node.meta["constant"]) for node in graph.nodes if node.op == "get_attr"}
     for module in decoder.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if id(tensor) in wanted:
-                yield module, name, wanted[id(tensor)]
+            if tensor is not None and id(tensor) in constants:
+                yield module, name, tensor

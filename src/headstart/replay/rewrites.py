@@ -1,15 +1,17 @@
-"""Rewrite a recorded graph into faster equivalents (see `recorded`).
+"""Rewrite a recorded graph into fewer, faster operators with the same results up to rounding.
 
-- Linear layers on the same input become one product with prepacked weights (see `products`). An RMS norm before it and
-a gate or residual sum after it are fused in.
+Takes the fx graph of a decoder's forward (see `recorder`) and changes it in place:
+
+- Linear layers on the same input become one `MergedLinear` with prepacked weights, which also computes the RMS norm
+  before it and the gate or residual sum after it.
 - Rotary positions swap halves in one operator; the sign moves into the table of sines.
 - The scale of an RMS norm takes three operators on the input instead of six on a float32 copy; on a GPU, where launches
   dominate, a norm is one operator.
-- A merged qkv product, its norms, rotary positions, cache writes and attention become a `JoinedAttention`.
+- Query, key and value products, their norms, rotary positions, cache writes and attention become a `QKVAttention`.
 
-Runs of these products and `JoinedAttention`s become single C calls (see `steps`); the other operators run on torch.
+`steps` then runs consecutive `MergedLinear`s and `QKVAttention`s in one C call; the other operators run on torch.
 
-Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, I numbers of a row,
+Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, I inputs of a row,
 N outputs of a product.
 """
 
@@ -28,7 +30,7 @@ from torch import Tensor, fx
 from headstart.kernels.prepacked import can_gate, can_pack
 from headstart.replay.attention import Scores, attend, current_forward
 from headstart.replay.products import MergedLinear
-from headstart.replay.tape import call, clean, put_for
+from headstart.replay.recorder import call, remove_unused, replace_node
 
 
 def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[MergedLinear]:
@@ -36,27 +38,27 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> l
     shorten_norms(graph, device)
     products = merge_products(graph, int8) if packs else []
     shorten_rotations(graph)
-    clean(graph)
+    remove_unused(graph)
     if device.type == "cuda":
-        _call_instead(graph, partial(_norm, rms_norm))
+        _replace_matches(graph, partial(_match_norm, rms_norm_cuda))
     elif products:
-        _call_instead(graph, partial(_norm, normed))  # first: the next patterns match it
-        _call_instead(graph, _gate)
-        _call_instead(graph, _joined_attention)
+        _replace_matches(graph, partial(_match_norm, rms_norm_cpu))  # first: the next patterns match it
+        _replace_matches(graph, _match_gate)
+        _replace_matches(graph, _match_attention)
         fuse_products(graph)
     return products
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention, which a replay calls. `scores` has no sink."""
+    """One layer's cache update and attention, an operator of a recorded graph; `scores` has no sink."""
 
     layer: int
     scores: Scores
     sliding: bool
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
-        """Attention of new tokens, queries [1, Q, M, D], keys and values [1, H, M, D], sinks [Q]: [1, M, Q, D_v]."""
+        """Attend with new queries [1, Q, M, D], keys and values [1, H, M, D] and sinks [Q]: [1, M, Q, D_v]."""
         forward = current_forward()
         assert forward is not None and forward.cache is not None, "a replay has a cache"
         rows = forward.cache.rows
@@ -84,7 +86,7 @@ def merge_products(graph: fx.Graph, int8: bool) -> list[MergedLinear]:
         weight, bias = _constant(node.args[1]), node.args[2] if len(node.args) > 2 else None
         if weight is not None and (bias is None or _constant(bias) is not None) and can_pack(weight):
             by_input.setdefault(node.args[0], []).append(node)
-    made = []
+    products = []
     for rows, nodes in by_input.items():
         if any(user.meta.get("writes") for user in rows.users):
             continue
@@ -92,20 +94,20 @@ def merge_products(graph: fx.Graph, int8: bool) -> list[MergedLinear]:
         biases = [_constant(node.args[2]) if len(node.args) > 2 else None for node in nodes]
         for group in MergedLinear.groups(weights, biases):
             product = MergedLinear([weights[index] for index in group], [biases[index] for index in group], int8)
-            made.append(product)
+            products.append(product)
             with graph.inserting_before(nodes[group[0]]):
-                joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing fused yet
+                merged = call(graph, product, (rows, None, 0.0, False, None))  # nothing fused yet
                 if len(group) > 1:
-                    parts = call(graph, Tensor.split, (joined, product.sizes, -1))
+                    parts = call(graph, Tensor.split, (merged, product.sizes, -1))
                     replacements = [call(graph, operator.getitem, (parts, at)) for at in range(len(group))]
                 else:
-                    replacements = [joined]
-            of_one = nodes[group[0]].meta
-            joined.meta.update(dtype=of_one.get("dtype"), shape=(*of_one["shape"][:-1], sum(product.sizes)))
+                    replacements = [merged]
+            first = nodes[group[0]].meta
+            merged.meta.update(dtype=first.get("dtype"), shape=(*first["shape"][:-1], sum(product.sizes)))
             for index, replacement in zip(group, replacements, strict=True):
-                put_for(replacement, nodes[index])
+                replace_node(nodes[index], replacement)
                 graph.erase_node(nodes[index])
-    return made
+    return products
 
 
 _POWERS = (Tensor.pow, torch.pow, Tensor.__pow__)
@@ -167,46 +169,46 @@ def shorten_rotations(graph: fx.Graph) -> None:
     for total in list(graph.nodes):
         if not _is(total, _SUMS) or len(total.args) != 2 or not all(_is(part, _PRODUCTS) for part in total.args):
             continue
-        (x, cos), (turned, sin) = (part.args for part in total.args)
-        half = _swapped_half(turned, x)
+        (x, cos), (rotated_x, sin) = (part.args for part in total.args)
+        half = _swapped_half(rotated_x, x)
         if half is None or not isinstance(sin, fx.Node):
             continue
-        view = _made(sin)
+        view = _view_key(sin)
         if view not in signed:
             with graph.inserting_after(sin):
-                signed[view] = call(graph, negative_half, (sin, half))
+                signed[view] = call(graph, negate_half, (sin, half))
                 signed[view].meta.update(sin.meta)
-        cos = cosines.setdefault(_made(cos), cos) if isinstance(cos, fx.Node) else cos
+        cos = cosines.setdefault(_view_key(cos), cos) if isinstance(cos, fx.Node) else cos
         with graph.inserting_before(total):
-            total.replace_all_uses_with(call(graph, rotated, (x, cos, signed[view], half)))
+            total.replace_all_uses_with(call(graph, rotate, (x, cos, signed[view], half)))
 
 
-def _made(node: fx.Node) -> str:
-    """Key of a view, equal for the views that each layer makes for itself."""
+def _view_key(node: fx.Node) -> str:
+    """Key of a view; equal for the same view in every layer."""
     return repr((node.op, node.target, node.args, node.kwargs))
 
 
-def _swapped_half(turned: Any, x: Any) -> int | None:
-    """Return the size of a half if `turned` is `cat((-x2, x1))` over the last dimension."""
-    if not _is(turned, [torch.cat]) or (turned.args[1:], dict(turned.kwargs)) not in (((), {"dim": -1}), ((-1,), {})):
+def _swapped_half(node: Any, x: Any) -> int | None:
+    """Match `cat((-x2, x1))` over the last dimension; return the size of a half."""
+    if not _is(node, [torch.cat]) or (node.args[1:], dict(node.kwargs)) not in (((), {"dim": -1}), ((-1,), {})):
         return None
-    parts = turned.args[0]
+    parts = node.args[0]
     if len(parts) != 2 or not _is(parts[0], _NEGATIVES):
         return None
     second, first = parts[0].args[0], parts[1]
     if not all(_is(part, [Tensor.__getitem__]) and part.args[0] is x for part in (first, second)):
         return None
     half = second.args[1][-1].start
-    wanted = (Ellipsis, slice(None, half, None)), (Ellipsis, slice(half, None, None))
-    return half if (first.args[1], second.args[1]) == wanted and isinstance(half, int) else None
+    halves = (Ellipsis, slice(None, half, None)), (Ellipsis, slice(half, None, None))
+    return half if (first.args[1], second.args[1]) == halves and isinstance(half, int) else None
 
 
-def negative_half(x: Tensor, half: int) -> Tensor:
+def negate_half(x: Tensor, half: int) -> Tensor:
     """Negate the last dimension up to `half`."""
     return torch.cat((-x[..., :half], x[..., half:]), dim=-1)
 
 
-def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
     out: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
     return out
 
@@ -215,29 +217,29 @@ def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class JoinedAttention:
-    """A layer's attention over a merged qkv product; `eps` belongs to the query and key norms. `steps` runs it in C."""
+class QKVAttention:
+    """A layer's attention on a merged qkv product, with norms (of `eps`) and rotary positions; `steps` runs it in C."""
 
-    site: AttentionCall
+    attention: AttentionCall
     heads: int
     key_heads: int
     size: int
     eps: float = 0.0
 
     def __call__(
-        self, joined_1MN: Tensor, angles_11MD: tuple[Tensor, Tensor], norms_D: tuple[Tensor, Tensor] | None
+        self, qkv_1MN: Tensor, angles_11MD: tuple[Tensor, Tensor], norms_D: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Attend: [1, M, Q, D]. Angles are cosines and sines, the sines' first half negated; norms are the weights of
-        the query and key norms."""
-        parts = joined_1MN.view(1, -1, self.heads + 2 * self.key_heads, self.size)
+        """Attend: [1, M, Q, D]. Angles are cosines, and sines with a negated first half; norms are query and key norm
+        weights."""
+        parts = qkv_1MN.view(1, -1, self.heads + 2 * self.key_heads, self.size)
         query, key, value = torch.split(parts, [self.heads, self.key_heads, self.key_heads], dim=2)
         if norms_D is not None:
-            query, key = normed(query, norms_D[0], self.eps), normed(key, norms_D[1], self.eps)
-        query, key = (rotated(part.transpose(1, 2), *angles_11MD, self.size // 2) for part in (query, key))
-        return self.site(query, key, value.transpose(1, 2), None)
+            query, key = rms_norm_cpu(query, norms_D[0], self.eps), rms_norm_cpu(key, norms_D[1], self.eps)
+        query, key = (rotate(part.transpose(1, 2), *angles_11MD, self.size // 2) for part in (query, key))
+        return self.attention(query, key, value.transpose(1, 2), None)
 
 
-def normed(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+def rms_norm_cpu(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     """RMS norm of x [.., I], rounded before the weight is applied."""
     return weight_I * (x * inverse_rms(x, _scalar(eps))).to(x.dtype)
 
@@ -247,13 +249,13 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value)
 
 
-def gated(both: Tensor) -> Tensor:
+def silu_gate(both: Tensor) -> Tensor:
     """Multiply the second half of [.., 2 * I] by silu of the first."""
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def rms_norm(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+def rms_norm_cuda(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     """RMS norm as one GPU kernel, rounded once."""
     return F.rms_norm(x, weight_I.shape, weight_I, eps)
 
@@ -261,15 +263,15 @@ def rms_norm(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
 _Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
-def _call_instead(graph: fx.Graph, pattern: Callable[[Any], _Call | None]) -> None:
+def _replace_matches(graph: fx.Graph, pattern: Callable[[Any], _Call | None]) -> None:
     """Replace each node that the pattern matches by the call that it returns."""
     for node in list(graph.nodes):
         found = pattern(node)
         if found is not None:
             with graph.inserting_before(node):
                 new = call(graph, *found)
-            put_for(new, node)
-    clean(graph)
+            replace_node(node, new)
+    remove_unused(graph)
 
 
 def fuse_products(graph: fx.Graph) -> None:
@@ -279,24 +281,24 @@ def fuse_products(graph: fx.Graph) -> None:
         if not isinstance(product, MergedLinear):
             continue
         rows, norm, eps, gates, last, added = node.args[0], None, 0.0, False, node, None
-        if _is(rows, [normed]) and len(rows.users) == 1 and _unwritten(rows, node):
+        if _is(rows, [rms_norm_cpu]) and len(rows.users) == 1 and _no_write_between(rows, node):
             rows, norm, eps = rows.args
         user: Any = next(iter(node.users)) if len(node.users) == 1 else None
-        if _is(user, [gated]) and can_gate(product.weights):
+        if _is(user, [silu_gate]) and can_gate(product.weights):
             last, gates = user, True
         elif _is(user, _SUMS) and len(user.args) == 2 and not user.kwargs:
             other = user.args[user.args[0] is node]
-            if isinstance(other, fx.Node) and other is not node and _alike(other, node):
+            if isinstance(other, fx.Node) and other is not node and _same_kind(other, node):
                 last, added = user, other
         if norm is None and last is node:
             continue
         with graph.inserting_before(last):
-            joined = call(graph, product, (rows, norm, eps, gates, added))
-        put_for(joined, last)
-    clean(graph)
+            merged = call(graph, product, (rows, norm, eps, gates, added))
+        replace_node(last, merged)
+    remove_unused(graph)
 
 
-def _unwritten(first: fx.Node, last: fx.Node) -> bool:
+def _no_write_between(first: fx.Node, last: fx.Node) -> bool:
     """Whether no node in between writes into its arguments."""
     node = first
     while node is not last and not node.meta.get("writes"):
@@ -304,13 +306,13 @@ def _unwritten(first: fx.Node, last: fx.Node) -> bool:
     return node is last
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
+def _same_kind(one: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes have the same shape and dtype."""
     kinds = [(node.meta.get("shape"), node.meta.get("dtype")) for node in (one, other)]
     return None not in kinds[0] and kinds[0] == kinds[1]
 
 
-def _norm(function: Callable[..., Tensor], node: Any) -> _Call | None:
+def _match_norm(function: Callable[..., Tensor], node: Any) -> _Call | None:
     """Match weight * (x * inverse_rms(x)) in the dtype of x; call the function with x, weight and epsilon."""
     if not _is(node, _PRODUCTS) or len(node.args) != 2:
         return None
@@ -328,7 +330,7 @@ def _norm(function: Callable[..., Tensor], node: Any) -> _Call | None:
     return function, (x, weight, float(scale.target.keywords["eps"]))
 
 
-def _gate(node: Any) -> _Call | None:
+def _match_gate(node: Any) -> _Call | None:
     """Match silu of a product's first half, times the second."""
     if not _is(node, _PRODUCTS) or len(node.args) != 2 or not _is(node.args[0], [F.silu]):
         return None
@@ -336,56 +338,56 @@ def _gate(node: Any) -> _Call | None:
     if gate is None or up is None or gate[0] is not up[0] or (gate[1], up[1]) != (0, 1):
         return None
     sizes = gate[0].target.sizes
-    return (gated, (gate[0],)) if len(sizes) == 2 and sizes[0] == sizes[1] else None
+    return (silu_gate, (gate[0],)) if len(sizes) == 2 and sizes[0] == sizes[1] else None
 
 
-def _joined_attention(node: Any) -> _Call | None:
-    """Match attention over a merged qkv product, with rotary positions over the whole head."""
-    site = node.target
-    if not isinstance(site, AttentionCall) or not site.scores.plain or node.args[3] is not None:
+def _match_attention(node: Any) -> _Call | None:
+    """Match attention on a merged qkv product, with rotary positions over the whole head."""
+    attention = node.target
+    if not isinstance(attention, AttentionCall) or not attention.scores.fits_sdpa or node.args[3] is not None:
         return None
-    *turned, value = node.args[:3]
-    if not all(_is(part, [rotated]) for part in turned) or turned[0].args[1:] != turned[1].args[1:]:
+    query, key, value = node.args[:3]
+    if not _is(query, [rotate]) or not _is(key, [rotate]) or query.args[1:] != key.args[1:]:
         return None
-    _, cos, signed_sin, half = turned[0].args
+    _, cos, signed_sin, half = query.args
     size = 2 * half
-    seen = [_heads(part, size) for part in (turned[0].args[0], turned[1].args[0], value)]
-    parts = [part for part in (_part(part) for part, *_ in seen) if part is not None]
-    if len(parts) < 3 or any(part != (parts[0][0], at) for at, part in enumerate(parts)):
+    sources = [_heads(part, size) for part in (query.args[0], key.args[0], value)]
+    parts = [part for part in (_part(source) for source, *_ in sources) if part is not None]
+    if len(parts) < 3 or any(part != (parts[0][0], index) for index, part in enumerate(parts)):
         return None
-    joined = parts[0][0]
-    sizes = joined.target.sizes
+    merged = parts[0][0]
+    sizes = merged.target.sizes
     heads, rest = divmod(sizes[0], size)
     key_heads = sizes[1] // size
     if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads:
         return None
-    if [len(reader.users) for split in joined.users for reader in split.users] != [1, 1, 1]:
-        return None  # another node reads the overwritten product
-    (_, query_norm, eps), (_, key_norm, key_eps), (_, value_norm, _) = seen
+    if [len(reader.users) for split in merged.users for reader in split.users] != [1, 1, 1]:
+        return None  # another node reads the product, which is overwritten
+    (_, query_norm, eps), (_, key_norm, key_eps), (_, value_norm, _) = sources
     if value_norm is not None or (query_norm is None) != (key_norm is None) or eps != key_eps:
         return None
     norms = None if query_norm is None else (query_norm, key_norm)
-    return JoinedAttention(site, heads, key_heads, size, eps), (joined, (cos, signed_sin), norms)
+    return QKVAttention(attention, heads, key_heads, size, eps), (merged, (cos, signed_sin), norms)
 
 
 def _part(node: Any) -> tuple[Any, int] | None:
-    """Match a part of a merged product's split; return the product and the part's index."""
+    """Match a part of a merged product, not of a split in the model; return the product and the part's index."""
     if not _is(node, [operator.getitem]) or not _is(node.args[0], [Tensor.split]):
         return None
-    joined, sizes = node.args[0].args[:2]
-    whole = isinstance(joined.target, MergedLinear) and joined.target.sizes == sizes  # not what the model itself splits
-    return (joined, node.args[1]) if whole else None
+    merged, sizes = node.args[0].args[:2]
+    is_merged = isinstance(merged.target, MergedLinear) and merged.target.sizes == sizes
+    return (merged, node.args[1]) if is_merged else None
 
 
 def _heads(node: Any, size: int) -> tuple[Any, Any, float]:
-    """Match heads of `size` numbers; return their source, and weight and epsilon of their norm."""
-    nothing = None, None, 0.0
+    """Match heads of this size, with or without a norm; return their source, and the norm's weight and epsilon."""
+    no_match = None, None, 0.0
     if not _is(node, [Tensor.transpose]) or node.args[1:] != (1, 2) or len(node.users) > 1:
-        return nothing
+        return no_match
     view, norm, eps = node.args[0], None, 0.0
-    if _is(view, [normed]) and len(view.users) == 1:
+    if _is(view, [rms_norm_cpu]) and len(view.users) == 1:
         view, norm, eps = view.args
     if not _is(view, [Tensor.view]) or len(view.users) > 1:
-        return nothing
+        return no_match
     shape = view.args[1] if len(view.args) == 2 else view.args[1:]
-    return (view.args[0], norm, eps) if len(shape) == 4 and shape[0] == 1 and shape[2:] == (-1, size) else nothing
+    return (view.args[0], norm, eps) if len(shape) == 4 and shape[0] == 1 and shape[2:] == (-1, size) else no_match

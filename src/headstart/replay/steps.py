@@ -1,7 +1,8 @@
 """Run consecutive products and attention of a replay as one C call.
 
-In a forward of a few tokens, 150 Python calls take a third of the time. The list of steps, with their data flow and
-weight addresses, is prepared once; other addresses follow from the number of tokens.
+Takes a rewritten graph; replaces each run of `MergedLinear`s and `QKVAttention`s, the steps, by one `Steps` call. In a
+forward of a few tokens, 150 Python calls take a third of the time. The steps' data flow and weight addresses are
+prepared once; other addresses follow from the number of tokens.
 
 Shape suffixes: M tokens of all rows.
 """
@@ -22,14 +23,15 @@ from weakref import ref
 import torch
 from torch import Tensor, fx
 
-from headstart.kernels import cpu_attention, prepacked
-from headstart.kernels.memory import check_status
-from headstart.kernels.prepacked import Packed
+from headstart.kernels import prepacked
+from headstart.kernels.cpu_attention import attention_address, mask_arguments
+from headstart.kernels.memory import address, check_status
+from headstart.kernels.prepacked import PrepackedWeights
 from headstart.replay.attention import ForwardContext, current_forward, visible_range
 from headstart.replay.cache import Place
 from headstart.replay.products import MergedLinear
-from headstart.replay.rewrites import JoinedAttention
-from headstart.replay.tape import COUNT, call, clean
+from headstart.replay.recorder import COUNT, call, remove_unused
+from headstart.replay.rewrites import QKVAttention
 from headstart.support.compiled import library
 
 SOURCE = prepacked.SOURCE.with_name("steps.c")
@@ -73,9 +75,9 @@ def _compiled() -> Any:
     return functions
 
 
-def join_steps(graph: fx.Graph) -> list[Steps]:
-    """Replace consecutive steps of a rewritten graph by single calls; return these."""
-    return [_put(graph, group) for group in list(_groups(graph))] if _compiled() is not None else []
+def group_steps(graph: fx.Graph) -> list[Steps]:
+    """Replace consecutive steps of a rewritten graph by single calls; return the calls."""
+    return [_replace_group(graph, group) for group in list(_groups(graph))] if _compiled() is not None else []
 
 
 # -- grouping ----------------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ def join_steps(graph: fx.Graph) -> list[Steps]:
 
 @dataclass
 class _Group:
-    """Consecutive steps, and the views of their results, each mapped to its step."""
+    """Consecutive steps, and views of their results, each mapped to its step."""
 
     steps: list[Any] = field(default_factory=list)
     views: dict[Any, Any] = field(default_factory=dict)
@@ -95,18 +97,19 @@ class _Group:
         return any(self.source(source) in self.steps for source in node.all_input_nodes)
 
     def accepts(self, node: Any) -> bool:
-        """Whether a node is a step that can join the group: its inputs and result are per token, in one dtype."""
+        """Whether a node is a step that can join the group: inputs and result are token-major, in one dtype."""
         step, first = node.target, (self.steps[0] if self.steps else node).target
-        if isinstance(step, JoinedAttention) and self.source(node.args[0]) in self.steps:
-            joined, angles, _ = node.args
-            wide = {joined: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
+        if isinstance(step, QKVAttention) and self.source(node.args[0]) in self.steps:
+            qkv, angles, _ = node.args
+            widths = {qkv: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
         elif isinstance(step, MergedLinear) and step.int8 == first.int8:
             rows, *_, added = node.args
-            wide = {rows: step.weights[0].shape[1], **({} if added is None else {added: _width(node)})}
+            widths = {rows: step.weights[0].shape[1], **({} if added is None else {added: _width(node)})}
         else:
             return False
         dtype = first.weights[0].dtype
-        return _gives(node, dtype) and all(_has(source, dtype, width) for source, width in wide.items())
+        in_layout = node.meta.get("shape") == (1, COUNT, *_shape(node)) and node.meta["dtype"] is dtype
+        return in_layout and all(_is_token_major(source, dtype, width) for source, width in widths.items())
 
     def is_view(self, node: Any) -> bool:
         """Whether a node is a view, read only by products."""
@@ -135,8 +138,8 @@ def _groups(graph: fx.Graph) -> Iterator[_Group]:
                 group.steps.append(node)
 
 
-def _has(node: Any, dtype: torch.dtype, width: int) -> bool:
-    """Whether a node is token-major with `width` numbers per token, of this dtype."""
+def _is_token_major(node: Any, dtype: torch.dtype, width: int) -> bool:
+    """Whether a node is token-major with `width` elements per token, of this dtype."""
     shape = node.meta.get("shape", ())
     before = shape.index(COUNT) if COUNT in shape else None
     if before is None or any(size != 1 for size in shape[:before]):
@@ -144,39 +147,37 @@ def _has(node: Any, dtype: torch.dtype, width: int) -> bool:
     return node.meta["dtype"] is dtype and prod(shape[before + 1 :]) == width
 
 
-def _gives(node: Any, dtype: torch.dtype) -> bool:
-    """Whether a step's result has the shape and dtype that a call returns."""
-    return node.meta.get("shape") == (1, COUNT, *_shape(node)) and node.meta["dtype"] is dtype
+def _shape(node: Any) -> tuple[int, ...]:
+    """Shape of a step's result per token."""
+    step = node.target
+    if isinstance(step, QKVAttention):
+        return step.heads, step.size
+    _, _, _, gates, _ = node.args
+    return (sum(step.sizes) // (2 if gates else 1),)
 
 
 def _width(node: Any) -> int:
-    """Numbers per token of a step's result."""
-    step = node.target
-    if isinstance(step, JoinedAttention):
-        return step.heads * step.size
-    _, _, _, gates, _ = node.args
-    width: int = sum(step.sizes) // (2 if gates else 1)
-    return width
+    return prod(_shape(node))
 
 
-def _put(graph: fx.Graph, group: _Group) -> Steps:
+def _replace_group(graph: fx.Graph, group: _Group) -> Steps:
     """Replace a group by one call."""
     read = chain.from_iterable(
-        node.args[:1] + (node.args[1] if isinstance(node.target, JoinedAttention) else node.args[-1:])
+        node.args[:1] + (node.args[1] if isinstance(node.target, QKVAttention) else node.args[-1:])
         for node in group.steps
     )
-    given = list(dict.fromkeys(n for n in read if n is not None and group.source(n) not in group.steps))
+    inputs = list(dict.fromkeys(n for n in read if n is not None and group.source(n) not in group.steps))
     inside = {*group.steps, *group.views}
-    kept = [node for node in group.steps if not inside.issuperset(node.users)]
-    steps = Steps(group, given, kept)
+    outputs = [node for node in group.steps if not inside.issuperset(node.users)]
+    steps = Steps(group, inputs, outputs)
     with graph.inserting_after(group.steps[-1]):
-        results = call(graph, steps, tuple(given))
-    for at, node in reversed(list(enumerate(kept))):
+        results = call(graph, steps, tuple(inputs))
+    for at, node in reversed(list(enumerate(outputs))):
         with graph.inserting_after(results):
             part = call(graph, operator.getitem, (results, at))
         for user in [user for user in node.users if user not in inside]:
             user.replace_input_with(node, part)
-    clean(graph)
+    remove_unused(graph)
     return steps
 
 
@@ -185,19 +186,19 @@ def _put(graph: fx.Graph, group: _Group) -> Steps:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Current weights: packed by product, norms by parameter, and the sum of their in-place versions."""
+    """Weights of a forward: prepacked by product, norms by parameter, and the sum of their in-place versions."""
 
-    packed: dict[MergedLinear, Packed]
+    packed: dict[MergedLinear, PrepackedWeights]
     norms: dict[Tensor, Tensor]
     changes: int
 
 
 class Weights:
-    """The weights of all steps of a rewritten graph. In-place changes are picked up by the next forward, replaced
-    weights by `refresh` when a text begins."""
+    """Weights of all steps of a rewritten graph. The next forward sees in-place changes; `refresh`, called when a text
+    begins, sees moved weights."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        nodes = [node for node in graph.nodes if isinstance(node.target, (MergedLinear, JoinedAttention))]
+        nodes = [node for node in graph.nodes if isinstance(node.target, (MergedLinear, QKVAttention))]
         self._products = [node.target for node in nodes if isinstance(node.target, MergedLinear)]
         norms = [norm for node in nodes for norm in _norms(node) if norm is not None]
         self._norms = list({id(norm): norm for norm in norms}.values())
@@ -206,11 +207,11 @@ class Weights:
         self._snapshot: _Snapshot | None = None
 
     def now(self) -> _Snapshot:
-        """Return the weights of a forward, which must keep the snapshot alive."""
+        """Return the current weights; the forward keeps the snapshot alive."""
         changes, snapshot = sum(map(_VERSION, self._watched)), self._snapshot
         if snapshot is None or snapshot.changes != changes:
             self._snapshot = snapshot = None  # free the old copies first
-            packed = {product: product.packed() for product in self._products}
+            packed = {product: product.prepacked() for product in self._products}
             norms = {norm: norm.detach().contiguous() for norm in self._norms}
             self._snapshot = snapshot = _Snapshot(packed, norms, changes)
         return snapshot
@@ -220,34 +221,34 @@ class Weights:
         current, snapshot = {product: product.refresh() for product in self._products}, self._snapshot
         if snapshot is not None and (
             any(current[product] is not packed for product, packed in snapshot.packed.items())
-            or any(norm.data_ptr() != kept.data_ptr() for norm, kept in snapshot.norms.items())
+            or any(norm.data_ptr() != copy.data_ptr() for norm, copy in snapshot.norms.items())
         ):
             self._snapshot = None
 
 
 class Steps:
-    """Steps as one call.
+    """A group of steps as one operator.
 
     Args:
         group: the steps.
-        given: outside nodes that they read; the arguments of a call.
-        kept: steps with results that outside nodes read; the results of a call.
+        inputs: nodes outside the group that it reads; the arguments of a call.
+        outputs: steps with results that other nodes read; the results of a call.
     """
 
-    def __init__(self, group: _Group, given: Sequence[Any], kept: Sequence[Any]) -> None:
+    def __init__(self, group: _Group, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         first = group.steps[0].target
         self._dtype, self._int8, self._first_width = first.weights[0].dtype, first.int8, first.weights[0].shape[1]
-        results, widths = _results(group, kept)
-        numbers = {node: number for number, node in enumerate(given)}
-        numbers |= {node: len(given) + number for node, number in results.items()}
+        results, widths = _allocate_results(group, outputs)
+        indices = {node: index for index, node in enumerate(inputs)}
+        indices |= {node: len(inputs) + index for node, index in results.items()}
         self._targets = [(node.target, _norms(node)) for node in group.steps]
-        self._steps = (_Step * len(group.steps))(*(_described(node, group, numbers) for node in group.steps))
-        self._attends = any(isinstance(target, JoinedAttention) for target, _ in self._targets)
-        self._kept = [_shape(node) for node in kept]
-        starts = list(accumulate(widths[len(kept) :], initial=0))
+        self._steps = (_Step * len(group.steps))(*(_to_c(node, group, indices) for node in group.steps))
+        self._attends = any(isinstance(target, QKVAttention) for target, _ in self._targets)
+        self._output_shapes = [_shape(node) for node in outputs]
+        starts = list(accumulate(widths[len(outputs) :], initial=0))
         self._scratch = starts.pop()
         self._starts = array("q", (start * self._dtype.itemsize for start in starts))
-        self._laid: tuple[Any, ref[_Snapshot], Sequence[Place]] | None = None
+        self._prepared: tuple[Any, ref[_Snapshot], Sequence[Place]] | None = None
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -261,75 +262,71 @@ class Steps:
             (store.dtype, store.device.type) == (self._dtype, "cpu") for store in stores if store.is_floating_point()
         )
 
-    def __call__(self, *given: Tensor) -> list[Tensor]:
-        """Run the steps on the forward's cache; return the kept results, [1, M, ..] each."""
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Run the steps on the forward's cache; return the outputs, [1, M, ..] each."""
         forward = current_forward()
         assert forward is not None and forward.slots_B is not None and forward.weights is not None, "see `serves`"
         rows, (stores, places), weights = forward.cache.rows, forward.cache.layout, forward.weights
-        laid = self._laid
-        if laid is None or laid[1]() is not weights or laid[2] != places:
-            self._laid = laid = self._lay_out(weights, places), ref(weights), places
-        given = tuple(part.contiguous() for part in given)
-        count = given[0].numel() // self._first_width
-        kept = [given[0].new_empty(1, count, *shape) for shape in self._kept]
-        scratch = given[0].new_empty(count * self._scratch)
+        prepared = self._prepared
+        if prepared is None or prepared[1]() is not weights or prepared[2] != places:
+            self._prepared = prepared = self._prepare(weights, places), ref(weights), places
+        inputs = tuple(part.contiguous() for part in inputs)
+        count = inputs[0].numel() // self._first_width
+        outputs = [inputs[0].new_empty(1, count, *shape) for shape in self._output_shapes]
+        scratch = inputs[0].new_empty(count * self._scratch)
         visible = (visible_range(forward, scratch, count // rows, sliding) for sliding in (False, True))
-        tensors = array("Q", [part.data_ptr() for part in (*given, *kept)])
-        of = _Forward(
+        ranges = (_VisibleRange(*mask_arguments(mask), first, window or 0) for mask, first, window in visible)
+        tensors = array("Q", [part.data_ptr() for part in (*inputs, *outputs)])
+        c_forward = _Forward(
             *(tensors.buffer_info()[0], scratch.data_ptr(), self._starts.buffer_info()[0], forward.slots_B.data_ptr()),
             (_Store * len(stores))(*map(_store, stores)),
-            (_VisibleRange * 2)(
-                *(_VisibleRange(*cpu_attention.masked(mask), first, window or 0) for mask, first, window in visible)
-            ),
+            (_VisibleRange * 2)(*ranges),
             *(len(tensors), rows, count // rows),
-            *(prepacked.multiplier(self._dtype, self._int8), cpu_attention.attender(self._dtype)),
+            *(prepacked.product_address(self._dtype, self._int8), attention_address(self._dtype)),
             torch.get_num_threads(),
         )
-        _compiled().run_steps(laid[0], len(laid[0]), ctypes.byref(of))
-        return kept
+        _compiled().run_steps(prepared[0], len(prepared[0]), ctypes.byref(c_forward))
+        return outputs
 
-    def _lay_out(self, weights: _Snapshot, places: Sequence[Place]) -> Any:
+    def _prepare(self, weights: _Snapshot, places: Sequence[Place]) -> Any:
         """Copy the steps, with the addresses of the weights and the places in the cache."""
         steps = type(self._steps).from_buffer_copy(self._steps)
         for step, (target, parameters) in zip(steps, self._targets, strict=True):
             norms = [None if parameter is None else weights.norms[parameter] for parameter in parameters]
             width = step.size if step.heads else step.inputs
             assert all(x is None or (x.dtype is self._dtype and len(x) == width) for x in norms), "as the rows"
-            step.norm, step.key_norm = map(_address, norms)
+            step.norm, step.key_norm = map(address, norms)
             if isinstance(target, MergedLinear):
                 packed = weights.packed[target]
-                step.weights, step.bias = packed.weight.kept.data_ptr(), _address(packed.bias_O)
+                step.weights, step.bias = packed.weight.data.data_ptr(), address(packed.bias_O)
             else:
-                step.keys[:], step.values[:] = places[target.site.layer]
+                step.keys[:], step.values[:] = places[target.attention.layer]
         return steps
 
 
-def _described(node: Any, group: _Group, numbers: dict[Any, int]) -> _Step:
-    """Convert a step for C: its sizes, and its tensors by number."""
+def _to_c(node: Any, group: _Group, indices: dict[Any, int]) -> _Step:
+    """Convert a step for C: sizes, and tensors by index."""
 
-    def number(source: Any) -> int:
-        return -1 if source is None else numbers[group.source(source)]
+    def index(source: Any) -> int:
+        return -1 if source is None else indices[group.source(source)]
 
-    made, target = _Step(x=number(node.args[0]), out=number(node), added=-1, cos=-1, sin=-1), node.target
-    if isinstance(target, JoinedAttention):
-        made.cos, made.sin = map(number, node.args[1])
-        made.heads, made.groups, made.size = target.key_heads, target.heads // target.key_heads, target.size
-        made.sliding, made.scaling, made.eps = target.site.sliding, target.site.scores.scale(target.size), target.eps
+    step, target = _Step(x=index(node.args[0]), out=index(node), added=-1, cos=-1, sin=-1), node.target
+    if isinstance(target, QKVAttention):
+        step.cos, step.sin = map(index, node.args[1])
+        step.heads, step.groups, step.size = target.key_heads, target.heads // target.key_heads, target.size
+        attention, step.eps = target.attention, target.eps
+        step.sliding, step.scaling = attention.sliding, attention.scores.scale(target.size)
     else:
-        _, _, made.eps, made.gates, added = node.args
-        made.added, made.inputs, made.outputs = number(added), target.weights[0].shape[1], sum(target.sizes)
-    return made
+        _, _, step.eps, step.gates, added = node.args
+        step.added, step.inputs, step.outputs = index(added), target.weights[0].shape[1], sum(target.sizes)
+    return step
 
 
 def _norms(node: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The weights of a step's norms."""
-    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedAttention) else (node.args[1], None)
+    """Return the weights of a step's norms."""
+    norms = (node.args[2] or (None, None)) if isinstance(node.target, QKVAttention) else (node.args[1], None)
     first, second = (None if norm is None else norm.meta["constant"] for norm in norms)
     return first, second
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _store(tensor: Tensor) -> _Store:
@@ -337,25 +334,22 @@ def _store(tensor: Tensor) -> _Store:
     return _Store(tensor.data_ptr(), layer * tensor.itemsize, (row, head))
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    """Shape per token of a step's result."""
-    step = node.target
-    return (step.heads, step.size) if isinstance(step, JoinedAttention) else (_width(node),)
+def _allocate_results(group: _Group, outputs: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
+    """Assign each step's result a buffer, outputs first, and reuse scratch buffers after their last use.
 
-
-def _results(group: _Group, kept: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
-    """Allocate a place for each step's result, kept ones first, reusing places after their last use; return places and
-    their numbers per token."""
-    last = {group.source(n): number for number, node in enumerate(group.steps) for n in node.all_input_nodes}
-    places = {node: number for number, node in enumerate(kept)}
-    widths, free = [_width(node) for node in kept], list[int]()
+    Returns:
+        The buffer's index by step, and the elements per token of each buffer.
+    """
+    last_use = {group.source(n): number for number, node in enumerate(group.steps) for n in node.all_input_nodes}
+    buffers = {node: number for number, node in enumerate(outputs)}
+    widths, free = [_width(node) for node in outputs], list[int]()
     for number, node in enumerate(group.steps):
-        if node not in places:
-            place = next((place for place in free if widths[place] == _width(node)), len(widths))
-            if place == len(widths):
+        if node not in buffers:
+            buffer = next((buffer for buffer in free if widths[buffer] == _width(node)), len(widths))
+            if buffer == len(widths):
                 widths.append(_width(node))
             else:
-                free.remove(place)
-            places[node] = place
-        free += [places[n] for n in last if last[n] == number and n in places and n not in kept]
-    return places, widths
+                free.remove(buffer)
+            buffers[node] = buffer
+        free += [buffers[n] for n in last_use if last_use[n] == number and n in buffers and n not in outputs]
+    return buffers, widths

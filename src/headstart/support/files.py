@@ -316,7 +316,7 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def refuse_others(folder: Path, known: Collection[str]) -> None:
+def refuse_foreign_code(folder: Path, known: Collection[str]) -> None:
     """Raise a UserError if a folder to replace holds anything but these names."""
     if not folder.exists():
         return

@@ -24,7 +24,7 @@ from headstart.decode.sampling import warp
 from headstart.errors import UserError, out_of_memory
 from headstart.kernels.draft_kernels import argmax
 from headstart.kernels.memory import free_bytes
-from headstart.model.model import Target, alike
+from headstart.model.model import Target, group_by_length
 from headstart.support.rng import draw_at
 from headstart.tree.tree import TreeBatch
 
@@ -156,7 +156,7 @@ class _Batch:
             groups = [(index, index + 1) for index in range(len(self._alive))]  # cached lengths differ
         else:
             self._read_beginning()
-            groups = alike([len(self._rows[row]) - self._cache.lengths[0] for row in self._alive])
+            groups = group_by_length([len(self._rows[row]) - self._cache.lengths[0] for row in self._alive])
         return torch.cat([self._prefill(start, stop) for start, stop in groups])
 
     def _go_on(self) -> bool:
@@ -170,7 +170,7 @@ class _Batch:
             if before is None:
                 continue
             begun = True
-            self._cache.go_on_with(index, before[0])
+            self._cache.load_row(index, before[0])
             read = {layer: before[1][layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
             self._store([row], [0], read)
         return begun
@@ -183,14 +183,14 @@ class _Batch:
         beginning = self._target.new_cache(1, shared)
         out = self._target.prefill(beginning, [self._rows[0][:shared]], self._aux_layers)
         for row in range(self._cache.rows):
-            self._cache.go_on_with(row, beginning)
+            self._cache.load_row(row, beginning)
         of_all = {layer: state.expand(len(self._rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
         self._store(self._alive, [0] * len(self._rows), of_all)
 
     def _prefill(self, start: int, stop: int) -> Tensor:
         """Prefill the uncached tokens of some cache rows; return the last logits [B, V]."""
         self._continuation.check()
-        part, rows = self._cache.part(start, stop), self._alive[start:stop]
+        part, rows = self._cache.slice_rows(start, stop), self._alive[start:stop]
         before = list(part.lengths)
         texts = [self._rows[row][length:] for row, length in zip(rows, before, strict=True)]
         out = self._target.prefill(part, texts, self._aux_layers)

@@ -47,7 +47,7 @@ class TurnCaches:
         """Keep the cache of an ended row if another turn may follow and it fits in memory."""
         number, size = self._conversations[row], length * target.kv_bytes_per_token
         if number in self._wanted and size <= _TURN_SHARE * free_bytes(target.device):
-            self._caches[number] = cache.kept(index, length)
+            self._caches[number] = cache.copy_row(index, length)
 
     def forget(self) -> None:
         """Drop all caches to free memory."""

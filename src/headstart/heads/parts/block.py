@@ -38,9 +38,9 @@ from headstart.heads.parts.layer import Rotary, angles, normed, refused_layers, 
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks, by_row, positions_of
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
-from headstart.replay.attention import PIECE
-from headstart.replay.cache import KeyMemory
-from headstart.replay.graphs import slots_in_sight
+from headstart.replay.attention import CHUNK
+from headstart.replay.cache import KVMemory
+from headstart.replay.cuda_graphs import bucket_slots
 from headstart.support.uploads import upload
 from headstart.tree.tree import Committed
 
@@ -59,7 +59,7 @@ class BlockSession:
     memory: BlockMemory | None = None
 
 
-class BlockMemory(KeyMemory):
+class BlockMemory(KVMemory):
     """Keys and values of the context, rotary tables, and a block's output for the levels after the first."""
 
     def __init__(self, heads: BlockHead, like: Tensor, rows: int, capacity: int) -> None:
@@ -195,9 +195,9 @@ class BlockHead(GraphedHead):
         some_BPE = states[self.config.aux_layers[0]]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=some_BPE.shape[1], like=some_BPE)
         session = BlockSession(cache, some_BPE[:, :0])
-        for start in range(0, some_BPE.shape[1], PIECE):  # so that memory does not grow with all states at once
-            piece = {layer: states[layer][:, start : start + PIECE] for layer in self.config.aux_layers}
-            self._remember(session, piece, [min(max(len(prompt) - start, 0), PIECE) for prompt in prompts])
+        for start in range(0, some_BPE.shape[1], CHUNK):  # so that memory does not grow with all states at once
+            piece = {layer: states[layer][:, start : start + CHUNK] for layer in self.config.aux_layers}
+            self._remember(session, piece, [min(max(len(prompt) - start, 0), CHUNK) for prompt in prompts])
         return session
 
     def commit(self, session: BlockSession, committed: Committed) -> None:
@@ -287,7 +287,7 @@ class BlockHead(GraphedHead):
         """Inputs of `captured_block`, and the slots in sight."""
         assert session.memory is not None, "captured levels have memory"
         lengths = session.cache.lengths
-        seen = slots_in_sight(max(lengths) + self.config.block_size, session.memory)
+        seen = bucket_slots(max(lengths) + self.config.block_size, session.memory)
         return np.stack([tokens_BW[:, 0], lengths], axis=1), seen
 
     def captured_block(self, memory: BlockMemory, numbers_BX: Tensor, seen: int) -> Tensor:

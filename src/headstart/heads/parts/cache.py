@@ -20,7 +20,7 @@ from headstart.heads.parts.graphed import Numbers
 from headstart.heads.parts.layer import LayerConfig
 from headstart.kernels.draft_kernels import FIELDS
 from headstart.replay.attention import causal_attention
-from headstart.replay.cache import KeyMemory, LayerKeys
+from headstart.replay.cache import KVLayout, KVMemory
 from headstart.support.uploads import upload
 
 _SPARE = 256
@@ -89,17 +89,17 @@ class LayerCache:
         self.lengths = [0] * rows
 
     @staticmethod
-    def layers_like(config: LayerConfig, layers: int, like: Tensor) -> list[LayerKeys]:
-        """Cache layout for `KeyMemory`."""
+    def layers_like(config: LayerConfig, layers: int, like: Tensor) -> list[KVLayout]:
+        """Cache layout for `KVMemory`."""
         kind = (config.num_key_value_heads, config.head_dim)
-        return [LayerKeys(kind, kind, like.dtype, like.device)] * layers
+        return [KVLayout(kind, kind, like.dtype, like.device)] * layers
 
     @staticmethod
     def bytes_per_token(config: LayerConfig, layers: int, item: int) -> int:
         """Bytes per token of a row for `item`-byte elements, with the up to twofold over-allocation of `reserve`."""
         return 2 * 2 * layers * config.num_key_value_heads * config.head_dim * item
 
-    def move(self, memory: KeyMemory) -> None:
+    def move(self, memory: KVMemory) -> None:
         """Continue in this memory, which must be large enough."""
         rows, longest = len(self.lengths), max(self.lengths)
         moved = [tuple(store[:rows] for store in memory.layer(number)) for number in range(len(self.kv))]

@@ -31,7 +31,7 @@ from headstart.heads.int8_weights import Int8Weight, Linear, in_panels
 from headstart.heads.settings import FromTarget
 from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
-from headstart.model.lm_head import is_packed
+from headstart.model.lm_head import is_quantized
 
 _ROTARY: dict[str, set[str]] = {
     "default": {"rope_theta"},
@@ -376,7 +376,7 @@ def _rope(target: FrozenModel) -> dict[str, Any]:
 def linear_of(module: Any, name: str) -> nn.Linear | None:
     """The linear layer of this name, if it exists and is not quantized."""
     part = getattr(module, name, None)
-    if not isinstance(part, nn.Linear) or not part.weight.is_floating_point() or is_packed(part.weight):
+    if not isinstance(part, nn.Linear) or not part.weight.is_floating_point() or is_quantized(part.weight):
         return None
     return part if part.weight.shape == (part.out_features, part.in_features) else None
 
@@ -405,7 +405,7 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """Apply an RMS norm in the dtype of its input, as the fused operation requires."""
     assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
     weight = norm.weight.to(x.dtype)
-    if norm.eps is not None and (functions := draft_kernels.serves(x)):
+    if norm.eps is not None and (functions := draft_kernels.kernels_for(x)):
         return draft_kernels.norms(functions, [x], [weight], norm.eps)
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
@@ -413,7 +413,7 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 def normed_beside(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
     """Norm and concatenate parts of one size; the norms share one epsilon."""
     eps = norms[0].eps
-    if eps is not None and (functions := draft_kernels.serves(parts[0])):
+    if eps is not None and (functions := draft_kernels.kernels_for(parts[0])):
         return draft_kernels.norms(functions, parts, [norm.weight.to(parts[0].dtype) for norm in norms], eps)
     return torch.cat([normed(norm, part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 

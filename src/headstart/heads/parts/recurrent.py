@@ -53,9 +53,9 @@ from headstart.heads.parts.text_attention import (
 )
 from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
-from headstart.replay.attention import PIECE
-from headstart.replay.cache import KeyMemory
-from headstart.replay.graphs import WIDTHS, power, slots_in_sight
+from headstart.replay.attention import CHUNK
+from headstart.replay.cache import KVMemory
+from headstart.replay.cuda_graphs import WIDTHS, bucket_slots, next_power_of_two
 from headstart.support.uploads import upload
 from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
@@ -147,7 +147,7 @@ class RecurrentSession:
         return Entries.of(entries)
 
 
-class RecurrentMemory(KeyMemory):
+class RecurrentMemory(KVMemory):
     """Inputs of graphs: keys and values, pending states, the last level's feedback `fed_BWE`, and rotary tables; and
     their output `feedback_BWE`."""
 
@@ -219,7 +219,7 @@ class RecurrentHead(GraphedHead):
         hidden = stream if self.output_norm is None else normed(self.output_norm, stream)
         return hidden, hidden if self.feeds_normed else stream
 
-    def entering(self, like: Tensor) -> draft_kernels.Entering | None:
+    def embedding_input(self, like: Tensor) -> draft_kernels.EmbeddingInput | None:
         """`layer_input` for the C kernels, with weights in the dtype of `like`; None to leave it to torch."""
         return None
 
@@ -293,16 +293,16 @@ class RecurrentHead(GraphedHead):
         return RecurrentSession(cache, seen_BPX, following, counts, base=[], feedback_BWE=none, in_8_bits=in_8_bits)
 
     def read_text(self, session: RecurrentSession, check: Callable[[], None] | None) -> None:
-        while max(session.counts) > PIECE:
+        while max(session.counts) > CHUNK:
             if check is not None:
                 check()
-            read, device = [min(PIECE, count - 1) for count in session.counts], session.seen_BPX.device
+            read, device = [min(CHUNK, count - 1) for count in session.counts], session.seen_BPX.device
             # The row's next entries overwrite padding.
             texts = zip(session.tokens, read, strict=True)
-            tokens_BW = upload([tokens[:count] + [0] * (PIECE - count) for tokens, count in texts], device)
-            entries = Entries.of_text(session.cache.lengths, PIECE)
+            tokens_BW = upload([tokens[:count] + [0] * (CHUNK - count) for tokens, count in texts], device)
+            entries = Entries.of_text(session.cache.lengths, CHUNK)
             session.cache.reserve(entries.stop)
-            feedback_BWE = self.project(session.seen_BPX[:, :PIECE])
+            feedback_BWE = self.project(session.seen_BPX[:, :CHUNK])
             self._run(session, feedback_BWE, tokens_BW, entries, [max(count, 1) - 1 for count in read])
             session.go_past(read)
 
@@ -316,7 +316,7 @@ class RecurrentHead(GraphedHead):
             return None
         norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
         known, eps = cast(list[draft_kernels.Layer], layers), self.config.rms_norm_eps
-        return draft_kernels.Recurrent(known, lm_head, norm_E, self.feeds_normed, eps, self.entering(like))
+        return draft_kernels.Recurrent(known, lm_head, norm_E, self.feeds_normed, eps, self.embedding_input(like))
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         last = None
@@ -329,7 +329,7 @@ class RecurrentHead(GraphedHead):
         else:
             entries, above_BWX = session.next_entries(parents_BW.numpy()), session.feedback_BWE
         session.cache.reserve(entries.stop)
-        functions = draft_kernels.serves(above_BWX) if tokens_BW.numel() <= draft_kernels.ROWS else None
+        functions = draft_kernels.kernels_for(above_BWX) if tokens_BW.numel() <= draft_kernels.ROWS else None
         if functions and session.in_8_bits is not None:
             of_nodes = tokens_BW, None if depth == 0 else parents_BW
             logits_BWD, session.feedback_BWE = self._level_in_c(functions, session, above_BWX, of_nodes, entries, last)
@@ -342,7 +342,7 @@ class RecurrentHead(GraphedHead):
     def draft_tree(self, session: RecurrentSession, root: int, request: Request, ranks: int) -> Tree | None:
         (pending, *others), levels = session.counts, min(self.draft_steps, request.max_nodes - 1)
         above_1PX, heads = session.seen_BPX.narrow(1, 0, pending), session.in_8_bits
-        functions = draft_kernels.serves(above_1PX) if pending <= draft_kernels.ROWS else None
+        functions = draft_kernels.kernels_for(above_1PX) if pending <= draft_kernels.ROWS else None
         if others or functions is None or heads is None or not heads.grows:
             return None
         if not 1 <= levels <= DEEPEST or request.max_nodes > draft_kernels.MOST_NODES:
@@ -396,7 +396,7 @@ class RecurrentHead(GraphedHead):
         heads, (tokens_BW, parents_BW) = session.in_8_bits, nodes
         assert heads is not None, "weights are in 8 bits"
         views = self._views(session.cache, entries, last, above_BWX)
-        if heads.entering is None or (parents_BW is None and heads.entering.fusion is None):
+        if heads.embedding_input is None or (parents_BW is None and heads.embedding_input.fusion is None):
             fed_BWE = self.project(above_BWX) if parents_BW is None else _fed(above_BWX, parents_BW)
             return heads.read(functions, *self.layer_input(fed_BWE, self.embedded(tokens_BW, fed_BWE)), views)
         index = None
@@ -429,7 +429,7 @@ class RecurrentHead(GraphedHead):
     ) -> Tensor:
         """The last layer's stream [B, W, E] over new entries, or of each row's `last` entry of the text."""
         cache, slots, like = session.cache, entries.stop, feedback_BWE
-        if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.serves(like)):
+        if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.kernels_for(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
             for layer, view in zip(self.stack, self._views(cache, entries, last, like), strict=True):
                 found_BWH = draft_kernels.attend(functions, layer.unturned(read_BWI), view)
@@ -502,7 +502,7 @@ class RecurrentHead(GraphedHead):
             texts = zip(session.tokens, read, strict=True)
             tokens_BW = [tokens[:count] + [0] * (widest - count) for tokens, count in texts]
             numbers_BX = np.concatenate([tokens_BW, np.stack([read, lengths], axis=1)], axis=1)
-            yield Level(numbers_BX, 1, (0, widest, slots_in_sight(max(lengths) + widest, memory)))
+            yield Level(numbers_BX, 1, (0, widest, bucket_slots(max(lengths) + widest, memory)))
             session.go_past(read)
 
     def level(
@@ -510,7 +510,7 @@ class RecurrentHead(GraphedHead):
     ) -> Level | None:
         if depths.start == 0:
             return self._first_level(session, tokens_BW)
-        memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
+        memory, (rows, width), padded = session.memory, tokens_BW.shape, next_power_of_two(tokens_BW.shape[1])
         assert memory is not None, "captured levels have memory"
         base_B1, entries = np.array(session.base)[:, None], session.next_entries(parents_BW)
         starts_B1 = entries.slots_BW[:, :1]
@@ -522,7 +522,7 @@ class RecurrentHead(GraphedHead):
         above = session.feedback_BWE.shape[1]
         memory.fed_BWE[:rows, :above] = session.feedback_BWE
         session.feedback_BWE = memory.feedback_BWE[:rows, :width]
-        return Level(numbers_BX, width, (1, padded, slots_in_sight(int(starts_B1.max()) + padded, memory)))
+        return Level(numbers_BX, width, (1, padded, bucket_slots(int(starts_B1.max()) + padded, memory)))
 
     def _first_level(self, session: RecurrentSession, tokens_BW: Numbers) -> Level | None:
         memory, lengths, counts = session.memory, session.cache.lengths, session.counts
@@ -533,10 +533,10 @@ class RecurrentHead(GraphedHead):
         memory.seen_BPX[:rows, :pending] = session.seen_BPX[:, :pending]
         session.begin_round()
         session.feedback_BWE = memory.feedback_BWE[:rows, :1]
-        padded = power(max(pending, _FEW_PENDING // memory.rows))
+        padded = next_power_of_two(max(pending, _FEW_PENDING // memory.rows))
         tokens = session.numbers_of_pending(tokens_BW[:, 0].tolist(), padded)
         numbers_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
-        return Level(numbers_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
+        return Level(numbers_BX, 1, (0, padded, bucket_slots(max(lengths) + padded, memory)))
 
     def draft_level(self, memory: RecurrentMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
         after_first, width, seen = sizes

@@ -26,7 +26,7 @@ from headstart.hub.target_facts import TargetFacts
 from headstart.model.frozen import FrozenModel
 from headstart.model.loading import load_target, read_embeddings
 from headstart.model.model import Target
-from headstart.support.files import no_folder, refuse_others, write_atomic
+from headstart.support.files import no_folder, refuse_foreign_code, write_atomic
 from headstart.support.terminal import program
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Vllm(), Sglang(), Speculators(), Gguf())}
@@ -83,7 +83,7 @@ def export_for(
     for format in asked:
         if dtype and dtype not in format.dtypes:
             raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
-    refuse_others(out, ENGINE_FILES if is_engine_folder(out) else ())
+    refuse_foreign_code(out, ENGINE_FILES if is_engine_folder(out) else ())
     published, facts = publish(heads, target, trust_remote_code)
     measured = read_engine_tunings(heads_folder(heads))
     engines, remarks = _served(asked, published, facts)

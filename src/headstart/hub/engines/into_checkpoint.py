@@ -27,7 +27,7 @@ from headstart.model.loading import tensor_files
 from headstart.model.outline import outline
 from headstart.model.shipped import check_shipped
 from headstart.support.artifacts import link_or_copy
-from headstart.support.files import need_disk, refuse_others, write_atomic, write_tensors
+from headstart.support.files import need_disk, refuse_foreign_code, write_atomic, write_tensors
 
 _DRAFTS = 3
 """Maximum drafts to serve with: later ones are seldom accepted."""
@@ -54,7 +54,7 @@ def export_checkpoint(
         UserError: heads that are not a module of the target, a missing or different checkpoint, packed weights, or a
             folder in use.
     """
-    refuse_others(out, ())
+    refuse_foreign_code(out, ())
     folder = heads_folder(heads)
     built = check_folder(folder)
     tensors = built.in_checkpoint()  # first: a UserError where the heads are not a module

@@ -24,12 +24,12 @@ from headstart.kernels.prepacked import MAX_ROWS
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.replay.recorded import Recorded, Replay
-from headstart.replay.tape import NotRecordable, record
+from headstart.replay.recorder import NotRecordable, compile_graph, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
 from tests.heads.test_frozen_lm_head import tiny as scaled
+from tests.replay.test_chains import hybrid
 from tests.spies import spy
-from tests.target.test_chains import hybrid
 from tests.tiny import KINDS, LONG, packed_model, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
@@ -342,7 +342,7 @@ def test_second_thread_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) 
     assert len(begun) == 1 and captured_by(target)
 
 
-# -- tapes -------------------------------------------------------------------------------------------------------------
+# -- the recorder ------------------------------------------------------------------------------------------------------
 
 
 def texts(count: int) -> list[Tensor]:
@@ -357,7 +357,7 @@ def test_sizes_become_formulas() -> None:
         doubled = torch.cat([x_T, torch.zeros(count + 2)]).view(2 * count + 2)
         return (weight @ doubled[None])[:, : count + 1]
 
-    replay = record(code, ["x_T"], texts, (11, 13)).compile()
+    replay = compile_graph(record(code, ["x_T"], texts, (11, 13)))
     for count in (1, 2, 30):
         (x_T,) = texts(count)
         assert torch.equal(replay(x_T, count), code(None, x_T))
@@ -386,6 +386,6 @@ def test_in_place_writes_are_repeated() -> None:
         y_T.view(-1).add_(1)
         return y_T
 
-    replay = record(code, ["x_T"], texts, (11, 13)).compile()
+    replay = compile_graph(record(code, ["x_T"], texts, (11, 13)))
     (x_T,) = texts(6)
     assert torch.equal(replay(x_T, 6), code(None, x_T.clone()))

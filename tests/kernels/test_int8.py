@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable AMX tiles, which multiply bfloat16 weights without rounding."""
-    monkeypatch.setattr(prepacked, "by_tiles", lambda _: False)
+    monkeypatch.setattr(prepacked, "uses_tiles", lambda _: False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,10 +133,10 @@ def test_all_lengths_share_one_copy_that_is_freed_with_it() -> None:
 def test_int8_replay_has_its_own_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama"))
     target.record()
-    monkeypatch.setattr("headstart.model.checking._CLOSE", 0.0)
-    monkeypatch.setattr("headstart.model.checking._ROUNDED", 0.0)
+    monkeypatch.setattr("headstart.model.checking._FLOAT32", 0.0)
+    monkeypatch.setattr("headstart.model.checking._SHORT", 0.0)
     assert target.in_int8() is not target
-    monkeypatch.setattr("headstart.model.checking._IN_8_BITS", 0.0)
+    monkeypatch.setattr("headstart.model.checking._INT8", 0.0)
     assert target.in_int8() is target, "its replay is refused"
 
 
@@ -149,6 +149,6 @@ def test_unsupported_target_returns_itself(monkeypatch: pytest.MonkeyPatch) -> N
     target = Target(tiny_model("llama"))
     assert target.in_int8() is target, "a processor without products in 8 bits"
     monkeypatch.undo()
-    monkeypatch.setattr(prepacked, "by_tiles", lambda _: True)
+    monkeypatch.setattr(prepacked, "uses_tiles", lambda _: True)
     target = Target(tiny_model("llama"))
     assert target.prepacked and target.in_int8() is target, "tiles are faster"

@@ -17,8 +17,8 @@ from headstart.model.model import Target
 from headstart.replay.steps import Steps
 from headstart.support.compiled import compiler
 from headstart.tree.tree import Tree, TreeBatch
+from tests.replay.test_recorded import TEXTS, captured_by, rounds, through_modules
 from tests.spies import spy
-from tests.target.test_captured import TEXTS, captured_by, rounds, through_modules
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def test_joined_steps_match_the_operators_on_torch(kind: str, calls: list[int], 
     for rows, width in ((1, 1), (1, 7), (3, 5)):
         with taken_steps() as taken:
             found = rounds(in_steps, rows, width)
-        with mock.patch("headstart.replay.recorded.join_steps", return_value=[]):
+        with mock.patch("headstart.replay.recorded.group_steps", return_value=[]):
             expected = rounds(alone, rows, width)
         assert len(taken) == 4 * len(calls), "prefill included"
         # torch sums norms in another order; in bfloat16 a sum may round to a neighbouring number, in each of 3 layers.
@@ -159,7 +159,7 @@ def test_replays_share_one_copy_of_the_weights() -> None:
 
     def bytes_of_panels() -> int:
         gc.collect()
-        return sum(part.kept.nbytes for part in gc.get_objects() if isinstance(part, prepacked.Panels))
+        return sum(part.data.nbytes for part in gc.get_objects() if isinstance(part, prepacked.Panels))
 
     def read(*aux_layers: int) -> Tensor:
         cache = target.new_cache(1, 8)
@@ -198,7 +198,7 @@ def test_caches_that_shrink_or_grow() -> None:
             if step == "reordered":
                 cache.reorder([0, 2])
             elif step == "part":
-                cache = cache.part(1, 2)
+                cache = cache.slice_rows(1, 2)
             elif step == "more room":
                 cache = cache.with_room(64, target.new_cache)
             batch = TreeBatch.of([Tree.chain_of([7, 8])] * cache.rows)
@@ -207,6 +207,6 @@ def test_caches_that_shrink_or_grow() -> None:
         return seen
 
     found = read(Target(tiny_model("mistral")))
-    with mock.patch("headstart.replay.recorded.join_steps", return_value=[]):
+    with mock.patch("headstart.replay.recorded.group_steps", return_value=[]):
         for one, other in zip(found, read(Target(tiny_model("mistral"))), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

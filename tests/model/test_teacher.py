@@ -120,7 +120,7 @@ def test_damaged_teacher_is_refused_and_repaired(damage: str, tmp_path: Path) ->
             note.unlink()
         case _:
             note.write_text(note.read_text()[:50])
-    with pytest.raises(UserError, match=r"(damaged|no whole teacher)") as refused:
+    with pytest.raises(UserError, match=r"(damaged|no complete teacher)") as refused:
         load_teacher(folder, CPU)
     assert "headstart data build" in refused.value.remedy
     assert (teacher_problem(folder) is None) == (damage == "a flipped byte"), "it checks sizes only"

@@ -14,8 +14,8 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from headstart.errors import UserError
 from headstart.model.loading import load_target, pick_device, pick_dtype
 from headstart.model.model import Target
-from headstart.replay.attention import TreeMask, _reference
-from headstart.replay.cache import LayerKeys, TreeCache
+from headstart.replay.attention import TreeMask, _eager_attention
+from headstart.replay.cache import KVLayout, TreeCache
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch
 from tests.spies import spy
@@ -30,8 +30,8 @@ def test_aux_hidden_states_match_transformers(kind: str) -> None:
     aux_layers = (0, 1, 2, FINAL)
     aux = target.hidden_states(TEXTS, aux_layers)
     for text, states in zip(TEXTS, aux, strict=True):
-        with target.stock() as model, torch.inference_mode():
-            wanted = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        with torch.inference_mode():
+            wanted = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
         for layer in aux_layers:
             # float32 rounding of two attention kernels
             torch.testing.assert_close(states[layer], wanted[layer][0], rtol=1e-4, atol=1e-5)
@@ -97,7 +97,7 @@ def test_prefill_pieces_skip_finished_rows(kind: str, before: int, monkeypatch: 
     grouped = prefill()
     assert read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of similar length share a forward"
     monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
-    monkeypatch.setattr("headstart.model.model.PIECE", 8)
+    monkeypatch.setattr("headstart.model.model.CHUNK", 8)
     parted = prefill()
     assert read == [7 * 8 + (2 * 8 + 1 * 8) + (1 * 2 + 1 * 4)]
     for ours, theirs in zip([*parted, *grouped], [*whole, *whole], strict=True):
@@ -141,7 +141,7 @@ def test_finished_rows_allocate_nothing() -> None:
                 self.largest = max(self.largest, out.nbytes)
             return out
 
-    kinds = [LayerKeys((2, 4), (2, 4), torch.float32, torch.device("cpu"))] * 2
+    kinds = [KVLayout((2, 4), (2, 4), torch.float32, torch.device("cpu"))] * 2
     cache = TreeCache(kinds, 4, 32)
     cache.begin(3)
     keys = [torch.randn(4, 2, 3, 4) for _ in kinds]
@@ -204,7 +204,7 @@ def test_capped_attention_reference_matches_sdpa_without_a_cap() -> None:
     mask = TreeMask(torch.zeros(1, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3).bool(), float("-inf")), None)
     folded = mask.folded(False, 2, query)
     sdpa = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=folded)
-    torch.testing.assert_close(_reference(query, key, value, folded), sdpa, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(_eager_attention(query, key, value, folded), sdpa, rtol=1e-5, atol=1e-6)
 
 
 def test_models_with_running_state_are_refused() -> None:
@@ -256,14 +256,13 @@ def test_stock_model_in_another_thread_is_undisturbed(kind: str) -> None:
     target = Target(tiny_model(kind))
     target.model.config._attn_implementation = "eager"
     text = torch.tensor([[*range(1, 20)]])
-    with target.stock() as model, torch.inference_mode():
-        alone = model(text).logits
+    with torch.inference_mode():
+        alone = target.model(text).logits
     beside: list[torch.Tensor] = []
 
     @torch.inference_mode()
     def read() -> None:
-        with target.stock() as model:
-            beside.append(model(text).logits)
+        beside.append(target.model(text).logits)
 
     def run_beside(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread() and not beside:
@@ -294,7 +293,7 @@ def test_quantised_lm_head_does_not_set_dtype_and_sizes(dtype: torch.dtype) -> N
 
 def test_each_layer_keeps_its_own_dtype() -> None:
     """Stands for layers on several devices, which need GPUs."""
-    kinds = [LayerKeys((2, 4), (2, 4), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16)]
+    kinds = [KVLayout((2, 4), (2, 4), dtype, torch.device("cpu")) for dtype in (torch.float32, torch.bfloat16)]
     cache = TreeCache(kinds, 2, 6)
     written = []
     for step, path in ((3, [[0, 2], [0]]), (2, [[0], [1]])):

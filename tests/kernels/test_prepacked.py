@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
 from headstart.kernels import prepacked as module
-from headstart.kernels.prepacked import MAX_ROWS, PackedCopy, copy_of, multiplied
+from headstart.kernels.prepacked import MAX_ROWS, PrepackedCopy, copy_of, prepacked_linear
 from headstart.model.model import Target
-from headstart.replay.products import PackedLinear, can_prepack
+from headstart.replay.products import PrepackedForward, can_prepack
 from headstart.replay.recorded import Recorded
 from headstart.tree.tree import Tree, TreeBatch
 from tests.spies import spy
@@ -118,10 +118,10 @@ def test_bfloat16_values_take_half_the_memory_with_the_same_bits(outputs: int, t
     x, added = torch.randn(30, 1100), torch.randn(30, outputs)
     other = weight.clone()
     other[0, 0] += 2**-20
-    assert module.in_halves(weight) and not module.in_halves(weight / 3)
+    assert module.stored_as_bfloat16(weight) and not module.stored_as_bfloat16(weight / 3)
     halves, whole = module.prepack(weight), module.prepack(other)
     assert isinstance(halves, module.Panels) and isinstance(whole, module.Panels)
-    assert whole.kept.nbytes - 64 == 2 * (halves.kept.nbytes - 64), "apart from the header"
+    assert whole.data.nbytes - 64 == 2 * (halves.data.nbytes - 64), "apart from the header"
     ways: list[dict[str, Any]] = [{"norm": (norm_I, 1e-5), "added": added}]
     ways += [{"gates": True}] if module.can_gate([weight]) else []
     for around in ways:
@@ -133,19 +133,19 @@ def test_bfloat16_values_take_half_the_memory_with_the_same_bits(outputs: int, t
 
 def test_more_rows_are_not_prepacked() -> None:
     weight = torch.randn(32, 32)
-    torch.testing.assert_close(multiplied(x := torch.randn(1, MAX_ROWS, 32), weight, None), x @ weight.T)
-    assert multiplied(torch.randn(1, MAX_ROWS + 1, 32), weight, None) is None
+    torch.testing.assert_close(prepacked_linear(x := torch.randn(1, MAX_ROWS, 32), weight, None), x @ weight.T)
+    assert prepacked_linear(torch.randn(1, MAX_ROWS + 1, 32), weight, None) is None
 
 
 def test_gradients_and_other_dtypes_are_not_prepacked() -> None:
     weight, bias, x = torch.randn(32, 32), torch.randn(32), torch.randn(3, 32)
-    assert multiplied(x, weight, bias) is not None
-    assert multiplied(x.bfloat16(), weight, bias) is None, "as under autocast"
+    assert prepacked_linear(x, weight, bias) is not None
+    assert prepacked_linear(x.bfloat16(), weight, bias) is None, "as under autocast"
     for part in (x, weight, bias):
         part.requires_grad_()
-        assert multiplied(x, weight, bias) is None
+        assert prepacked_linear(x, weight, bias) is None
         with torch.no_grad():
-            assert multiplied(x, weight, bias) is not None
+            assert prepacked_linear(x, weight, bias) is not None
         part.requires_grad_(False)
 
 
@@ -165,10 +165,10 @@ def _in_another_dtype(weight: Tensor) -> None:
 @pytest.mark.parametrize("change", [_doubled_in_place, _with_other_numbers, _in_another_dtype])
 def test_changed_weights_are_packed_again(change: Callable[[Tensor], None]) -> None:
     weight = torch.randn(32, 32)
-    multiplied(torch.randn(3, 32), weight, None)
+    prepacked_linear(torch.randn(3, 32), weight, None)
     change(weight)
     x = torch.randn(3, 32, dtype=weight.dtype)
-    out, rounding = multiplied(x, weight, None), 8 * ROUNDING[weight.dtype]
+    out, rounding = prepacked_linear(x, weight, None), 8 * ROUNDING[weight.dtype]
     if out is None:
         assert not module.can_pack(weight)
     else:
@@ -187,15 +187,15 @@ def test_weight_has_one_copy_that_is_freed_with_it() -> None:
 
 
 def test_weights_in_training_are_packed_once_they_last() -> None:
-    weight, keeper = torch.randn(32, 32), PackedCopy()
+    weight, keeper = torch.randn(32, 32), PrepackedCopy()
     for _ in range(3):
         weight.mul_(2)
-        assert keeper.of([weight], waits=True) is None
-    alive = weakref.ref(packed := keeper.of([weight], waits=True))
-    assert keeper.of([weight], waits=True) is packed is not None
+        assert keeper.of([weight], if_stable=True) is None
+    alive = weakref.ref(packed := keeper.of([weight], if_stable=True))
+    assert keeper.of([weight], if_stable=True) is packed is not None
     weight.mul_(2)
     del packed
-    assert keeper.of([weight], waits=True) is None and alive() is None, "a stale copy is freed at once"
+    assert keeper.of([weight], if_stable=True) is None and alive() is None, "a stale copy is freed at once"
 
 
 def test_replayed_decoder_keeps_one_copy() -> None:
@@ -289,7 +289,7 @@ def test_foreign_forward_still_runs() -> None:
     logits(target)
     assert calls
     target.release()
-    assert not isinstance(vars(layer)["forward"], PackedLinear)
+    assert not isinstance(vars(layer)["forward"], PrepackedForward)
 
 
 def test_no_copies_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_older_cpus(without: str, dtype: torch.dtype, nothing_compiled: None, mo
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt_neox", "mistral"])
 def test_trees_match_the_stock_model(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Single tokens, then a tree, beyond sliding windows, layer by layer."""
-    monkeypatch.setattr("headstart.replay.recorded.join_steps", lambda graph: [])
+    monkeypatch.setattr("headstart.replay.recorded.group_steps", lambda graph: [])
     target, asked = Target(tiny_model(kind)), 0
     texts = [[(7 * index + row) % 90 + 1 for index in range(9 + 2 * row)] for row in range(rows)]
 
@@ -171,8 +171,8 @@ def test_trees_match_the_stock_model(kind: str, rows: int, monkeypatch: pytest.M
     assert asked == target.num_layers
     for text, logits_TV in zip(texts, tree, strict=True):
         for node, path in enumerate(([11], [11, 12], [11, 13], [11, 13, 14])):
-            with target.stock() as model, torch.inference_mode():
-                wanted = model(torch.tensor([[*text, 10, *path]])).logits[0, -1]
+            with torch.inference_mode():
+                wanted = target.model(torch.tensor([[*text, 10, *path]])).logits[0, -1]
             torch.testing.assert_close(logits_TV[node], wanted, rtol=1e-4, atol=1e-5)  # float32 rounding of two kernels
 
 
@@ -194,8 +194,8 @@ def test_torch_attends_without_a_compiler(nothing_compiled: None, monkeypatch: p
     cache = target.new_cache(len(texts), 8)
     target.prefill(cache, texts)
     logits = target.forward_tree(cache, TreeBatch.roots([5] * len(texts))).logits_BTV
-    with target.stock() as model, torch.inference_mode():
-        wanted = model(torch.tensor([[*text, 5] for text in texts])).logits[:, -1:]
+    with torch.inference_mode():
+        wanted = target.model(torch.tensor([[*text, 5] for text in texts])).logits[:, -1:]
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from headstart.errors import UserError
 from headstart.kernels import cpu_attention, prepacked
 from headstart.kernels.prepacked import MAX_ROWS
 from headstart.model.model import Target
-from headstart.replay.attention import Scores, TreeMask, _reference, causal_attention
+from headstart.replay.attention import Scores, TreeMask, _eager_attention, causal_attention
 from headstart.replay.patch import FINAL
 from headstart.support import compiled
 from headstart.tree.tree import Tree, TreeBatch
@@ -186,14 +186,14 @@ def test_exact_bits_without_a_compiler_are_refused() -> None:
 def test_models_partly_computed_by_torch_are_refused_by_name() -> None:
     refusals = {
         "gemma2": "torch computes its attention, which has soft caps",
-        "mixtral": "some of its weights are packed, or do not belong to a linear layer",
+        "mixtral": "some of its weights are quantised, or do not belong to a linear layer",
         "gpt2": "do not belong to a linear layer",
         "phi3_long": "its rotary frequencies depend on the length of the text",
     }
     for kind, why in refusals.items():
         with pytest.raises(UserError, match=why):
             Target(tiny_model(kind).bfloat16(), exact="bits")
-    with pytest.raises(UserError, match="some of its weights are packed"):
+    with pytest.raises(UserError, match="some of its weights are quantised"):
         Target(packed_model(tiny_model("llama").bfloat16(), 8), exact="bits")
     with pytest.raises(UserError, match=r"support float16\. Use --dtype bfloat16, or leave out"):
         Target(tiny_model("llama").half(), exact="bits")
@@ -241,14 +241,14 @@ def test_drafted_tokens_match_the_plain_loop(kind: str, batch: int) -> None:
 def test_causal_attention_matches_masking(
     new: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.replay.attention.PIECE", 4)
+    monkeypatch.setattr("headstart.replay.attention.CHUNK", 4)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, new, 8), torch.randn(2, 2, 21, 8), torch.randn(2, 2, 21, 8)
     distance = torch.arange(21 - new, 21)[:, None] - torch.arange(21)
     allowed = (distance >= 0) & (distance < (window or 99))
     mask = TreeMask(torch.zeros(1, 1, new, 21).masked_fill(~allowed, float("-inf")), None).folded(False, 2, query)
     folded = query.reshape(2, 2, 2 * new, 8)
-    wanted = _reference(folded, key, value, mask, Scores(softcap=softcap)).reshape(2, 4, new, 8)
+    wanted = _eager_attention(folded, key, value, mask, Scores(softcap=softcap)).reshape(2, 4, new, 8)
     torch.testing.assert_close(causal_attention(query, key, value, Scores(softcap=softcap), window), wanted)
 
 
@@ -260,9 +260,9 @@ def test_prefill_in_pieces_matches_one_forward(kind: str, monkeypatch: pytest.Mo
     step = TreeBatch.roots([4, 5, 6])
     after = target.forward_tree(cache, step).logits_BTV
     captured = target.hidden_states(texts, AUX_LAYERS)
-    monkeypatch.setattr("headstart.model.model.PIECE", 16)
-    monkeypatch.setattr("headstart.replay.attention.PIECE", 16)
-    monkeypatch.setattr("headstart.model.model._CAPTURED", 1)
+    monkeypatch.setattr("headstart.model.model.CHUNK", 16)
+    monkeypatch.setattr("headstart.replay.attention.CHUNK", 16)
+    monkeypatch.setattr("headstart.model.model._STATE_TOKENS", 1)
     pieces = target.prefill(cache := target.new_cache(3, 64), texts, AUX_LAYERS)
     assert cache.lengths == [59, 25, 1]
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -291,8 +291,8 @@ def test_prefill_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 largest.append(out.numel())
             return out
 
-    monkeypatch.setattr("headstart.model.model.PIECE", 32)
-    monkeypatch.setattr("headstart.replay.attention.PIECE", 32)
+    monkeypatch.setattr("headstart.model.model.CHUNK", 32)
+    monkeypatch.setattr("headstart.replay.attention.CHUNK", 32)
     texts = [[*range(1, 101)] * 3, [5] * 130]
     with Watch():
         out = target.prefill(cache, texts, AUX_LAYERS)

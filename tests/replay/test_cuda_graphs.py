@@ -36,9 +36,9 @@ def target(request: pytest.FixtureRequest) -> Target:
 def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: bool) -> list[torch.Tensor]:
     """Return logits and states of two rounds, with a commit in between."""
     aux_layers = (1, target.num_layers)
-    captured = target._recorded.replay
-    assert captured is not None
-    held, captured.graphs = captured.graphs, captured.graphs if graphs else None
+    replay = target._recorded.replay
+    assert replay is not None
+    held, replay.cuda_graphs = replay.cuda_graphs, replay.cuda_graphs if graphs else None
     try:
         cache = target.new_cache(len(texts), 200)
         target.prefill(cache, texts)
@@ -48,7 +48,7 @@ def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: b
             parts += [out.logits_BTV, *(out.aux_hidden_states[layer] for layer in aux_layers)]
             cache.commit([[0, *([2, 5] if tree.size > 5 else [])] for tree in trees])
     finally:
-        captured.graphs = held
+        replay.cuda_graphs = held
     sizes = [tree.size for tree in trees] * 6
     return [part.cpu()[row, : sizes[row]] for part in parts for row in range(len(texts))]
 
@@ -128,7 +128,7 @@ def test_graph_memory_is_bounded(device: StandIn, monkeypatch: pytest.MonkeyPatc
         target.new_cache(rows, 100 * rows)
     graphs = target._graphs
     assert graphs is not None and len(graphs._spares) == 4, "the oldest are freed"
-    monkeypatch.setattr("headstart.replay.graphs.free_bytes", lambda _: 3 * memory.bytes)
+    monkeypatch.setattr("headstart.replay.cuda_graphs.free_bytes", lambda _: 3 * memory.bytes)
     kept = target.spare_bytes
     cache = target.new_cache(1, 20)
     assert cache.memory is not None
@@ -145,7 +145,7 @@ def test_memory_returned_during_garbage_collection(device: StandIn, monkeypatch:
         caches.clear()
         return 1 << 40
 
-    monkeypatch.setattr("headstart.replay.graphs.free_bytes", collecting)
+    monkeypatch.setattr("headstart.replay.cuda_graphs.free_bytes", collecting)
     lent = target.new_cache(1, 20)
     assert lent.memory is not None and target.spare_bytes == lent.memory.bytes, "the collected cache's memory"
 

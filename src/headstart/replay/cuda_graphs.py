@@ -1,10 +1,11 @@
 """CUDA graphs of target forwards, which avoid launch overhead.
 
-There is one graph per bucket: rows and visible slots in powers of two, widths of `WIDTHS`, and the captured layers.
-Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
-Padding nodes are computed and their outputs ignored.
+Takes a batch of trees, a cache and a capturable forward; gives its logits and hidden states. There is one graph per
+bucket: rows and visible slots in powers of two, widths of `WIDTHS`, and the aux layers. Tokens, depths, visibility and
+lengths are copied to static buffers; the graph computes positions, masks and slots. Padding nodes are computed and
+their outputs ignored.
 
-Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `Captures`
+Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `GraphPool`
 also serves the graphs of draft heads (see `drafters.captured`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
@@ -24,18 +25,18 @@ from torch import Tensor
 
 from headstart.errors import out_of_memory
 from headstart.kernels.memory import Memory, free_bytes
-from headstart.replay.cache import KeyMemory, LayerKeys, TreeCache
+from headstart.replay.cache import KVLayout, KVMemory, TreeCache
 from headstart.tree.tree import TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Bucket widths in nodes per row; wider trees run without a graph."""
-_LEAST_SEEN = 128
+_MIN_SLOTS = 128
 """Visible slots of the smallest bucket."""
-_ROOMY = 0.25
-"""Round a cache up to a power of two while it takes at most this share of free memory."""
-_KEPT, _KEPT_SHARE = 4, 0.1
+_ROUND_UP_SHARE = 0.25
+"""Maximum share of free memory that a cache takes after rounding up to a power of two."""
+_MAX_SPARES, _SPARES_SHARE = 4, 0.1
 """Maximum spare memories (LRU), and their maximum share of free memory together with the next call's."""
-_TOO_LARGE = 4
+_MAX_EXCESS = 4
 """Maximum ratio of a reused memory's size to the requested one."""
 
 M = TypeVar("M", bound=Memory)
@@ -53,13 +54,13 @@ class Inputs:
     lengths_B1: Tensor
 
     @classmethod
-    def of(cls, rows: int, width: int, device: torch.device) -> Inputs:
+    def empty(cls, rows: int, width: int, device: torch.device) -> Inputs:
         tokens_BN = torch.zeros(rows, width, dtype=torch.long, device=device)
         visible_BNN = torch.eye(width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
         return cls(tokens_BN, torch.zeros_like(tokens_BN), visible_BNN, torch.zeros_like(tokens_BN[:, :1]))
 
     def fill(self, batch: TreeBatch, cache: TreeCache) -> None:
-        """Copy in a batch that fits. Leftovers of a wider batch are hidden, since no node sees a later one."""
+        """Copy a batch. Leftovers of a wider batch are hidden, since no node sees a later one."""
         rows, width = batch.tokens_BN.shape
         self.tokens_BN[:rows, :width] = batch.tokens_BN
         if self.tokens_BN.shape[1] > 1:
@@ -77,25 +78,25 @@ Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
 _of_thread = threading.local()
 
 
-def captured() -> int:
-    """Captures of this thread; one-off work that round timings leave out."""
-    return getattr(_of_thread, "captured", 0)
+def capture_count() -> int:
+    """Return the number of captures in this thread; timings leave out rounds with a capture."""
+    return getattr(_of_thread, "capture_count", 0)
 
 
 @dataclass
 class Graph:
-    """A captured forward with its input and output buffers."""
+    """A captured forward and its input and output buffers."""
 
     graph: Any
     inputs: Any
     outputs: Any
 
 
-class Captures(Generic[M]):
-    """A pool of memories with their captured forwards; one slot of a row takes `slot_bytes`.
+class GraphPool(Generic[M]):
+    """A pool of memories with the graphs captured over them; one slot of a row takes `slot_bytes`.
 
     Attributes:
-        refused: why capturing has stopped, if it has.
+        refused: why graphs are disabled; None if they are not.
     """
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
@@ -104,13 +105,9 @@ class Captures(Generic[M]):
         self._lock = threading.RLock()
         self.refused: str | None = None
 
-    def refuse(self, reason: str) -> None:
-        """Stop capturing."""
+    def disable(self, reason: str) -> None:
+        """Stop capturing, and free the spare memories."""
         self.refused = reason
-        self.forget()
-
-    def forget(self) -> None:
-        """Free the spare memories."""
         self._spares = []
 
     @property
@@ -119,46 +116,46 @@ class Captures(Generic[M]):
         return sum(memory.bytes for memory in list(self._spares))
 
     def lend(self, make: Callable[[int, int], M], rows: int, capacity: int, weights: Iterable[Tensor]) -> M:
-        """Return cleared memory for at least `rows` and `capacity`; makes it if no spare one fits. Drops its graphs if
+        """Return cleared memory for at least `rows` and `capacity`, a spare one or a new one. Its graphs are dropped if
         any of the weights has moved."""
-        roomy = power(capacity)
+        rounded = next_power_of_two(capacity)
         with self._lock:
             spares, self._spares = self._spares, []  # a garbage collection in here may return others
             fitting = [spare for spare in spares if spare.rows >= rows and spare.capacity >= capacity]
             memory = min(fitting, key=lambda memory: memory.rows * memory.capacity, default=None)
-            if memory is not None and memory.rows * memory.capacity > _TOO_LARGE * rows * roomy:
+            if memory is not None and memory.rows * memory.capacity > _MAX_EXCESS * rows * rounded:
                 memory = None
             if memory is not None:
                 spares.remove(memory)
-            kept = sum(memory.bytes for memory in spares)
-            most = _KEPT_SHARE * (free_bytes(self._device) + kept) - rows * roomy * self._slot_bytes
-            while spares and kept > most:
-                kept -= spares.pop(0).bytes
+            size = sum(spare.bytes for spare in spares)
+            limit = _SPARES_SHARE * (free_bytes(self._device) + size) - rows * rounded * self._slot_bytes
+            while spares and size > limit:
+                size -= spares.pop(0).bytes
             self._spares = [*spares, *self._spares]
         if memory is not None:
             memory.clear()
         else:
-            if rows * roomy * self._slot_bytes > _ROOMY * free_bytes(self._device):
-                roomy = -(-capacity // _LEAST_SEEN) * _LEAST_SEEN
-            memory = make(rows, roomy)
-        places = tuple(weight.data_ptr() for weight in weights)
-        if memory.weights != places:
+            if rows * rounded * self._slot_bytes > _ROUND_UP_SHARE * free_bytes(self._device):
+                rounded = -(-capacity // _MIN_SLOTS) * _MIN_SLOTS
+            memory = make(rows, rounded)
+        addresses = tuple(weight.data_ptr() for weight in weights)
+        if memory.weights != addresses:
             memory.graphs.clear()
-            memory.weights = places
+            memory.weights = addresses
         return memory
 
-    def until_gone(self, user: object, memory: M) -> None:
-        """Return memory to the pool when its user is collected, unless its `lent` is detached before."""
-        memory.lent = weakref.finalize(user, self._keep, memory)
+    def return_when_collected(self, user: object, memory: M) -> None:
+        """Return memory to the pool when its user is garbage-collected, unless its `lent` is detached before."""
+        memory.lent = weakref.finalize(user, self._add_spare, memory)
 
-    def _keep(self, memory: M) -> None:
+    def _add_spare(self, memory: M) -> None:
         with self._lock:
-            self._spares = [*self._spares, memory][-_KEPT:] if self.refused is None else []
+            self._spares = [*self._spares, memory][-_MAX_SPARES:] if self.refused is None else []
 
     def capture(self, memory: M, bucket: Any, inputs: Any, forward: Callable[[], Any]) -> Graph | None:
-        """Capture a forward over these inputs and keep the graph in the memory; None on failure. The forward runs twice
-        before, so it must be repeatable."""
-        _of_thread.captured = captured() + 1
+        """Capture a forward over these inputs and store the graph in the memory; None on failure. The forward must be
+        repeatable: it runs twice before the capture."""
+        _of_thread.capture_count = capture_count() + 1
         try:
             # Warm-up: kernels and libraries initialise at their first calls, which cannot be captured.
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no types
@@ -175,47 +172,47 @@ class Captures(Generic[M]):
         except RuntimeError as error:
             if out_of_memory(error):
                 raise
-            self.refuse(f"a forward could not be captured ({type(error).__name__}: {error})")
+            self.disable(f"a forward could not be captured ({type(error).__name__}: {error})")
             return None
-        memory.graphs[bucket] = made = Graph(graph, inputs, outputs)
-        return made
+        captured = memory.graphs[bucket] = Graph(graph, inputs, outputs)
+        return captured
 
 
-class Graphs(Captures[KeyMemory]):
+class TargetGraphs(GraphPool[KVMemory]):
     """The CUDA graphs of one target, without a reference to it; all `layers` are on one device."""
 
-    def __init__(self, layers: Sequence[LayerKeys]) -> None:
+    def __init__(self, layers: Sequence[KVLayout]) -> None:
         super().__init__(sum(layer.bytes for layer in layers), layers[0].device)
-        self._new_memory = partial(KeyMemory, layers)
+        self._new_memory = partial(KVMemory, layers)
 
     def new_cache(self, rows: int, capacity: int, weights: Iterable[Tensor]) -> TreeCache:
         """Create an empty cache in pooled memory, with room for the padding of the widest bucket."""
         memory = self.lend(self._new_memory, rows, capacity + WIDTHS[-1], weights)
         cache = TreeCache.of(memory, rows)
-        self.until_gone(cache, memory)
+        self.return_when_collected(cache, memory)
         return cache
 
     def __call__(
         self, forward: Forward, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]
     ) -> Outputs | None:
-        """Run `Target.forward_tree` as a graph; None if that is impossible. `forward` is captured, so it must neither
-        synchronise nor upload."""
+        """Run a tree forward as a graph; None if no bucket fits or graphs are disabled. `forward` is captured: it must
+        neither synchronise nor upload."""
         memory, lengths = cache.memory, cache.lengths
         width = next((width for width in WIDTHS if width >= batch.size), None)
         if self.refused or memory is None or width is None or max(lengths) + width > memory.capacity:
             return None
-        rows, seen = min(power(cache.rows), memory.rows), slots_in_sight(max(lengths) + width, memory)
+        rows, seen = min(next_power_of_two(cache.rows), memory.rows), bucket_slots(max(lengths) + width, memory)
         bucket = (rows, width, seen, frozenset(aux_layers))
         cache.begin(batch.size)
         graph = memory.graphs.get(bucket)
-        inputs = Inputs.of(rows, width, self._device) if graph is None else graph.inputs
+        inputs = Inputs.empty(rows, width, self._device) if graph is None else graph.inputs
         inputs.fill(batch, cache)
         if graph is None:
-            keys = TreeCache.of(memory, rows)
+            padded = TreeCache.of(memory, rows)
 
             def code() -> Outputs:
-                keys.begin_at(inputs.lengths_B1, width, seen)
-                return forward(inputs, keys, seen, frozenset(aux_layers))
+                padded.begin_at(inputs.lengths_B1, width, seen)
+                return forward(inputs, padded, seen, frozenset(aux_layers))
 
             graph = self.capture(memory, bucket, inputs, code)
             if graph is None:
@@ -227,11 +224,11 @@ class Graphs(Captures[KeyMemory]):
         return logits_BNV[part].clone(), {layer: state_BNE[part].clone() for layer, state_BNE in states.items()}
 
 
-def slots_in_sight(slots: int, memory: Memory) -> int:
-    """Round up to a bucket."""
-    return min(max(_LEAST_SEEN, power(slots)), memory.capacity)
+def bucket_slots(slots: int, memory: Memory) -> int:
+    """Round visible slots up to a bucket."""
+    return min(max(_MIN_SLOTS, next_power_of_two(slots)), memory.capacity)
 
 
-def power(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     """Round up to a power of two."""
     return 1 << (number - 1).bit_length()

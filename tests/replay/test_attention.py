@@ -16,7 +16,7 @@ from tests.tiny import tiny_model
 @pytest.mark.parametrize("new", [5, 11])
 def test_sink_is_an_extra_key_without_a_value(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four query heads share two key heads. Each has its own sink, which only joins the softmax."""
-    monkeypatch.setattr("headstart.replay.attention.PIECE", 4)
+    monkeypatch.setattr("headstart.replay.attention.CHUNK", 4)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, new, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
     sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0])
@@ -45,7 +45,7 @@ def test_sliding_layers_read_only_their_window(kind: str, slots: set[int], monke
     assert set(read) == slots
     for text, tree, path, logits_NV in zip(texts, trees, ([0, 2, 3], [0, 1, 2, 3]), logits_BNV, strict=True):
         tokens = [*text, *(tree.tokens[node] for node in path)]
-        with target.stock() as model, torch.inference_mode():
-            wanted = model(torch.tensor([tokens])).logits[0, -len(path) :]
+        with torch.inference_mode():
+            wanted = target.model(torch.tensor([tokens])).logits[0, -len(path) :]
         # float32 rounding of two attention kernels
         torch.testing.assert_close(logits_NV[path], wanted, rtol=1e-4, atol=1e-5)

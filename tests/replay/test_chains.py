@@ -63,7 +63,7 @@ def assert_own(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_rejected_chains_leave_no_trace(seed: int, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different length; in each round each row accepts none, some or all of its chain."""
-    monkeypatch.setattr(model, "PIECE", 3)
+    monkeypatch.setattr(model, "CHUNK", 3)
     rng = random.Random(seed)
     read = [rng.randint(1, 5) for _ in TEXTS]
     cache = target.new_cache(2, 40)
@@ -98,16 +98,16 @@ def test_kept_rows_continue(target: Target) -> None:
     target.forward_tree(cache, TreeBatch.of([Tree.chain_of([1, 2, 3]), Tree.chain_of(TEXTS[1][5:8])]))
     cache.commit([[], [0, 1]])
     cache.reorder([1])
-    kept = cache.kept(0, 7)
-    assert cache.kept(0, 6).lengths == [0], "a running state cannot be cut back"
+    kept = cache.copy_row(0, 7)
+    assert cache.copy_row(0, 6).lengths == [0], "a running state cannot be cut back"
     two = target.new_cache(2, 40)
-    two.go_on_with(1, kept)
+    two.load_row(1, kept)
     both = target.new_cache(2, 40)
     for row in range(2):
-        both.go_on_with(row, kept)
+        both.load_row(row, kept)
     target.prefill(cache, [[59, 59]])  # must not affect the kept copy
     out = target.prefill(both, [TEXTS[1][7:9], TEXTS[1][7:12]])
-    part = two.part(1, 2)
+    part = two.slice_rows(1, 2)
     alone = target.prefill(part, [TEXTS[1][7:9]])
     assert_own(out.logits_BTV[0, 0], stock(target, TEXTS[1][:9])[0][-1])
     assert_own(out.logits_BTV[1, 0], stock(target, TEXTS[1][:12])[0][-1])
@@ -145,7 +145,7 @@ def test_unsupported_uses_are_refused(target: Target) -> None:
 def test_models_with_other_running_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="layers of type linear_attention keep a running state"):
         Target(hybrid(LINEAR, LINEAR))
-    monkeypatch.setattr(patch, "is_linear", lambda module: False)  # an unknown kind of linear attention
+    monkeypatch.setattr(patch, "is_linear_attention", lambda module: False)  # an unknown kind of linear attention
     with pytest.raises(UserError, match="cannot verify a token tree"):
         Target(hybrid())
 
