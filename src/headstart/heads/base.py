@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, close, nearest
-from headstart.heads.exchange.published import SHARED, Layout, Published, detached, fill
+from headstart.heads.exchange.published import SHARED, Layout, Published, cpu_copies, fill
 from headstart.heads.int8_weights import drop_int8
 from headstart.heads.settings import FromTarget, HeadSettings, recipe_error, section_fields
 from headstart.model.frozen import FrozenModel
@@ -198,7 +198,7 @@ class DraftHead(nn.Module, ABC):
         assert self._embedding_VE is not None, "heads are bound to their target"
         return self._embedding_VE
 
-    def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Embed tokens [...] as the target does, [..., E], in the dtype and on the device of `like`."""
         table_VE = self.target_embeddings
         return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
@@ -213,22 +213,22 @@ class DraftHead(nn.Module, ABC):
         """Return the target's LM head over the draft vocabulary, [D, E], in the dtype and on the device of `like`; sets
         the `lm_bias_D` and `finish` that go with it."""
         bias_V = target.lm_head_bias
-        self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
+        self.lm_bias_D = None if bias_V is None else self._draft_rows(bias_V.detach()).to(like)
         self.finish = target.finish
-        return self._drafted(target.lm_head_weight.detach()).to(like)
+        return self._draft_rows(target.lm_head_weight.detach()).to(like)
 
     def first_lm_head(self, target: FrozenModel) -> Tensor:
         """Initial value of a trained LM head, [D, E]: the target's, times its logit scale. Such heads have no bias or
         cap, in training and in serving engines."""
-        weight_DE, scale = self._drafted(target.lm_head_weight.detach()), target.finish.scale
+        weight_DE, scale = self._draft_rows(target.lm_head_weight.detach()), target.finish.scale
         return weight_DE if scale == 1 else weight_DE * scale
 
-    def _drafted(self, rows_V: Tensor) -> Tensor:
+    def _draft_rows(self, rows_V: Tensor) -> Tensor:
         if not self.config.draft_vocab_size:
             return rows_V[: len(self.draft_to_target_D)]
         return rows_V[self.draft_to_target_D.to(rows_V.device)]
 
-    def finished(self, logits: Tensor) -> Tensor:
+    def finish_logits(self, logits: Tensor) -> Tensor:
         return logits if self.finish is None else self.finish(logits)
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
@@ -263,7 +263,7 @@ class DraftHead(nn.Module, ABC):
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             steps=self.draft_steps,
-            tensors=detached(self.by_published_name()),
+            tensors=cpu_copies(self.by_published_name()),
             layer=getattr(self.config, "published_sizes", None),
             **{name: getattr(self.config, name) for name in SHARED if hasattr(self.config, name)},
         )
@@ -317,7 +317,7 @@ class DraftHead(nn.Module, ABC):
         layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
 
-    def checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
+    def run_checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
         """Call a deterministic function; with `gradient_checkpointing` only its inputs are kept for the backward."""
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return function(*inputs)

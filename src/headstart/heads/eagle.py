@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import register
-from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, detached, other_embeddings, same_numbers
+from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, cpu_copies, embeddings_error, nearly_equal
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
@@ -58,7 +58,7 @@ class EagleHead(FinalStateHead):
     def joining_map(self) -> Linear:
         return self.fc
 
-    def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+    def joining_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         return torch.cat([self._normed(embedded), feedback], dim=-1)
 
     def _normed(self, embedded: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class EagleHead(FinalStateHead):
         published = replace(super().publish(), normed_embeddings=self.config.embedding_norm)
         if not self.publishing_reads_target:
             return published
-        embeddings = detached({EMBEDDINGS: self._normed(self.target_embeddings.float())})
+        embeddings = cpu_copies({EMBEDDINGS: self._normed(self.target_embeddings.float())})
         return published.with_tensors({**published.tensors, **embeddings})
 
     def by_published_name(self) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class EagleHead(FinalStateHead):
         normed_VE = F.rms_norm(embedding_VE, embedding_VE.shape[-1:])
         if own_VE.shape == embedding_VE.shape:
             for is_normed, base_VE in ((False, embedding_VE), (True, normed_VE)):
-                added_E = nothing_E if same_numbers(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
-                if same_numbers(own_VE.float() - added_E, base_VE):
+                added_E = nothing_E if nearly_equal(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
+                if nearly_equal(own_VE.float() - added_E, base_VE):
                     return is_normed, added_E
-        raise other_embeddings()
+        raise embeddings_error()

@@ -38,10 +38,10 @@ from headstart.heads.parts import induction, own_position
 from headstart.heads.parts.layer import (
     DraftLayer,
     LayerConfig,
-    by_token,
-    normed,
-    normed_beside,
-    refused_layers,
+    aux_layers_error,
+    concat_heads,
+    norm_and_concat,
+    rms_norm,
     start_from_last_layers,
 )
 from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
@@ -94,7 +94,7 @@ class Eagle3Config(RecurrentConfig):
         values = super().of_target(target, settings)
         middle, last = target.num_layers // 2, target.num_layers
         if (layers := settings.get("aux_layers")) and max(layers) > last:
-            raise refused_layers(layers, f"from 1 to {last}")
+            raise aux_layers_error(layers, f"from 1 to {last}")
         if settings.get("init") != "transition":
             return {**values, "aux_layers": (2, middle, last - 3)}
         own_heads = own_position.heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
@@ -120,7 +120,7 @@ class Eagle3Config(RecurrentConfig):
     def check(self) -> None:
         layers = self.aux_layers
         if len(set(layers)) < len(layers) or any(layer < 1 for layer in layers):
-            raise refused_layers(layers)
+            raise aux_layers_error(layers)
         if self.init != "transition" or not self.hidden_size:
             return
         if self.num_layers > 1:
@@ -146,7 +146,7 @@ class Eagle3Head(RecurrentHead):
 
     def __init__(self, config: Eagle3Config) -> None:
         if not config.aux_layers:
-            raise refused_layers(())
+            raise aux_layers_error(())
         size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
         first = DraftLayer(config, 2 * size, input_norm=False, qk_norm=config.qk_norm)
         later = (DraftLayer(config, size, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
@@ -171,18 +171,18 @@ class Eagle3Head(RecurrentHead):
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
 
-    def normed_states(self, seen: Tensor) -> Tensor:
+    def norm_states(self, seen: Tensor) -> Tensor:
         if not self.config.aux_norms:
             return seen
         norms = cast(list[nn.RMSNorm], list(self.aux_norms))
-        return normed_beside(norms, seen.chunk(len(norms), dim=-1))
+        return norm_and_concat(norms, seen.chunk(len(norms), dim=-1))
 
     def project(self, seen: Tensor) -> Tensor:
-        fused: Tensor = self.fc(self.normed_states(seen))
+        fused: Tensor = self.fc(self.norm_states(seen))
         return fused
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        attended = normed_beside([self.embedding_norm, self.hidden_norm], [embedded, feedback])
+        attended = norm_and_concat([self.embedding_norm, self.hidden_norm], [embedded, feedback])
         size = embedded.shape[-1]
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
@@ -201,20 +201,20 @@ class Eagle3Head(RecurrentHead):
             return 0
         key = int8.kept.data_ptr(), int8.version
         if self._alone is None or self._alone[0] != key:
-            self._alone = key, self._still_alone(like)
+            self._alone = key, self._count_own_heads(like)
         return self._alone[1]
 
-    def _still_alone(self, like: Tensor) -> int:
-        count = own_position.untouched(self.stack[0])
+    def _count_own_heads(self, like: Tensor) -> int:
+        count = own_position.count_intact(self.stack[0])
         if not count:
             return 0
         random = torch.Generator().manual_seed(0)
         length = min(_LOOKED_UP, self.config.max_position_embeddings // 2)
         tokens_T = torch.randint(len(self.target_embeddings), (length,), generator=random)
         tokens_1T = torch.cat([tokens_T, tokens_T])[None]  # repeated tokens are the hard case
-        read_1TE = normed(self.embedding_norm, self.embedded(tokens_1T, like))
+        read_1TE = rms_norm(self.embedding_norm, self.embed_tokens(tokens_1T, like))
         queries, keys, _ = self._read(torch.cat([read_1TE, torch.zeros_like(read_1TE)], dim=-1))
-        share_N = own_position.shares(queries[:, :count].float(), keys[:, :count].float()).mean((0, 2, 3))
+        share_N = own_position.self_weights(queries[:, :count].float(), keys[:, :count].float()).mean((0, 2, 3))
         return int((share_N >= _MOSTLY).long().cumprod(0).sum())
 
     @property
@@ -237,7 +237,7 @@ class Eagle3Head(RecurrentHead):
         if self.config.init == "transition":  # the layer adds nothing yet
             self.stack[0].zero_init()
             self.hidden_norm.weight.fill_(1)
-            self._look_at_themselves([])
+            self._set_own_heads([])
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -254,7 +254,7 @@ class Eagle3Head(RecurrentHead):
             if not first:
                 first.append(batch)
             final_XE, origin_M = batch.states[FINAL].flatten(0, 1).float(), supervised_origins(batch.supervised_BT, 0)
-            read_MX = self.normed_states(self.select_states(batch.states).flatten(0, 1)[origin_M].float())
+            read_MX = self.norm_states(self.select_states(batch.states).flatten(0, 1)[origin_M].float())
             scale += float(read_MX[:, -size:].square().mean(-1).sqrt().sum())
             return read_MX, [final_XE[origin_M + 1] / self.norm.weight.float()]
 
@@ -262,16 +262,16 @@ class Eagle3Head(RecurrentHead):
         for map_EX in start.solve(batches, read):
             self.fc.weight.copy_(scale / start.rows * map_EX)
         if first and self.config.qk_norm:
-            self._keep_sizes(first[0])
+            self._match_qk_rms(first[0])
 
-    def _keep_sizes(self, batch: HeadBatch) -> None:
+    def _match_qk_rms(self, batch: HeadBatch) -> None:
         """Scale query and key norms that do not come from the target to preserve the sizes seen on a batch."""
         seen_BTX = self.select_states(batch.states).float()
-        embedded_BTE = self.embedded(_following(batch), seen_BTX)
+        embedded_BTE = self.embed_tokens(_following(batch), seen_BTX)
         read_BTI, stream_BTE = self.layer_input(self.project(seen_BTX), embedded_BTE)
         for layer in self.stack:
             if not layer.has_target_norms:
-                layer.keep_sizes(read_BTI)
+                layer.match_qk_rms(read_BTI)
             queries, keys, values = self._read(read_BTI, layer)
             read_BTI = stream_BTE = layer.write(stream_BTE, causal_attention(queries, keys, values))
 
@@ -289,11 +289,11 @@ class Eagle3Head(RecurrentHead):
             seen_BTX = self.select_states(batch.states)[:, :_LONGEST]
             attended_BTI = self._attended(seen_BTX, _following(batch)[:, :_LONGEST])
             queries, keys, _ = self._read(attended_BTI)
-            least = min(least, float(own_position.shares(queries[:, :own], keys[:, :own]).mean((0, 2, 3)).min()))
+            least = min(least, float(own_position.self_weights(queries[:, :own], keys[:, :own]).mean((0, 2, 3)).min()))
             tokens += attended_BTI.shape[1]
             if tokens >= _ENOUGH:
                 break
-        layer.own_heads = own if least >= own_position.ALONE else 0
+        layer.own_heads = own if least >= own_position.MIN_SELF_WEIGHT else 0
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class Eagle3Head(RecurrentHead):
         if not first:
             return
         size, layer, own = self.config.hidden_size, self.stack[0], self.config.own_heads
-        self._look_at_themselves(first)
+        self._set_own_heads(first)
         self.fc.weight.copy_(self._to_final_state(first))
         copies = self._copy(first)
 
@@ -352,7 +352,7 @@ class Eagle3Head(RecurrentHead):
             parts = [attended_BTI]
             if copies:
                 queries, keys, values = self._read(attended_BTI)
-                parts.append(by_token(causal_attention(queries[:, own:], keys[:, own:], values[:, own:])))
+                parts.append(concat_heads(causal_attention(queries[:, own:], keys[:, own:], values[:, own:])))
             read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
             return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
 
@@ -371,12 +371,12 @@ class Eagle3Head(RecurrentHead):
                 self.fc.weight *= residual / float(fused_MX.square().mean(-1).sqrt().median())
             linear_EI = map_EJ[:, : 2 * size].clone()
             linear_EI[:, size:] -= residual * torch.eye(size).to(linear_EI)
-            own_position.hold(layer, own, linear_EI, products_JJ[: 2 * size, : 2 * size])
+            own_position.store_map(layer, own, linear_EI, products_JJ[: 2 * size, : 2 * size])
             if copies:
                 layer.o.weight[:, of_own_heads:] = map_EJ[:, 2 * size :]
 
     def _attended(self, seen_BTX: Tensor, following_BT: Tensor) -> Tensor:
-        return self.layer_input(self.project(seen_BTX), self.embedded(following_BT, seen_BTX))[0]
+        return self.layer_input(self.project(seen_BTX), self.embed_tokens(following_BT, seen_BTX))[0]
 
     def _read(self, attended_BTI: Tensor, layer: DraftLayer | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a layer (default: the first), each row a separate text."""
@@ -384,34 +384,36 @@ class Eagle3Head(RecurrentHead):
         index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
         return (layer or self.stack[0]).read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
 
-    def _look_at_themselves(self, batches: list[HeadBatch]) -> None:
+    def _set_own_heads(self, batches: list[HeadBatch]) -> None:
         """Set the first heads to attend to their own position, for any token of the vocabulary or the batches."""
         like = self.embedding_norm.weight.float()
 
         def normed_of(tokens: Tensor) -> Iterator[Tensor]:
-            return (normed(self.embedding_norm, self.embedded(part, like)) for part in torch.split(tokens, _BLOCK))
+            return (
+                rms_norm(self.embedding_norm, self.embed_tokens(part, like)) for part in torch.split(tokens, _BLOCK)
+            )
 
         kinds = [normed_of(torch.arange(len(self.target_embeddings)))]
         if batches:
             kinds.append(normed_of(torch.cat([batch.tokens_BT.flatten() for batch in batches])))
-        number_E, mean_E = own_position.number_of_all(*kinds)
+        probe_E, mean_E = own_position.fit_constant_probe(*kinds)
         cos_PR = self._cosines(own_position.FAR)[:, : self.config.head_dim // 2]
         cos_PR = cos_PR[1:] / cos_PR[0, 0]  # tables of long contexts may carry a factor
-        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E=number_E, mean_E=mean_E)
+        own_position.set_own_heads(self.stack[0], self.config.own_heads, cos_PR, probe_E=probe_E, mean_E=mean_E)
 
     def _copy(self, batches: list[HeadBatch]) -> bool:
         """Solve the fusion and the other heads' attention for copying; returns False if that is not possible."""
         fused_EX = self.fc.weight.clone()
         aux_MX = self._aux_states(batches)
-        embedded_ME = torch.cat([self.embedded(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
-        embedded_ME = normed(self.embedding_norm, embedded_ME)
+        embedded_ME = torch.cat([self.embed_tokens(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
+        embedded_ME = rms_norm(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
         final_ME, spare = aux_MX @ fused_EX.T, self.config.own_heads
         code = induction.solve(self.stack[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)
-        self.fc.weight.copy_(code.into(fused_EX))
+        self.fc.weight.copy_(code.add_to(fused_EX))
         return True
 
     def _cosines(self, far: int) -> Tensor:
@@ -419,7 +421,7 @@ class Eagle3Head(RecurrentHead):
         return self._rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0]
 
     def _aux_states(self, batches: list[HeadBatch]) -> Tensor:
-        seen = (self.normed_states(self.select_states(batch.states)) for batch in batches)
+        seen = (self.norm_states(self.select_states(batch.states)) for batch in batches)
         return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
 
     def _to_final_state(self, batches: list[HeadBatch]) -> Tensor:

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.graphed import Level, Numbers
+from headstart.heads.parts.graphed import IntArray, Level
 from headstart.heads.parts.residual import (
     FinalMemory,
     FinalSession,
     LinearStart,
     ResidualConfig,
     ResidualHead,
-    embed,
+    embed_normalized,
     head_hidden,
 )
 from headstart.model.frozen import FrozenModel
@@ -136,26 +136,26 @@ class HydraHead(ResidualHead):
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
             origin_M = origins(batch, step)
-            hidden_ME = self.checkpointed(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
+            hidden_ME = self.run_checkpointed(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
         final_XE = batch.states[FINAL].flatten(0, 1)
-        return final_XE, embed(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
+        return final_XE, embed_normalized(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
 
     def draft_step(self, session: FinalSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         above_BWF = session.final_BE[:, None]
         if depth:
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
-            above_BWF = session.seen[rows_B1, upload(parents_BW, tokens_BW.device)]
-        session.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
-        return self._logits(session.seen, depth)
+            above_BWF = session.inputs[rows_B1, upload(parents_BW, tokens_BW.device)]
+        session.inputs = torch.cat([above_BWF, embed_normalized(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
+        return self._logits(session.inputs, depth)
 
     def new_memory(self, session: FinalSession, rows: int, capacity: int) -> HydraMemory:
         return HydraMemory(session.final_BE, rows, capacity, self.draft_steps)
 
     def level(
-        self, session: FinalSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+        self, session: FinalSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level:
         memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
         assert isinstance(memory, HydraMemory), "captured levels have memory"
@@ -166,22 +166,22 @@ class HydraHead(ResidualHead):
         nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
         return Level(np.concatenate(nodes, axis=1), width, (depths.start, padded))
 
-    def draft_level(self, memory: HydraMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        (depth, width), rows = sizes, len(numbers_BX)
+    def draft_level(self, memory: HydraMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        (depth, width), rows = sizes, len(inputs_BX)
         paths_BWK = memory.root_B[:rows, None, None]
         if depth:
-            tokens_BW, parents_BW = numbers_BX.chunk(2, dim=1)
-            rows_B1 = torch.arange(rows, device=numbers_BX.device)[:, None]
+            tokens_BW, parents_BW = inputs_BX.chunk(2, dim=1)
+            rows_B1 = torch.arange(rows, device=inputs_BX.device)[:, None]
             above_BWK = memory.above_BWK[rows_B1, parents_BW, :depth]
             paths_BWK = torch.cat([above_BWK, tokens_BW[:, :, None]], dim=2)
         memory.paths_BWK[:rows, :width, : depth + 1] = paths_BWK
         final_BWE = memory.final_BE[:rows, None].expand(-1, width, -1)
-        embedded_BWKE = embed(paths_BWK, self.target_embeddings, final_BWE)
+        embedded_BWKE = embed_normalized(paths_BWK, self.target_embeddings, final_BWE)
         return self._logits(torch.cat([final_BWE, embedded_BWKE.flatten(2)], dim=-1), depth)
 
     def _logits(self, seen_BWF: Tensor, depth: int) -> Tensor:
         head = cast(HydraStep, self.heads[depth])
-        return self.finished(linear(head(seen_BWF), self._lm_head(head), self.lm_bias_D))
+        return self.finish_logits(linear(head(seen_BWF), self._lm_head(head), self.lm_bias_D))
 
     def _heads(self) -> list[HydraStep]:
         return [cast(HydraStep, head) for head in self.heads]

@@ -28,7 +28,7 @@ from headstart.heads.base import make_config, register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateHead
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_scale, normed_beside
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_and_concat, norm_scale
 from headstart.heads.parts.native_module import (
     Attend,
     NativeModule,
@@ -137,13 +137,13 @@ class MtpHead(FinalStateHead):
     def joining_map(self) -> Linear:
         return self.module.eh_proj
 
-    def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        return normed_beside([self.module.enorm, self.module.hnorm], [embedded, feedback])
+    def joining_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+        return norm_and_concat([self.module.enorm, self.module.hnorm], [embedded, feedback])
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().layer_input(feedback, embedded)
-        stream = self.native.joined(feedback, embedded)
+        stream = self.native.join(feedback, embedded)
         return stream, stream
 
     @property
@@ -186,9 +186,9 @@ class MtpHead(FinalStateHead):
 
     # -- the target's own layer type, which computes queries, keys and values itself -------------------------------
 
-    def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def run_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         if self.native is None:
-            return super().over_text(text, tokens, rotary)
+            return super().run_text(text, tokens, rotary)
         first = not text.kv
 
         def attend_text(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -196,11 +196,11 @@ class MtpHead(FinalStateHead):
                 return causal_attention(queries, keys, values, text.starts_BT)
             return attend(queries, *text.kv[0], text.sight, [*text.chains[0], (keys, values)])
 
-        stream, keys, values = self.checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
+        stream, keys, values = self.run_checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
         (text.kv if first else text.chains[0]).append((keys, values))
-        return text.of_origins(stream) if first else stream
+        return text.gather_origins(stream) if first else stream
 
-    def _through(
+    def _run_layers(
         self,
         feedback_BWE: Tensor,
         tokens_BW: Tensor,
@@ -210,7 +210,7 @@ class MtpHead(FinalStateHead):
         last_B: Tensor | None,
     ) -> Tensor:
         if self.native is None:
-            return super()._through(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+            return super()._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
 
         def attend_kept(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             put(0, keys, values)
@@ -226,7 +226,7 @@ class MtpHead(FinalStateHead):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the target's own module; returns its stream, keys and values."""
         assert self.native is not None, "the module is the target's"
-        joined, _ = self.layer_input(feedback, self.embedded(tokens, feedback))
+        joined, _ = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
         kept: list[tuple[Tensor, Tensor]] = []
 
         def keep(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ _ROUNDED = 0.01
 """Upper bound on the relative error of rounding to bfloat16."""
 
 
-def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
@@ -237,7 +237,7 @@ def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         place.copy_(tensors[name] if name in tensors or not name.endswith("bias") else torch.zeros_like(place))
 
 
-def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
+def nearly_equal(published_VE: Tensor | None, own_VE: Tensor) -> bool:
     """Whether a checkpoint's embeddings or LM head, if any, equal the given ones up to bfloat16 rounding."""
     if published_VE is None:
         return True
@@ -249,11 +249,11 @@ def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
 
 def check_embeddings(published: Published, own_VE: Tensor) -> None:
     """Raise a UserError if a checkpoint has token embeddings other than the target's."""
-    if not same_numbers(published.tensors.get(EMBEDDINGS), own_VE):
-        raise other_embeddings()
+    if not nearly_equal(published.tensors.get(EMBEDDINGS), own_VE):
+        raise embeddings_error()
 
 
-def other_embeddings() -> UserError:
+def embeddings_error() -> UserError:
     return UserError(
         "The checkpoint has token embeddings of its own, which are not the target's; heads of headstart read the "
         "target's.",

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction, origins
-from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, same_numbers
+from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, nearly_equal
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.block_layer import LAYERS, BlockConfig, BlockLayer
 from headstart.heads.parts.cache import LayerCache, cached_attention
-from headstart.heads.parts.graphed import GraphedHead, Numbers
-from headstart.heads.parts.layer import Rotary, angles, normed, refused_layers, start_from_last_layers
+from headstart.heads.parts.graphed import GraphedHead, IntArray
+from headstart.heads.parts.layer import Rotary, angles, aux_layers_error, rms_norm, start_from_last_layers
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks, by_row, positions_of
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
@@ -78,7 +78,7 @@ class BlockHead(GraphedHead):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         if not config.aux_layers:
-            raise refused_layers((), LAYERS)
+            raise aux_layers_error((), LAYERS)
         size, count = config.hidden_size, len(config.aux_layers)
         self.fc = Linear(count * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
@@ -110,7 +110,7 @@ class BlockHead(GraphedHead):
 
     def bind(self, target: FrozenModel) -> None:
         if max(self.config.aux_layers) >= target.num_layers:
-            raise refused_layers(self.config.aux_layers, LAYERS)
+            raise aux_layers_error(self.config.aux_layers, LAYERS)
         self._embedding_VE = target.embedding_weight.detach()
         mask = self.config.mask_token_id
         if target.blank(mask):
@@ -129,16 +129,16 @@ class BlockHead(GraphedHead):
             return
         start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
 
-    def read_states(self, states: Mapping[int, Tensor]) -> Tensor:
+    def fuse_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """The context [..., E]."""
         seen = torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
-        return normed(self.hidden_norm, self.fc(seen))
+        return rms_norm(self.hidden_norm, self.fc(seen))
 
     def block(self, anchors: Tensor, like: Tensor) -> Tensor:
         """Input of the first layer [..., K, E] for root tokens [...]: the target's raw embeddings."""
         tokens = torch.full((*anchors.shape, self.config.block_size), self.config.mask_token_id, device=anchors.device)
         tokens[..., 0] = anchors
-        return self.embedded(tokens, like)
+        return self.embed_tokens(tokens, like)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -154,16 +154,16 @@ class BlockHead(GraphedHead):
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
         """LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
-        context_BTE = self.read_states(batch.states)
+        context_BTE = self.fuse_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
-        text = [self.checkpointed(layer.context, context_BTE, rotary) for layer in self.stack]
+        text = [self.run_checkpointed(layer.context, context_BTE, rotary) for layer in self.stack]
         made = []
         for part_M in [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS):
             run = Blocks(self, batch, part_M, context_BTE)
             for layer, (keys, values) in zip(self.stack, text, strict=True):
-                run.stream_BXE = self.checkpointed(layer.write, run.stream_BXE, run.mix(layer, keys, values))
-            made.append(normed(self.norm, run.drafted(run.stream_BXE)))
+                run.stream_BXE = self.run_checkpointed(layer.write, run.stream_BXE, run.attend(layer, keys, values))
+            made.append(rms_norm(self.norm, run.drafting_slots(run.stream_BXE)))
         return torch.cat(made)
 
     # -- exchange ------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class BlockHead(GraphedHead):
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
         check_embeddings(published, target.embedding_weight)
-        if not same_numbers(published.tensors.get(LM_HEAD), target.lm_head_weight):
+        if not nearly_equal(published.tensors.get(LM_HEAD), target.lm_head_weight):
             raise UserError(
                 "The checkpoint has an LM head of its own, which is not the target's; block drafters of headstart "
                 "draft through the target's.",
@@ -197,19 +197,19 @@ class BlockHead(GraphedHead):
         session = BlockSession(cache, some_BPE[:, :0])
         for start in range(0, some_BPE.shape[1], PIECE):  # so that memory does not grow with all states at once
             piece = {layer: states[layer][:, start : start + PIECE] for layer in self.config.aux_layers}
-            self._remember(session, piece, [min(max(len(prompt) - start, 0), PIECE) for prompt in prompts])
+            self._append_context(session, piece, [min(max(len(prompt) - start, 0), PIECE) for prompt in prompts])
         return session
 
     def commit(self, session: BlockSession, committed: Committed) -> None:
-        self._remember(session, committed.states, committed.counts)
+        self._append_context(session, committed.states, committed.counts)
 
     def reorder(self, session: BlockSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
         session.hidden_BSE, session.logits_BSD = session.hidden_BSE[upload(rows, session.hidden_BSE.device)], None
 
-    def _remember(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
+    def _append_context(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
         """Append keys and values of newly committed tokens; a row's padding is overwritten later."""
-        cache, context_BPE = session.cache, self.read_states(states)
+        cache, context_BPE = session.cache, self.fuse_states(states)
         width = context_BPE.shape[1]
         slots = max(cache.lengths) + width
         cache.reserve(slots)
@@ -245,7 +245,7 @@ class BlockHead(GraphedHead):
             keys, values = (part[:, :, first:] for part in cache.kv[number])
             return cached_attention(queries, (keys, values), total - first, seen_BKC[:, -count:, first:])
 
-        session.hidden_BSE = self._through(stream_BKE, rotary, put, mix)
+        session.hidden_BSE = self._run_layers(stream_BKE, rotary, put, mix)
 
     @staticmethod
     def _seen(layer: BlockLayer, places_BK: Tensor, total: int) -> Tensor:
@@ -255,7 +255,7 @@ class BlockHead(GraphedHead):
         seen_BKC = place_C <= last_BK[:, :, None]
         return seen_BKC & (place_C > places_BK[:, :, None] - layer.window) if layer.window else seen_BKC
 
-    def _through(
+    def _run_layers(
         self,
         stream_BKE: Tensor,
         rotary: tuple[Tensor, Tensor],
@@ -269,7 +269,7 @@ class BlockHead(GraphedHead):
             if number == len(self.layers) - 1:  # slots that draft nothing only serve as keys and values
                 queries, stream_BKE = queries[:, :, :, self.first_slot :], stream_BKE[:, self.first_slot :]
             stream_BKE = layer.write(stream_BKE, mix(number, queries))
-        return normed(self.norm, stream_BKE)
+        return rms_norm(self.norm, stream_BKE)
 
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
 
@@ -283,17 +283,17 @@ class BlockHead(GraphedHead):
         session.cache.move(memory)
         session.memory = memory
 
-    def first_level(self, session: BlockSession, tokens_BW: Numbers) -> tuple[Numbers, int]:
-        """Inputs of `captured_block`, and the slots in sight."""
+    def first_level(self, session: BlockSession, tokens_BW: IntArray) -> tuple[IntArray, int]:
+        """Inputs of `graph_block`, and the slots in sight."""
         assert session.memory is not None, "captured levels have memory"
         lengths = session.cache.lengths
         seen = slots_in_sight(max(lengths) + self.config.block_size, session.memory)
         return np.stack([tokens_BW[:, 0], lengths], axis=1), seen
 
-    def captured_block(self, memory: BlockMemory, numbers_BX: Tensor, seen: int) -> Tensor:
+    def graph_block(self, memory: BlockMemory, inputs_BX: Tensor, seen: int) -> Tensor:
         """`run_block` for CUDA graphs; returns the hidden states."""
-        root_B, length_B = numbers_BX.unbind(1)
-        device, slots = numbers_BX.device, self.config.block_size
+        root_B, length_B = inputs_BX.unbind(1)
+        device, slots = inputs_BX.device, self.config.block_size
         rows_B1 = torch.arange(len(root_B), device=device)[:, None]
         slots_BK = length_B[:, None] + torch.arange(slots, device=device)
 
@@ -305,7 +305,7 @@ class BlockHead(GraphedHead):
             return cached_attention(queries, memory.layer(number), seen, seen_BKC)
 
         stream_BKE = self.block(root_B, memory.logits_BSD)
-        return self._through(stream_BKE, angles(memory.rotary, slots_BK), put, mix)
+        return self._run_layers(stream_BKE, angles(memory.rotary, slots_BK), put, mix)
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:
@@ -328,9 +328,9 @@ class Blocks:
         self.rotary = heads._rotary.at(positions_BAK.flatten(1), like.dtype, tokens_BT.shape[1] + slots)
         self.stream_BXE = heads.block(tokens_BT.gather(1, self.index_BA + 1), like).flatten(1, 2)
 
-    def mix(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
+    def attend(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
         """Attention output of every slot in a layer, [B, N, G, X, d]."""
-        queries, own_keys, own_values = self.heads.checkpointed(layer.read, self.stream_BXE, self.rotary)
+        queries, own_keys, own_values = self.heads.run_checkpointed(layer.read, self.stream_BXE, self.rotary)
         slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
         own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))
@@ -340,7 +340,7 @@ class Blocks:
         mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
         return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
 
-    def drafted(self, x_BXF: Tensor) -> Tensor:
+    def drafting_slots(self, x_BXF: Tensor) -> Tensor:
         """Select the drafting slots of real (unpadded) origins, [M, S, F]."""
         x_BAKF = x_BXF.view(*self.index_BA.shape, self.heads.config.block_size, -1)
         return x_BAKF[:, :, self.heads.first_slot :][self.real_BA]

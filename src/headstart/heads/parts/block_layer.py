@@ -14,7 +14,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, linear_of, norm_scale, normed, refused_layers, rotate
+from headstart.heads.parts.layer import (
+    DraftLayer,
+    LayerConfig,
+    aux_layers_error,
+    linear_of,
+    norm_scale,
+    rms_norm,
+    rotate,
+)
 from headstart.heads.settings import FromTarget
 from headstart.model.frozen import FrozenModel
 
@@ -58,10 +66,10 @@ class BlockConfig(LayerConfig):
         values = super().of_target(target, settings)
         last = target.num_layers - 1
         if (layers := settings.get("aux_layers")) and max(layers) > last:
-            raise refused_layers(layers, f"ascending, from 1 to {last}")
+            raise aux_layers_error(layers, f"ascending, from 1 to {last}")
         values["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
         if settings.get("init") == "linear":
-            heads = values["num_key_value_heads"] + sum(looking(target.hidden_size, values["head_dim"]))
+            heads = values["num_key_value_heads"] + sum(positional_heads(target.hidden_size, values["head_dim"]))
             values |= {"num_attention_heads": heads, "num_key_value_heads": heads}
         if "mask_token_id" in settings:
             return values
@@ -98,7 +106,7 @@ class BlockConfig(LayerConfig):
             )
         layers = self.aux_layers
         if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
-            raise refused_layers(layers, LAYERS)
+            raise aux_layers_error(layers, LAYERS)
         if self.vocab_size and self.mask_token_id >= self.vocab_size:
             raise UserError(
                 f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
@@ -106,7 +114,7 @@ class BlockConfig(LayerConfig):
             )
 
 
-def looking(size: int, width: int) -> tuple[int, int]:
+def positional_heads(size: int, width: int) -> tuple[int, int]:
     """Numbers of key heads that attend to the newest state and to the root."""
     return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
 
@@ -128,14 +136,14 @@ class BlockLayer(DraftLayer):
         queries = config.num_attention_heads * config.head_dim
         read_BTX = F.linear(context_BTE, self.qkv.weight[queries:])
         keys, values = read_BTX.view(*context_BTE.shape[:2], -1, config.head_dim).transpose(1, 2).chunk(2, dim=1)
-        return rotate(normed(self.k_norm, keys), *rotary), values
+        return rotate(rms_norm(self.k_norm, keys), *rotary), values
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
         super().warm_start(target, number, offset)
-        self._last_heads(target, number)
+        self._copy_last_heads(target, number)
 
-    def _last_heads(self, target: FrozenModel, number: int) -> None:
+    def _copy_last_heads(self, target: FrozenModel, number: int) -> None:
         """If this layer has more heads than the target's, copy the target's queries, keys, values to its last ones."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention = getattr(layer, "self_attn", None)

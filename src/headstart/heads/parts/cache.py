@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.parts.graphed import Numbers
+from headstart.heads.parts.graphed import IntArray
 from headstart.heads.parts.layer import LayerConfig
 from headstart.kernels.draft_kernels import FIELDS
 from headstart.replay.attention import causal_attention
@@ -34,13 +34,13 @@ class Entries:
     """Slots and visible ranges of new cache entries, from a draft level or pending text.
 
     Attributes:
-        numbers: flat fields of each entry: row, cache slot (consecutive in a row), rotary position, length of the
+        fields: flat fields of each entry: row, cache slot (consecutive in a row), rotary position, length of the
             visible prefix, and K further visible slots.
-        shape: (B, W, F) of `numbers`.
+        shape: (B, W, F) of `fields`.
         stop: required number of slots.
     """
 
-    numbers: array[int]
+    fields: array[int]
     shape: tuple[int, int, int]
     stop: int
 
@@ -53,28 +53,28 @@ class Entries:
     @classmethod
     def of(cls, entries: Sequence[Sequence[Sequence[int]]]) -> Entries:
         """Build from the fields of each entry, by row."""
-        numbers = array("q", chain.from_iterable(chain.from_iterable(entries)))
+        fields = array("q", chain.from_iterable(chain.from_iterable(entries)))
         shape = (len(entries), len(entries[0]), len(entries[0][0]))
-        return cls(numbers, shape, 1 + max(of_row[-1][1] for of_row in entries))
+        return cls(fields, shape, 1 + max(of_row[-1][1] for of_row in entries))
 
     @property
-    def numbers_BWF(self) -> Numbers:
-        return np.frombuffer(self.numbers, dtype=np.int64).reshape(self.shape)
+    def fields_BWF(self) -> IntArray:
+        return np.frombuffer(self.fields, dtype=np.int64).reshape(self.shape)
 
     @property
-    def slots_BW(self) -> Numbers:
-        return self.numbers_BWF[..., 1]
+    def slots_BW(self) -> IntArray:
+        return self.fields_BWF[..., 1]
 
     @property
-    def further_BWK(self) -> Numbers:
-        return self.numbers_BWF[..., FIELDS:]
+    def further_BWK(self) -> IntArray:
+        return self.fields_BWF[..., FIELDS:]
 
     def allowed(self, device: torch.device) -> Tensor | None:
         """Mask of visible slots, bool [B, W, slots]; None for all."""
         rows, width, further = self.further_BWK.shape
-        if rows == width == 1 and int(self.numbers_BWF[0, 0, 3]) + further == self.stop:
+        if rows == width == 1 and int(self.fields_BWF[0, 0, 3]) + further == self.stop:
             return None
-        seen_BWX = upload(torch.from_numpy(self.numbers_BWF[..., 3:]), device)
+        seen_BWX = upload(torch.from_numpy(self.fields_BWF[..., 3:]), device)
         slots_S = torch.arange(self.stop, device=device)
         return (slots_S < seen_BWX[..., :1]).scatter_(2, seen_BWX[..., 1:], True)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.heads.base import DraftHead
 from headstart.kernels.memory import Memory
 
-Numbers = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Level:
     """Inputs of one level's graph.
 
     Attributes:
-        numbers_BX: host inputs; no upload if X is 0. After the first level the nodes' tokens come first, and tokens
+        inputs_BX: host inputs; no upload if X is 0. After the first level the nodes' tokens come first, and tokens
             sampled on the device are filled in there.
         width: number of real (unpadded) nodes, or depths.
         sizes: shape parameters besides the number of rows; each combination has its own graph.
     """
 
-    numbers_BX: Numbers
+    inputs_BX: IntArray
     width: int
     sizes: tuple[int, ...]
 
@@ -61,19 +61,19 @@ class GraphedHead(DraftHead):
     def move(self, session: Any, memory: Any) -> None:
         """Continue in this memory, between two rounds."""
 
-    def reading(self, session: Any) -> Iterator[Level]:
+    def pending_levels(self, session: Any) -> Iterator[Level]:
         """Yield the levels that read pending text before the first level; each updates the session after it has run.
         None by default."""
         return iter(())
 
     @abstractmethod
     def level(
-        self, session: Any, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+        self, session: Any, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level | None:
         """Prepare a level of `draft_step`, or the `depths` of a `OneForwardHead`: update the session, and write the
         graph's device inputs to its memory. None if this level cannot be captured; `draft_step` then drafts it."""
 
     @abstractmethod
-    def draft_level(self, memory: Any, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """The captured function: logits [B, W, D] of a level for the rows of `numbers_BX`. It must not synchronise or
+    def draft_level(self, memory: Any, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """The captured function: logits [B, W, D] of a level for the rows of `inputs_BX`. It must not synchronise or
         upload, must not overwrite its inputs, and must be repeatable."""

@@ -196,40 +196,40 @@ class DraftLayer(nn.Module):
         return self.config.num_attention_heads // self.config.num_key_value_heads
 
     def read(
-        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
+        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], trained_RI: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]; with `learning_RI` (from
+        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]; with `trained_RI` (from
         `learning`) without the queries and keys of the first `own_heads`."""
-        kv_heads = self.config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
-        all_BHTd = self.unturned(x_BTI, learning_RI).transpose(1, 2)
+        kv_heads = self.config.num_key_value_heads - (0 if trained_RI is None else self.own_heads)
+        all_BHTd = self.project_qkv(x_BTI, trained_RI).transpose(1, 2)
         heads = self.groups * kv_heads
         rotated_BHTd = rotate(all_BHTd[:, : heads + kv_heads], *rotary)
         queries_BHTd = rotated_BHTd[:, :heads]
         queries = queries_BHTd.reshape(len(x_BTI), kv_heads, self.groups, *queries_BHTd.shape[2:])
         return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
 
-    def unturned(self, x_BTI: Tensor, learning_RI: Tensor | None = None) -> Tensor:
+    def project_qkv(self, x_BTI: Tensor, trained_RI: Tensor | None = None) -> Tensor:
         """Queries, keys and values of each token before the rotation, [B, T, H, d]."""
         if self.input_norm is not None:
-            x_BTI = normed(self.input_norm, x_BTI)
-        read_BTR: Tensor = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
+            x_BTI = rms_norm(self.input_norm, x_BTI)
+        read_BTR: Tensor = self.qkv(x_BTI) if trained_RI is None else F.linear(x_BTI, trained_RI)
         all_BTHd = read_BTR.view(*x_BTI.shape[:2], -1, self.config.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return all_BTHd
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         queries, keys, values = torch.split(all_BTHd, [heads, kv_heads, kv_heads], dim=2)
-        return torch.cat([normed(self.q_norm, queries), normed(self.k_norm, keys), values], dim=2)
+        return torch.cat([rms_norm(self.q_norm, queries), rms_norm(self.k_norm, keys), values], dim=2)
 
     @torch.no_grad()
-    def keep_sizes(self, x_BTI: Tensor) -> None:
+    def match_qk_rms(self, x_BTI: Tensor) -> None:
         """Scale the query and key norms to preserve the RMS that unnormed ones have on these inputs."""
         if self.input_norm is not None:
-            x_BTI = normed(self.input_norm, x_BTI)
+            x_BTI = rms_norm(self.input_norm, x_BTI)
         for norm, rows in zip((self.q_norm, self.k_norm), self.head_rows()[:2], strict=True):
             if norm is not None:
                 norm.weight.fill_(F.linear(x_BTI, rows).square().mean().sqrt())
 
-    def learning(self) -> Tensor | None:
+    def trained_qkv(self) -> Tensor | None:
         """In training mode, the trained rows of queries, keys and values, [R, I]; None for all."""
         if not self.own_heads or not self.training:
             return None
@@ -280,12 +280,12 @@ class DraftLayer(nn.Module):
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """Finish the layer: the next stream from the residual and the attention output."""
-        return self.write_found(residual_BTE, by_token(mixed_BNGTd))
+        return self.write_concat(residual_BTE, concat_heads(mixed_BNGTd))
 
-    def write_found(self, residual_BTE: Tensor, found_BTH: Tensor) -> Tensor:
+    def write_concat(self, residual_BTE: Tensor, mixed_BTH: Tensor) -> Tensor:
         """`write` for an attention output with concatenated heads."""
-        x_BTE = residual_BTE + self.o(found_BTH)
-        stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
+        x_BTE = residual_BTE + self.o(mixed_BTH)
+        stream_BTE: Tensor = x_BTE + self.down(self.mlp_inner(x_BTE))
         return stream_BTE
 
     def in_8_bits(self, like: Tensor, own_heads: int = 0) -> draft_kernels.Layer | None:
@@ -298,11 +298,11 @@ class DraftLayer(nn.Module):
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
         return draft_kernels.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
-    def inside(self, stream_BTE: Tensor) -> Tensor:
+    def mlp_inner(self, stream_BTE: Tensor) -> Tensor:
         """Input of the MLP's down projection, [B, T, F]."""
-        gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
-        inside_BTF: Tensor = self._act(gate_BTF) * up_BTF
-        return inside_BTF
+        gate_BTF, up_BTF = self.gate_up(rms_norm(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
+        inner_BTF: Tensor = self._act(gate_BTF) * up_BTF
+        return inner_BTF
 
     @torch.no_grad()
     def zero_init(self) -> None:
@@ -389,19 +389,19 @@ def _is_rms(norm: Any) -> bool:
     return "RMSNorm" in type(norm).__name__
 
 
-def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor) -> Tensor:
+def concat_own(own_BNTd: Tensor, mixed_BNGTd: Tensor) -> Tensor:
     """Attention output of all heads, [B, N, G, T, d]: the values of `own_heads`, then the other heads' output."""
     if not own_BNTd.shape[1]:
         return mixed_BNGTd
     return torch.cat([own_BNTd[:, :, None].expand(-1, -1, mixed_BNGTd.shape[2], -1, -1), mixed_BNGTd], dim=1)
 
 
-def by_token(mixed_BNGTd: Tensor) -> Tensor:
+def concat_heads(mixed_BNGTd: Tensor) -> Tensor:
     """Concatenate the heads of each token, [B, T, N * G * d]."""
     return mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
+def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Apply an RMS norm in the dtype of its input, as the fused operation requires."""
     assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
     weight = norm.weight.to(x.dtype)
@@ -410,15 +410,15 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
-def normed_beside(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
+def norm_and_concat(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
     """Norm and concatenate parts of one size; the norms share one epsilon."""
     eps = norms[0].eps
     if eps is not None and (functions := draft_kernels.serves(parts[0])):
         return draft_kernels.norms(functions, parts, [norm.weight.to(parts[0].dtype) for norm in norms], eps)
-    return torch.cat([normed(norm, part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+    return torch.cat([rms_norm(norm, part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 
 
-def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
+def aux_layers_error(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
     return UserError(
         f"The heads would read layers {list(aux_layers)} of the target, which must be different ones, {which}.",
         "Name them, for example heads.aux_layers=[1,2,3]; a target of few layers needs it.",

@@ -145,10 +145,10 @@ class NativeModule(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = decoder.layers[0]
 
-    def learning(self) -> None:
+    def trained_qkv(self) -> None:
         """See `DraftLayer.learning`: all rows learn."""
 
-    def joined(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+    def join(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         parts = [self.enorm(embedded), self.hnorm(feedback)]
         joined: Tensor = self.eh_proj(torch.cat(parts[::-1] if self.settings.arranged.state_first else parts, dim=-1))
         return joined

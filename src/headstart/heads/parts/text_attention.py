@@ -101,7 +101,7 @@ class VisibleRange:
             starts = [first_BA[:, columns].min() for columns in queries]
             bounds, alike = torch.stack([*starts, *stops]).view(2, -1).T.tolist(), _alike(kind)
             self._parts = [
-                Part(columns, slice(start // alike * alike, min(self.length, rounded_up(stop, kind))))
+                Part(columns, slice(start // alike * alike, min(self.length, round_up(stop, kind))))
                 for columns, (start, stop) in zip(queries, bounds, strict=True)
             ]
         return self._parts
@@ -129,14 +129,14 @@ def by_row(origin_M: Tensor, shape: torch.Size, each: int = 1) -> tuple[Tensor, 
     valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
     valid_BT.view(-1)[origin_M] = True
     counts_B = valid_BT.sum(1)
-    width = min(shape[1], rounded_up(int(counts_B.max()), origin_M.device.type, each))
+    width = min(shape[1], round_up(int(counts_B.max()), origin_M.device.type, each))
     index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :width]
     real_BA = torch.arange(width, device=origin_M.device) < counts_B[:, None]
     last_B1 = index_BA.gather(1, (counts_B[:, None] - 1).clamp(min=0))
     return torch.where(real_BA, index_BA, last_B1), real_BA
 
 
-def rounded_up(count: int, kind: str, each: int = 1) -> int:
+def round_up(count: int, kind: str, each: int = 1) -> int:
     """Round up to the device's shape multiple, see `_ALIKE`."""
     alike = max(1, _alike(kind) // each)
     return -(-count // alike) * alike
