@@ -107,8 +107,8 @@ def test_parts_equal_one_table(
     wanted = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)
     weights = torch.randn(wanted.shape, dtype=wanted.dtype)
     gradients = torch.autograd.grad((wanted * weights).sum(), every)
-    monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
-    monkeypatch.setattr(text_attention, "_QUERIES", 5 * GROUPS * SLOTS)
+    monkeypatch.setattr(text_attention, "_MAX_SCORES", 0)
+    monkeypatch.setattr(text_attention, "_MAX_ROWS", 5 * GROUPS * SLOTS)
     monkeypatch.setattr(text_attention, "block_attention", kernel)
     assert len(sight.parts(KV_HEADS, GROUPS * SLOTS)) == 5
     found = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)

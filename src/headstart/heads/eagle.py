@@ -19,7 +19,14 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import register
-from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, cpu_copies, embeddings_error, nearly_equal
+from headstart.heads.exchange.published import (
+    EMBEDDINGS,
+    Layout,
+    Published,
+    copy_to_cpu,
+    embeddings_error,
+    nearly_equal,
+)
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
@@ -79,7 +86,7 @@ class EagleHead(FinalStateHead):
         published = replace(super().publish(), normed_embeddings=self.config.embedding_norm)
         if not self.publishing_reads_target:
             return published
-        embeddings = cpu_copies({EMBEDDINGS: self._normed(self.target_embeddings.float())})
+        embeddings = copy_to_cpu({EMBEDDINGS: self._normed(self.target_embeddings.float())})
         return published.with_tensors({**published.tensors, **embeddings})
 
     def by_published_name(self) -> dict[str, Tensor]:

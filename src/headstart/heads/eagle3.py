@@ -187,11 +187,12 @@ class Eagle3Head(RecurrentHead):
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
     def entering(self, like: Tensor) -> draft_kernels.Entering | None:
-        table_VE, config = self.embedding_table(like), self.config
+        table_VE, config = self.target_embeddings, self.config
+        plain = type(table_VE) in (Tensor, nn.Parameter) and table_VE.is_cpu and table_VE.is_contiguous()
+        if not plain or table_VE.dtype != like.dtype:
+            return None
         norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
         fusion = None if config.aux_norms else in_panels(self.fc.weight, like)
-        if table_VE is None:
-            return None
         return draft_kernels.Entering(table_VE, norms_E, config.norm_before_residual, fusion)
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:

@@ -35,8 +35,9 @@ from headstart.heads.parts.native_module import (
     NativeSettings,
     native_fields,
 )
-from headstart.heads.parts.recurrent import RecurrentConfig, UnrolledText
+from headstart.heads.parts.recurrent import RecurrentConfig
 from headstart.heads.parts.text_attention import attend, causal_attention
+from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.heads.settings import FromTarget
 from headstart.model.frozen import FrozenModel
 from headstart.model.shipped import shipped_files
@@ -194,7 +195,7 @@ class MtpHead(FinalStateHead):
         def attend_text(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             if first:
                 return causal_attention(queries, keys, values, text.starts_BT)
-            return attend(queries, *text.kv[0], text.sight, [*text.chains[0], (keys, values)])
+            return attend(queries, *text.kv[0], text.visible, [*text.chains[0], (keys, values)])
 
         stream, keys, values = self.run_checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
         (text.kv if first else text.chains[0]).append((keys, values))

@@ -102,7 +102,7 @@ class BlockHead(GraphedHead):
 
     @property
     def bytes_per_token(self) -> int:
-        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._item)
+        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._dtype.itemsize)
 
     @property
     def stack(self) -> list[BlockLayer]:
@@ -319,7 +319,7 @@ class Blocks:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
         self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape, slots)
         starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
-        self.sights = {
+        self.visible = {
             layer.window: VisibleRange(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))
             for layer in heads.stack
         }
@@ -335,8 +335,8 @@ class Blocks:
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
         own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))
         queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
-        sight = self.sights[layer.window]
-        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, sight, own, causal=layer.causal)
+        visible = self.visible[layer.window]
+        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, visible, own, causal=layer.causal)
         mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
         return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
 

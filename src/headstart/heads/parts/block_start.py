@@ -307,7 +307,7 @@ def set_patterns(
 
 @torch.no_grad()
 def fit_context_probe(context_ME: Tensor, *blocks: Tensor) -> Tensor:
-    """Fit a linear probe [E] that gives 1 for the context and -1 for inputs of blocks, whose sources have equal weight."""
+    """Fit a linear probe [E] that gives 1 for the context and -1 for all `blocks` inputs, equally weighted."""
     gram_EE = context_ME.T @ context_ME / len(context_ME)
     label_E = context_ME.mean(0)
     for block_ME in blocks:

@@ -288,7 +288,7 @@ class DraftLayer(nn.Module):
         stream_BTE: Tensor = x_BTE + self.down(self.mlp_inner(x_BTE))
         return stream_BTE
 
-    def in_8_bits(self, like: Tensor, own_heads: int = 0) -> draft_kernels.Layer | None:
+    def kernel_layer(self, like: Tensor, own_heads: int = 0) -> draft_kernels.Layer | None:
         """This layer for the C kernels, with `own_heads` own-position key heads; None if its weights are not int8 or
         its activation is unsupported."""
         maps = [in_panels(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]

@@ -1,24 +1,24 @@
-"""The base of autoregressive heads: unrolling in training, drafting level by level.
+"""Base of autoregressive heads (EAGLE-1, EAGLE-3, MTP): unrolling in training, drafting level by level.
 
 Entry t of such a head reads the target's state after token t and the embedding of token t + 1, and drafts token t + 2.
-The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output replaces the
-next state: with the drafted token's embedding it is the entry of the next step. On tokens a b c d e (positions 0-4),
-the draft from the state after `b` (origin 1):
+The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output and the drafted
+token's embedding are the entry of the next step. On tokens a b c d e (positions 0-4), the draft from the state after
+`b` (origin 1):
 
     step 0   state(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
     step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
 
-If the target wrote c d e, step 0 learns from origins 1 and 2, step 1 from 1. Origin 0 is excluded: the target did not
-write its root `b`, as it does in decoding:
+If the target generated c d e, step 0 trains on origins 1 and 2, step 1 on origin 1. Origin 0 is excluded because the
+target did not generate its root `b`, as it does in decoding:
 
 >>> from headstart.heads.base import supervised_origins
 >>> supervised = torch.tensor([[False, False, True, True, True]])
 >>> [supervised_origins(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
-The entry of step k is at position t + k. Training computes step k of all origins of a conversation at once; an origin
-sees the text's entries up to itself (its step 0) and its own steps up to k, never another origin's, exactly as in
-drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
+The entry of step k is at position t + k. Training computes step k of all origins of a conversation at once. An origin
+sees the text's entries up to itself (its step 0) and its own steps up to k, never another origin's, as in drafting (the
+"training-time test" of EAGLE-3, arXiv 2503.01840).
 
 Shape suffixes: B rows, T tokens, A origins of a row, M predictions, P pending entries, W nodes of a level, S cache
 slots, K draft steps, E hidden size, I attention inputs, X a family's inputs from the target, D draft vocabulary.
@@ -29,7 +29,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -43,29 +43,24 @@ from headstart.heads.int8_weights import in_panels, linear
 from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, IntArray, Level
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, concat_own, rms_norm
+from headstart.heads.parts.recurrent_session import RecurrentMemory, RecurrentSession
 from headstart.heads.parts.text_attention import (
-    VisibleRange,
     attend,
-    by_row,
     causal_attention,
-    positions_of,
-    round_up,
 )
+from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.replay.attention import PIECE
-from headstart.replay.cache import KeyMemory
 from headstart.replay.graphs import WIDTHS, power, slots_in_sight
 from headstart.support.uploads import upload
 from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
 _FEW_PENDING = 8
-"""Pending entries, over all rows, that small rounds are padded to: otherwise each count would need its own graph."""
+"""Minimum padded number of pending entries, over all rows: otherwise each count would need its own graph."""
 _MOST_READ = 1024
-"""Most pending entries to read with graphs, in pieces of the widest one; beyond, an uncaptured forward is faster."""
-_WORTH_A_COPY = 0.9
-"""Origins are compacted when fewer than this fraction continue and the padded size shrinks."""
+"""Most pending entries to read with graphs, in pieces of the widest one. Beyond, a forward without graphs is faster."""
 
 
 class RecurrentConfig(LayerConfig):
@@ -75,98 +70,8 @@ class RecurrentConfig(LayerConfig):
     init: str = Field("target", description="Initial weights, see each family.")
 
 
-@dataclass
-class RecurrentSession:
-    """Drafting state of a batch. Growing a tree in one call does not update `feedback_BWE`, `paths` and `nodes`.
-
-    Attributes:
-        pending_BPX: target states of pending tokens (committed, not cached yet), `counts` per row, with spare room.
-        tokens: the token after each pending state except a row's last one, which precedes the root.
-        drafted: whether the pending entries were computed (with the root) in this round.
-        base: cache slot of each row's root entry: (state before the root, root).
-        feedback_BWE: feedback of the last level's nodes.
-        memory: buffers of CUDA graphs, if drafts are captured.
-        paths: per row and node of the last level, the cache slots on its path after the root's.
-        nodes: number of nodes of the levels after the first in this round.
-        in_8_bits: the heads for the C kernels, see `RecurrentHead.in_8_bits`; weights do not change while drafting.
-    """
-
-    cache: LayerCache
-    pending_BPX: Tensor
-    tokens: list[list[int]]
-    counts: list[int]
-    base: list[int]
-    feedback_BWE: Tensor
-    drafted: bool = False
-    memory: RecurrentMemory | None = None
-    paths: list[list[list[int]]] = field(default_factory=list)
-    nodes: int = 0
-    in_8_bits: draft_kernels.Recurrent | None = None
-
-    def begin_round(self) -> None:
-        """Start a round; its first level is the pending entries, ending with the root's."""
-        self.base = [length + count - 1 for length, count in zip(self.cache.lengths, self.counts, strict=True)]
-        self.paths, self.nodes = [[[]] for _ in self.base], 0
-        self.drafted = True
-
-    def pending_tokens(self, roots_B1: Tensor, width: int, last: Sequence[int]) -> Tensor:
-        """Tokens after the pending states, [B, P]: each row's root at index `last`, then zeros."""
-        device = roots_B1.device
-        if device.type == "cpu":
-            return torch.tensor(self.pending_rows(roots_B1[:, 0].tolist(), width))
-        texts = self.pending_rows([0] * len(last), width)
-        return upload(texts, device).scatter_(1, upload(last, device)[:, None], roots_B1)
-
-    def drop_pending(self, read: Sequence[int]) -> None:
-        """Drop the first `read` pending entries of each row, which are in the cache now."""
-        width, device = self.pending_BPX.shape[1], self.pending_BPX.device
-        left = max(pending - count for pending, count in zip(self.counts, read, strict=True))
-        if len(set(read)) == 1:
-            self.pending_BPX = self.pending_BPX[:, read[0] :]
-        else:
-            rows_B1 = torch.arange(len(read), device=device)[:, None]
-            index_BP = upload(read, device)[:, None] + torch.arange(left, device=device)
-            self.pending_BPX = self.pending_BPX[rows_B1, index_BP.clamp(max=width - 1)]
-        self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, read, strict=True)]
-        self.counts = [pending - count for pending, count in zip(self.counts, read, strict=True)]
-        self.tokens = [tokens[count:] for tokens, count in zip(self.tokens, read, strict=True)]
-
-    def pending_rows(self, roots: Sequence[int], width: int) -> list[list[int]]:
-        """`pending_tokens` on the host."""
-        rows = ([*tokens, root] for tokens, root in zip(self.tokens, roots, strict=True))
-        return [row + [0] * (width - len(row)) for row in rows]
-
-    def next_entries(self, parents_BW: IntArray) -> Entries:
-        """Entries of the next level's nodes, which see the text, their ancestors, and themselves."""
-        entries = []
-        for row, (base, above, parents) in enumerate(zip(self.base, self.paths, parents_BW.tolist(), strict=True)):
-            slots = range(base + 1 + self.nodes, base + 1 + self.nodes + len(parents))
-            self.paths[row] = [[*above[parent], slot] for slot, parent in zip(slots, parents, strict=True)]
-            entries.append([(row, path[-1], base + len(path), base + 1, *path) for path in self.paths[row]])
-        self.nodes += len(entries[0])
-        return Entries.of(entries)
-
-
-class RecurrentMemory(KeyMemory):
-    """Inputs of graphs: keys and values, pending states, the last level's feedback `fed_BWE`, and rotary tables; and
-    their output `feedback_BWE`."""
-
-    def __init__(self, heads: RecurrentHead, pending_BPX: Tensor, rows: int, capacity: int) -> None:
-        super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), pending_BPX), rows, capacity)
-        size, widest, (_, _, read) = heads.config.hidden_size, WIDTHS[-1], pending_BPX.shape
-        with torch.inference_mode(False):
-            self.pending_BPX = torch.zeros(rows, widest, read, dtype=pending_BPX.dtype, device=pending_BPX.device)
-            self.fed_BWE, self.feedback_BWE = self.pending_BPX.new_zeros(2, rows, widest, size).unbind()
-        self.rotary = heads._rotary.table(capacity, pending_BPX.device, pending_BPX.dtype)
-
-    def clear(self) -> None:
-        super().clear()
-        for buffer in (self.pending_BPX, self.fed_BWE):
-            buffer.zero_()
-
-
 class RecurrentHead(GraphedHead):
-    """A stack of decoder layers over (state, next token's embedding); families define inputs and outputs."""
+    """Decoder layers over (state, next token's embedding); families define the layers' inputs and outputs."""
 
     config: RecurrentConfig
 
@@ -181,7 +86,7 @@ class RecurrentHead(GraphedHead):
 
     @property
     def bytes_per_token(self) -> int:
-        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._item)
+        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._dtype.itemsize)
 
     @property
     def stack(self) -> list[DraftLayer]:
@@ -194,37 +99,37 @@ class RecurrentHead(GraphedHead):
 
     @abstractmethod
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        """The head's inputs from the target's states, [..., X]."""
+        """Select the head's inputs [..., X] from the target's states."""
 
     @abstractmethod
     def project(self, seen: Tensor) -> Tensor:
-        """Map `select_states` to the form of the feedback, [..., E]."""
+        """Map the selected states to the size of the feedback, [..., E]."""
 
     @abstractmethod
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention input of the first layer [..., I], and its residual stream [..., E]."""
+        """Return the attention input of the first layer [..., I], and its residual stream [..., E]."""
 
     @property
     def output_norm(self) -> nn.RMSNorm | None:
-        """The norm between the last layer's stream and the LM head, if any."""
+        """Norm between the last layer's stream and the LM head, if any."""
         return None
 
     @property
     def feeds_normed(self) -> bool:
-        """Whether the stream is fed back after that norm."""
+        """Whether the feedback is the stream after that norm."""
         return False
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """LM head input and feedback from the last layer's stream, both [..., E]."""
+        """Return LM head input and feedback, both [..., E], from the last layer's stream."""
         hidden = stream if self.output_norm is None else rms_norm(self.output_norm, stream)
         return hidden, hidden if self.feeds_normed else stream
 
     def entering(self, like: Tensor) -> draft_kernels.Entering | None:
-        """`layer_input` for the C kernels, with weights in the dtype of `like`; None to leave it to torch."""
+        """Return `layer_input` for the C kernels, with weights in the dtype of `like`; None to leave it to torch."""
         return None
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
-        """Number of a layer's leading own-position heads; the C kernels skip their attention."""
+        """Number of a layer's leading own-position heads. The C kernels skip their attention."""
         return 0
 
     @property
@@ -234,10 +139,9 @@ class RecurrentHead(GraphedHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def enter(
+    def _read_first_layer(
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`DraftLayer.read` of the first layer, and its residual stream."""
         attended, stream = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
         return *self.stack[0].read(attended, rotary, learning), stream
 
@@ -248,37 +152,39 @@ class RecurrentHead(GraphedHead):
             if not len(origin_M):
                 return
             if text is None:
-                text = UnrolledText(self, self.project(self.select_states(batch.states)), batch, origin_M)
+                text = UnrolledText(self.stack, self.project(self.select_states(batch.states)), batch, origin_M)
             else:
-                text.keep(origin_M)
-            hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
+                text.select(origin_M)
+            tokens, positions = text.entries(step)
+            rotary = self._rotary.at(positions, text.feedback_BAE.dtype, batch.tokens_BT.shape[1] + step)
+            hidden_BAE, text.feedback_BAE = self.layer_output(self.run_text(text, tokens, rotary))
             feature_ME = text.feedback_BAE[text.real_BA] if self.drafts_features else None
             yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
 
     def run_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Run the layers over the next training step of every origin and append keys and values to `text`; returns the
+        """Run the layers over the next training step of every origin and append keys and values to `text`. Returns the
         last layer's stream, [B, A, E]."""
-        first, index_BA = not text.kv, text.sight.index_BA
+        first, index_BA = not text.kv, text.visible.index_BA
         inputs = text.feedback_BAE, tokens, rotary, text.trained_qkv[0]
-        queries, keys, values, stream = self.run_checkpointed(self.enter, *inputs)
+        queries, keys, values, stream = self.run_checkpointed(self._read_first_layer, *inputs)
         for number, layer in enumerate(self.stack):
             if number:
                 queries, keys, values = self.run_checkpointed(layer.read, stream, rotary, text.trained_qkv[number])
-            alone = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
-            own_values, values = values[:, :alone], values[:, alone:]
+            own = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
+            own_values, values = values[:, :own], values[:, own:]
             if first:
                 text.kv.append((keys, values))
                 if number == len(self.layers) - 1:  # after the last layer only the origins matter
                     stream = text.gather_origins(stream)
                     index_BA1 = index_BA[:, :, None]
-                    own_values = own_values.gather(2, index_BA1[:, None].expand(-1, alone, -1, own_values.shape[3]))
+                    own_values = own_values.gather(2, index_BA1[:, None].expand(-1, own, -1, own_values.shape[3]))
                     index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
-                    mixed = attend(queries.gather(3, index), keys, values, text.sight)
+                    mixed = attend(queries.gather(3, index), keys, values, text.visible)
                 else:
                     mixed = causal_attention(queries, keys, values, text.starts_BT)
             else:
                 text.chains[number].append((keys, values))
-                mixed = attend(queries, *text.kv[number], text.sight, text.chains[number])
+                mixed = attend(queries, *text.kv[number], text.visible, text.chains[number])
             stream = self.run_checkpointed(layer.write, stream, concat_own(own_values, mixed))
         return stream
 
@@ -289,34 +195,34 @@ class RecurrentHead(GraphedHead):
         width = pending_BPX.shape[1]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=width, like=pending_BPX)
         following, counts = [list(prompt[1:]) for prompt in prompts], [len(prompt) for prompt in prompts]
-        none, in_8_bits = pending_BPX[:, :0], self.in_8_bits(pending_BPX[:1, :1])
-        return RecurrentSession(cache, pending_BPX, following, counts, base=[], feedback_BWE=none, in_8_bits=in_8_bits)
+        kernel_heads = self._kernel_heads(pending_BPX[:1, :1])
+        return RecurrentSession(
+            cache, pending_BPX, following, counts, [], pending_BPX[:, :0], kernel_heads=kernel_heads
+        )
 
     def read_text(self, session: RecurrentSession, check: Callable[[], None] | None) -> None:
         while max(session.counts) > PIECE:
             if check is not None:
                 check()
-            read, device = [min(PIECE, count - 1) for count in session.counts], session.pending_BPX.device
-            # The row's next entries overwrite padding.
-            texts = zip(session.tokens, read, strict=True)
-            tokens_BW = upload([tokens[:count] + [0] * (PIECE - count) for tokens, count in texts], device)
+            read, tokens = session.next_piece(PIECE)
+            tokens_BW = upload(tokens, session.pending_BPX.device)
             entries = Entries.of_text(session.cache.lengths, PIECE)
             session.cache.reserve(entries.stop)
             feedback_BWE = self.project(session.pending_BPX[:, :PIECE])
             self._run(session, feedback_BWE, tokens_BW, entries, [max(count, 1) - 1 for count in read])
             session.drop_pending(read)
 
-    def in_8_bits(self, like: Tensor) -> draft_kernels.Recurrent | None:
-        """The heads for the C kernels, in the dtype of `like`; None without int8 weights or with unsupported layers."""
+    def _kernel_heads(self, like: Tensor) -> draft_kernels.Recurrent | None:
+        """Return the heads for the C kernels, in the dtype of `like`; None without int8 weights."""
         layers = [
-            layer.in_8_bits(like, self.own_heads(layer, like)) if isinstance(layer, DraftLayer) else None
+            layer.kernel_layer(like, self.own_heads(layer, like)) if isinstance(layer, DraftLayer) else None
             for layer in self.layers
         ]
         if not all(layers) or (lm_head := in_panels(self.lm_head_DE, like)) is None:
             return None
         norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
-        known, eps = cast(list[draft_kernels.Layer], layers), self.config.rms_norm_eps
-        return draft_kernels.Recurrent(known, lm_head, norm_E, self.feeds_normed, eps, self.entering(like))
+        kernel_layers, eps = cast(list[draft_kernels.Layer], layers), self.config.rms_norm_eps
+        return draft_kernels.Recurrent(kernel_layers, lm_head, norm_E, self.feeds_normed, eps, self.entering(like))
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         last = None
@@ -328,14 +234,16 @@ class RecurrentHead(GraphedHead):
                 session.pending_BPX.narrow(1, 0, pending),
             )
             if pending > 1:
-                tokens_BW = session.pending_tokens(tokens_BW, pending, last)
+                device, roots_B1 = tokens_BW.device, tokens_BW
+                tokens_BW = upload(session.pending_tokens([0] * len(last), pending), device)
+                tokens_BW.scatter_(1, upload(last, device)[:, None], roots_B1)
         else:
             entries, above_BWX = session.next_entries(parents_BW.numpy()), session.feedback_BWE
         session.cache.reserve(entries.stop)
         functions = draft_kernels.serves(above_BWX) if tokens_BW.numel() <= draft_kernels.ROWS else None
-        if functions and session.in_8_bits is not None:
-            of_nodes = tokens_BW, None if depth == 0 else parents_BW
-            logits_BWD, session.feedback_BWE = self._run_kernels(functions, session, above_BWX, of_nodes, entries, last)
+        if functions and session.kernel_heads is not None:
+            nodes = tokens_BW, parents_BW if depth else None
+            logits_BWD, session.feedback_BWE = self._run_kernels(functions, session, above_BWX, nodes, entries, last)
             return self.finish_logits(logits_BWD if self.lm_bias_D is None else logits_BWD + self.lm_bias_D)
         fed_BWE = _parent_feedback(above_BWX, parents_BW) if depth else self.project(above_BWX)
         stream_BWE = self._run(session, fed_BWE, tokens_BW, entries, last)
@@ -344,7 +252,7 @@ class RecurrentHead(GraphedHead):
 
     def draft_tree(self, session: RecurrentSession, root: int, request: Request, ranks: int) -> Tree | None:
         (pending, *others), levels = session.counts, min(self.draft_steps, request.max_nodes - 1)
-        above_1PX, heads = session.pending_BPX.narrow(1, 0, pending), session.in_8_bits
+        above_1PX, heads = session.pending_BPX.narrow(1, 0, pending), session.kernel_heads
         functions = draft_kernels.serves(above_1PX) if pending <= draft_kernels.ROWS else None
         if others or functions is None or heads is None or not heads.grows:
             return None
@@ -353,7 +261,7 @@ class RecurrentHead(GraphedHead):
         if self.lm_bias_D is not None or self.finish is not None:
             return None
         session.begin_round()
-        (base,) = session.base
+        (base,) = session.root_slots
         entries = Entries.of_text(session.cache.lengths, pending)
         entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
         session.cache.reserve(entries.stop)
@@ -363,14 +271,14 @@ class RecurrentHead(GraphedHead):
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
         pending_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
-        if session.drafted:  # the pending entries are in the cache, with the root that is now committed
+        if session.drafted:  # the pending entries are in the cache, with the root
             session.cache.lengths = [a + b for a, b in zip(session.cache.lengths, session.counts, strict=True)]
             session.pending_BPX, session.counts, session.drafted = pending_BPX, counts, False
             session.tokens = [of_row[1:] for of_row in tokens]
             return
         old, session.counts = session.counts, [a + b for a, b in zip(session.counts, counts, strict=True)]
         width = session.pending_BPX.shape[1]
-        if max(session.counts) > width:  # twice as wide, so that a long pause copies each state about once
+        if max(session.counts) > width:  # double the room: a long pause copies each state about once
             more = max(max(session.counts) - width, width)
             session.pending_BPX = F.pad(session.pending_BPX, (0, 0, 0, more))
         for row, (start, count) in enumerate(zip(old, counts, strict=True)):
@@ -393,11 +301,11 @@ class RecurrentHead(GraphedHead):
         entries: Entries,
         last: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, W, D] and feedback [B, W, E] of new entries, given their tokens and parents and the level above's
-        feedback. For text entries (parents None) `above_BWX` has the target's states, and only each row's `last` entry
-        is returned."""
-        heads, (tokens_BW, parents_BW) = session.in_8_bits, nodes
-        assert heads is not None, "weights are in 8 bits"
+        """Return logits [B, W, D] and feedback [B, W, E] of new entries, given `nodes` (tokens and parents) and the
+        previous level's feedback `above_BWX`. Text entries have no parents: `above_BWX` are then the target's states,
+        and only each row's `last` entry is returned."""
+        heads, (tokens_BW, parents_BW) = session.kernel_heads, nodes
+        assert heads is not None, "weights are int8"
         views = self._kv_views(session.cache, entries, last, above_BWX)
         if heads.entering is None or (parents_BW is None and heads.entering.fusion is None):
             fed_BWE = self.project(above_BWX) if parents_BW is None else _parent_feedback(above_BWX, parents_BW)
@@ -413,14 +321,12 @@ class RecurrentHead(GraphedHead):
     def _kv_views(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
     ) -> list[draft_kernels.KVView]:
-        """Each layer's view of the cache; the last layer only queries each row's `last` entry, if given."""
+        """Return each layer's view of the cache. The last layer only queries each row's `last` entry, if given."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
-        query_B = None if last is None else array("q", last)
-        numbers, heads, final = (entries.fields, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
-        return [
-            draft_kernels.KVView(numbers, query_B if number == final else None, kv, table, heads)
-            for number, kv in enumerate(cache.kv)
-        ]
+        queries = [*[None] * (len(cache.kv) - 1), None if last is None else array("q", last)]
+        fields, heads = (entries.fields, entries.shape), self.config.num_attention_heads
+        views = zip(queries, cache.kv, strict=True)
+        return [draft_kernels.KVView(fields, query_B, kv, table, heads) for query_B, kv in views]
 
     def _run(
         self,
@@ -430,7 +336,7 @@ class RecurrentHead(GraphedHead):
         entries: Entries,
         last: Sequence[int] | None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries, or of each row's `last` entry of the text."""
+        """Return the last layer's stream [B, W, E] of new entries, or of each row's `last` entry of the text."""
         cache, slots, like = session.cache, entries.stop, feedback_BWE
         if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.serves(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embed_tokens(tokens_BW, like))
@@ -466,15 +372,15 @@ class RecurrentHead(GraphedHead):
         mix: Callable[[int, Tensor, Tensor | None], Tensor],
         last_B: Tensor | None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries: `put` writes keys and values, `mix` attends. With
-        `last_B` only that entry of each row is returned (W = 1)."""
+        """Return the last layer's stream [B, W, E] of new entries, or of each row's `last_B` entry alone. `put` writes
+        keys and values, `mix` attends."""
         attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embed_tokens(tokens_BW, feedback_BWE))
         rows_B = None
         for number, layer in enumerate(self.stack):
             queries, keys, values = layer.read(attended_BWI, rotary)
             put(number, keys, values)
             if last_B is not None and number == len(self.layers) - 1:
-                # Only the root's entry is drafted from: past its keys and values, the last layer runs for it alone.
+                # Drafts read the root's entry alone. The others only need keys and values in the last layer.
                 rows_B = torch.arange(len(last_B), device=last_B.device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
@@ -485,7 +391,7 @@ class RecurrentHead(GraphedHead):
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
 
     def new_memory(self, session: RecurrentSession, rows: int, capacity: int) -> RecurrentMemory:
-        return RecurrentMemory(self, session.pending_BPX, rows, capacity)
+        return RecurrentMemory(self.config, len(self.layers), self._rotary, session.pending_BPX, rows, capacity)
 
     def slots(self, session: RecurrentSession) -> int:
         pending = zip(session.cache.lengths, session.counts, strict=True)
@@ -499,12 +405,9 @@ class RecurrentHead(GraphedHead):
         memory, widest = session.memory, WIDTHS[-1]
         assert memory is not None, "captured levels have memory"
         while widest < max(session.counts) <= _MOST_READ:
-            read, lengths = [min(widest, count - 1) for count in session.counts], session.cache.lengths
+            (read, tokens), lengths = session.next_piece(widest), session.cache.lengths
             memory.pending_BPX[: len(read)] = session.pending_BPX[:, :widest]
-            # The row's next entries overwrite padding.
-            texts = zip(session.tokens, read, strict=True)
-            tokens_BW = [tokens[:count] + [0] * (widest - count) for tokens, count in texts]
-            inputs_BX = np.concatenate([tokens_BW, np.stack([read, lengths], axis=1)], axis=1)
+            inputs_BX = np.concatenate([tokens, np.stack([read, lengths], axis=1)], axis=1)
             yield Level(inputs_BX, 1, (0, widest, slots_in_sight(max(lengths) + widest, memory)))
             session.drop_pending(read)
 
@@ -515,7 +418,7 @@ class RecurrentHead(GraphedHead):
             return self._first_level(session, tokens_BW)
         memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
         assert memory is not None, "captured levels have memory"
-        base_B1, entries = np.array(session.base)[:, None], session.next_entries(parents_BW)
+        base_B1, entries = np.array(session.root_slots)[:, None], session.next_entries(parents_BW)
         starts_B1 = entries.slots_BW[:, :1]
         # Pad with the root's slot, which is visible anyway.
         seen_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
@@ -537,7 +440,7 @@ class RecurrentHead(GraphedHead):
         session.begin_round()
         session.feedback_BWE = memory.feedback_BWE[:rows, :1]
         padded = power(max(pending, _FEW_PENDING // memory.rows))
-        tokens = session.pending_rows(tokens_BW[:, 0].tolist(), padded)
+        tokens = session.pending_tokens(tokens_BW[:, 0].tolist(), padded)
         inputs_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
         return Level(inputs_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
 
@@ -575,57 +478,7 @@ class RecurrentHead(GraphedHead):
 
 
 def _parent_feedback(above_BWE: Tensor, parents_BW: Tensor) -> Tensor:
-    """Feedback of the parents of a level's nodes, [B, W, E]."""
     if above_BWE.shape[1] == 1:  # after the root, and in chains
         return above_BWE.expand(-1, parents_BW.shape[1], -1)
     rows_B1 = torch.arange(len(above_BWE), device=above_BWE.device)[:, None]
     return above_BWE[rows_B1, upload(parents_BW, above_BWE.device)]
-
-
-class UnrolledText:
-    """A batch being unrolled: entries of the text and of each origin. `real_BA` masks padding, `feedback_BAE` is the
-    previous step's feedback (at step 0 the text's states, [B, T, E])."""
-
-    def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
-        self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE
-        self.starts_BT = batch.starts_BT
-        index_BA, self.real_BA = by_row(origin_M, self.tokens_BT.shape)
-        self.kv: list[tuple[Tensor, Tensor]] = []
-        self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
-        self.trained_qkv = [layer.trained_qkv() for layer in heads.stack]
-        starts_BA = None if self.starts_BT is None else self.starts_BT.gather(1, index_BA)
-        self.sight = VisibleRange(index_BA, self.tokens_BT.shape[1], starts_BA)
-
-    def keep(self, origin_M: Tensor) -> None:
-        """Continue with these origins only; the rest is dropped when compaction is worth a copy."""
-        index_BA = self.sight.index_BA
-        rows, maximum = index_BA.shape
-        row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
-        kept_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
-        kept_X[origin_M] = True
-        kept_BA = kept_X[index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
-        count = int(kept_BA.sum(1).max())
-        if count > _WORTH_A_COPY * maximum or round_up(count, origin_M.device.type) >= maximum:
-            self.real_BA = kept_BA
-            return
-        column_BA, self.real_BA = by_row(kept_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
-        self.sight, self.feedback_BAE = self.sight.columns(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
-        at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
-        self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
-
-    def gather_origins(self, stream_BTE: Tensor) -> Tensor:
-        """Gather the text's entries at the origins, [B, A, E]."""
-        return stream_BTE.gather(1, self.sight.index_BA[:, :, None].expand(-1, -1, stream_BTE.shape[2]))
-
-    def step(self, step: int) -> Tensor:
-        """The last layer's stream [B, A, E] of each origin's entry with token origin + step + 1, at position
-        origin + step."""
-        heads, index_BA = self.heads, self.sight.index_BA
-        if step == 0:
-            positions = positions_of(self.tokens_BT, self.starts_BT)
-            tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))
-        else:
-            tokens = self.tokens_BT.gather(1, (index_BA + step + 1).clamp(max=self.tokens_BT.shape[1] - 1))
-            positions = (index_BA if self.sight.starts_BA is None else index_BA - self.sight.starts_BA) + step
-        rotary = heads._rotary.at(positions, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
-        return heads.run_text(self, tokens, rotary)
