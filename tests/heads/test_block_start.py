@@ -69,7 +69,7 @@ def test_a_pattern_is_highest_at_the_root_from_every_slot() -> None:
 def test_heads_look_at_the_newest_state_and_at_the_root(target: Target, batches: list[HeadBatch]) -> None:
     """The first head of each kind attends to that place from every slot, whatever token is there."""
     heads = started("dflash", target, batches, head_dim=32)
-    layer, batch = heads.stack[0], batches[0]
+    layer, batch = heads.layers[0], batches[0]
     for origin in (4, 20, 33):
         states = {number: state[:, : origin + 1] for number, state in batch.states.items()}
         context_1TE = heads.fuse_states(states)
@@ -119,7 +119,7 @@ def test_all_other_heads_are_the_targets(target: Target) -> None:
     first = layer.q_proj.weight.view(kv_heads, -1, size, 64)[:, 0].flatten(0, 1)
     looking = heads.config.num_attention_heads - kv_heads
     assert heads.config.num_key_value_heads == heads.config.num_attention_heads
-    queries, keys, values = heads.stack[0].qkv.weight.chunk(3)
+    queries, keys, values = heads.layers[0].qkv.weight.chunk(3)
     for own, given in ((queries, first), (keys, layer.k_proj.weight), (values, layer.v_proj.weight)):
         assert torch.equal(own[looking * size :], given)
 

@@ -341,7 +341,7 @@ def test_own_heads_skip_queries(with_direction: Target, monkeypatch: pytest.Monk
     """While training leaves them as they were made, their queries and keys are not computed at all."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
-    layer, own = heads.stack[0], heads.config.own_heads
+    layer, own = heads.layers[0], heads.config.own_heads
 
     def left() -> int:
         to_int8(heads)
@@ -372,7 +372,7 @@ def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     with torch.no_grad():
-        for learnt in (heads.stack[0].o.weight, heads.stack[0].down.weight, heads.fc.weight):
+        for learnt in (heads.layers[0].o.weight, heads.layers[0].down.weight, heads.fc.weight):
             learnt.add_(0.3 * torch.randn_like(learnt))
     to_int8(heads)
     (states,) = with_direction.hidden_states([[5, 6, 7, 8]], heads.aux_layers)
@@ -388,7 +388,7 @@ def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch
         torchs = drafted()
     with torch.inference_mode():
         found = drafted()
-    assert heads.own_heads(heads.stack[0], torch.ones(1, 1)) == 4
+    assert heads.own_heads(heads.layers[0], torch.ones(1, 1)) == 4
     for mine, wanted in zip(found, torchs, strict=True):
         # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
         torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-3 * float(wanted.abs().max()))

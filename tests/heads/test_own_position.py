@@ -151,7 +151,7 @@ def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, made(START, target))
     heads.fit([batch])
-    layer, own, width = heads.stack[0], heads.config.own_heads, heads.config.head_dim
+    layer, own, width = heads.layers[0], heads.config.own_heads, heads.config.head_dim
     with torch.no_grad():  # all other heads attend to the text
         layer.qkv.weight.view(3, -1, width, 128)[:, own:].normal_(std=0.1)
         layer.o.weight.normal_(std=0.1)
@@ -176,11 +176,11 @@ def test_own_heads_that_look_elsewhere_are_trained(target: Target) -> None:
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, made(START, target))
     heads.before_training([batch])
-    assert heads.stack[0].own_heads == 4
+    assert heads.layers[0].own_heads == 4
     with torch.no_grad():
-        heads.stack[0].qkv.weight[:16] = torch.randn(16, 128)
+        heads.layers[0].qkv.weight[:16] = torch.randn(16, 128)
     heads.before_training([batch])
-    assert heads.stack[0].own_heads == 0
+    assert heads.layers[0].own_heads == 0
     assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(0, 128), slice(128, 256), slice(256, 384)]
 
 

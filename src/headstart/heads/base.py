@@ -186,12 +186,13 @@ class DraftHead(nn.Module, ABC):
 
     def bind(self, target: FrozenModel) -> None:
         """Reference the target's frozen weights, which are not saved with the heads. Called after loading."""
+        self._embedding_VE = target.embedding_weight.detach()
 
     # -- weights of the target -----------------------------------------------------------------------------------
 
     @property
     def target_embeddings(self) -> Tensor:
-        """Embeddings [V, E] of the target, for families that reference them in `bind`."""
+        """Embeddings [V, E] of the target."""
         assert self._embedding_VE is not None, "heads are bound to their target"
         return self._embedding_VE
 

@@ -90,7 +90,7 @@ class EagleHead(FinalStateHead):
         return published.with_tensors({**published.tensors, **embeddings})
 
     def by_published_name(self) -> dict[str, Tensor]:
-        return {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.stack[0].by_published_name(0)}
+        return {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.layers[0].by_published_name(0)}
 
     @classmethod
     def settings_of(cls, published: Published) -> dict[str, Any]:

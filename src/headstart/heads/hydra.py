@@ -96,7 +96,8 @@ class HydraHead(ResidualHead):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
-        self.heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
+        heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
+        self.heads = cast(list[HydraStep], heads)
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
@@ -104,12 +105,12 @@ class HydraHead(ResidualHead):
         self.bind(target)
         size = self.config.hidden_size
         if self.config.init == "random":
-            for head in self._heads():
+            for head in self.heads:
                 for weight in (head.input_EF, head.lm_head_DE):
                     if weight is not None:
                         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
             return
-        for head in self._heads():
+        for head in self.heads:
             head.input_EF[:, :size] = torch.eye(size)
             if head.lm_head_DE is not None:
                 head.lm_head_DE.copy_(self.first_lm_head(target))
@@ -129,12 +130,12 @@ class HydraHead(ResidualHead):
             return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)]
 
         maps = LinearStart(widths, size, self.target_embeddings.device).solve(batches, read)
-        for head, map_EF in zip(self._heads(), maps, strict=False):
+        for head, map_EF in zip(self.heads, maps, strict=False):
             head.input_EF.copy_(map_EF)
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)
-        for step, head in enumerate(self._heads()):
+        for step, head in enumerate(self.heads):
             origin_M = origins(batch, step)
             hidden_ME = self.run_checkpointed(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
@@ -180,11 +181,8 @@ class HydraHead(ResidualHead):
         return self._logits(torch.cat([final_BWE, embedded_BWKE.flatten(2)], dim=-1), depth)
 
     def _logits(self, seen_BWF: Tensor, depth: int) -> Tensor:
-        head = cast(HydraStep, self.heads[depth])
+        head = self.heads[depth]
         return self.finish_logits(linear(head(seen_BWF), self._lm_head(head), self.lm_bias_D))
-
-    def _heads(self) -> list[HydraStep]:
-        return [cast(HydraStep, head) for head in self.heads]
 
     def _lm_head(self, head: HydraStep) -> Tensor:
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE

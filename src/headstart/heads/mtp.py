@@ -122,7 +122,7 @@ class MtpHead(FinalStateHead):
 
     @property
     def module(self) -> MtpModule:
-        return cast(MtpModule, self.stack[0])
+        return cast(MtpModule, self.layers[0])
 
     @property
     def native(self) -> NativeModule | None:

@@ -82,7 +82,8 @@ class BlockHead(GraphedHead):
         size, count = config.hidden_size, len(config.aux_layers)
         self.fc = Linear(count * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config, number) for number in range(config.num_layers))
+        layers = nn.ModuleList(BlockLayer(config, number) for number in range(config.num_layers))
+        self.layers = cast(list[BlockLayer], layers)
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
@@ -104,14 +105,10 @@ class BlockHead(GraphedHead):
     def bytes_per_token(self) -> int:
         return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._dtype.itemsize)
 
-    @property
-    def stack(self) -> list[BlockLayer]:
-        return cast(list[BlockLayer], list(self.layers))
-
     def bind(self, target: FrozenModel) -> None:
         if max(self.config.aux_layers) >= target.num_layers:
             raise aux_layers_error(self.config.aux_layers, LAYERS)
-        self._embedding_VE = target.embedding_weight.detach()
+        super().bind(target)
         mask = self.config.mask_token_id
         if target.blank(mask):
             raise UserError(
@@ -127,7 +124,7 @@ class BlockHead(GraphedHead):
         self.bind(target)
         if self.config.init == "random":
             return
-        start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
+        start_from_last_layers(target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
 
     def fuse_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """The context [..., E]."""
@@ -157,11 +154,11 @@ class BlockHead(GraphedHead):
         context_BTE = self.fuse_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
-        text = [self.run_checkpointed(layer.context, context_BTE, rotary) for layer in self.stack]
+        text = [self.run_checkpointed(layer.context, context_BTE, rotary) for layer in self.layers]
         made = []
         for part_M in [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS):
             run = Blocks(self, batch, part_M, context_BTE)
-            for layer, (keys, values) in zip(self.stack, text, strict=True):
+            for layer, (keys, values) in zip(self.layers, text, strict=True):
                 run.stream_BXE = self.run_checkpointed(layer.write, run.stream_BXE, run.attend(layer, keys, values))
             made.append(rms_norm(self.norm, run.drafting_slots(run.stream_BXE)))
         return torch.cat(made)
@@ -174,7 +171,7 @@ class BlockHead(GraphedHead):
             "hidden_norm.weight": self.hidden_norm.weight,
             "norm.weight": self.norm.weight,
         }
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             tensors |= layer.by_published_name(number)
         return tensors
 
@@ -214,7 +211,7 @@ class BlockHead(GraphedHead):
         slots = max(cache.lengths) + width
         cache.reserve(slots)
         rotary = self._rotary.at(self._positions(cache, width, context_BPE.device), context_BPE.dtype, slots)
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             cache.put(number, cache.lengths, *layer.context(context_BPE, rotary))
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
@@ -229,7 +226,7 @@ class BlockHead(GraphedHead):
         alike = len(set(cache.lengths)) == 1
         seen = {
             (layer.window, layer.causal): self._seen(layer, places_BK, total)
-            for layer in self.stack
+            for layer in self.layers
             if layer.window or layer.causal or not alike
         }
 
@@ -237,7 +234,7 @@ class BlockHead(GraphedHead):
             cache.put(number, cache.lengths, keys, values)
 
         def mix(number: int, queries: Tensor) -> Tensor:
-            layer, count = self.stack[number], queries.shape[3]
+            layer, count = self.layers[number], queries.shape[3]
             seen_BKC = seen.get((layer.window, layer.causal))
             if seen_BKC is None:
                 return cached_attention(queries, cache.kv[number], total, None)
@@ -263,7 +260,7 @@ class BlockHead(GraphedHead):
         mix: Callable[[int, Tensor], Tensor],
     ) -> Tensor:
         """LM head inputs of a block, [B, S, E]: `put` writes keys and values, `mix` attends."""
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             queries, keys, values = layer.read(stream_BKE, rotary)
             put(number, keys, values)
             if number == len(self.layers) - 1:  # slots that draft nothing only serve as keys and values
@@ -301,7 +298,7 @@ class BlockHead(GraphedHead):
             memory.write(number, rows_B1, slots_BK, keys, values)
 
         def mix(number: int, queries: Tensor) -> Tensor:
-            seen_BKC = self._seen(self.stack[number], slots_BK, seen)[:, -queries.shape[3] :]
+            seen_BKC = self._seen(self.layers[number], slots_BK, seen)[:, -queries.shape[3] :]
             return cached_attention(queries, memory.layer(number), seen, seen_BKC)
 
         stream_BKE = self.block(root_B, memory.logits_BSD)
@@ -321,7 +318,7 @@ class Blocks:
         starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
         self.visible = {
             layer.window: VisibleRange(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))
-            for layer in heads.stack
+            for layer in heads.layers
         }
         first_BA = 1 + (self.index_BA if starts_BA is None else self.index_BA - starts_BA)
         positions_BAK = first_BA[:, :, None] + torch.arange(slots, device=first_BA.device)

@@ -116,7 +116,7 @@ class SolvedBlockHead(BlockHead):
         self._solve(fit_batches)
 
     def _set_positional_heads(self, fit_batches: Sequence[_FitBatch]) -> None:
-        config, layer, size = self.config, self.stack[0], self.config.hidden_size
+        config, layer, size = self.config, self.layers[0], self.config.hidden_size
         fast_d = fast_pairs(layer)
         angles_R = self._angles()[: int(fast_d.sum()) // 2]
         patterns = (
@@ -165,7 +165,7 @@ class SolvedBlockHead(BlockHead):
         def markov_output(part: _FitBatch, step: int) -> Tensor | float:
             return 0.0 if markov is None else markov_input(part, step) @ markov[1].T @ markov[0].T
 
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             solves_markov = number == 0 and self.markov_rank > 0
             ridge, width, attended = Ridge(), layer.o.in_features, list[Tensor]()
             for part in fit_batches:
@@ -199,8 +199,8 @@ class SolvedBlockHead(BlockHead):
             self.start_markov(*markov, float(rms_M.mean()))
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
-        assert self.stack[0].input_norm is not None, "as of every layer of a block"
-        return rms_norm(self.stack[0].input_norm, self.embed_tokens(tokens, like))
+        assert self.layers[0].input_norm is not None, "as of every layer of a block"
+        return rms_norm(self.layers[0].input_norm, self.embed_tokens(tokens, like))
 
     def _angles(self) -> Tensor:
         """Rotation angle of each pair per position, [R]."""

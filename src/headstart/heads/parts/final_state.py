@@ -57,8 +57,8 @@ class FinalStateHead(RecurrentHead):
         if self.config.init == "random":
             return
         size, joining_map = self.config.hidden_size, self.joining_map
-        self.stack[0].warm_start(target)
-        self.stack[0].zero_init()  # the joined state is a final state already
+        self.layers[0].warm_start(target)
+        self.layers[0].zero_init()  # the joined state is a final state already
         joining_map.weight.zero_()
         joining_map.weight[:, size:] = torch.eye(size)
         if joining_map.bias is not None:

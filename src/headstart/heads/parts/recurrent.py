@@ -42,7 +42,7 @@ from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import in_panels, linear
 from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, IntArray, Level
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, concat_own, rms_norm
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, rms_norm
 from headstart.heads.parts.recurrent_session import RecurrentMemory, RecurrentSession
 from headstart.heads.parts.text_attention import (
     attend,
@@ -50,7 +50,6 @@ from headstart.heads.parts.text_attention import (
 )
 from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.kernels import draft_kernels
-from headstart.model.frozen import FrozenModel
 from headstart.replay.attention import PIECE
 from headstart.replay.graphs import WIDTHS, power, slots_in_sight
 from headstart.support.uploads import upload
@@ -77,7 +76,7 @@ class RecurrentHead(GraphedHead):
 
     def __init__(self, config: RecurrentConfig, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(layers)
+        self.layers = cast(list[DraftLayer], nn.ModuleList(layers))
         self._rotary = Rotary(config)
 
     @property
@@ -87,13 +86,6 @@ class RecurrentHead(GraphedHead):
     @property
     def bytes_per_token(self) -> int:
         return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._dtype.itemsize)
-
-    @property
-    def stack(self) -> list[DraftLayer]:
-        return cast(list[DraftLayer], list(self.layers))
-
-    def bind(self, target: FrozenModel) -> None:
-        self._embedding_VE = target.embedding_weight.detach()
 
     # -- defined by families -------------------------------------------------------------------------------------
 
@@ -143,7 +135,7 @@ class RecurrentHead(GraphedHead):
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         attended, stream = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
-        return *self.stack[0].read(attended, rotary, learning), stream
+        return *self.layers[0].read(attended, rotary, learning), stream
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         text: UnrolledText | None = None
@@ -152,7 +144,7 @@ class RecurrentHead(GraphedHead):
             if not len(origin_M):
                 return
             if text is None:
-                text = UnrolledText(self.stack, self.project(self.select_states(batch.states)), batch, origin_M)
+                text = UnrolledText(self.layers, self.project(self.select_states(batch.states)), batch, origin_M)
             else:
                 text.select(origin_M)
             tokens, positions = text.entries(step)
@@ -167,7 +159,7 @@ class RecurrentHead(GraphedHead):
         first, index_BA = not text.kv, text.visible.index_BA
         inputs = text.feedback_BAE, tokens, rotary, text.trained_qkv[0]
         queries, keys, values, stream = self.run_checkpointed(self._read_first_layer, *inputs)
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             if number:
                 queries, keys, values = self.run_checkpointed(layer.read, stream, rotary, text.trained_qkv[number])
             own = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
@@ -185,7 +177,9 @@ class RecurrentHead(GraphedHead):
             else:
                 text.chains[number].append((keys, values))
                 mixed = attend(queries, *text.kv[number], text.visible, text.chains[number])
-            stream = self.run_checkpointed(layer.write, stream, concat_own(own_values, mixed))
+            if own:
+                mixed = torch.cat([own_values[:, :, None].expand(-1, -1, mixed.shape[2], -1, -1), mixed], dim=1)
+            stream = self.run_checkpointed(layer.write, stream, mixed)
         return stream
 
     # -- drafting ------------------------------------------------------------------------------------------------
@@ -340,7 +334,7 @@ class RecurrentHead(GraphedHead):
         cache, slots, like = session.cache, entries.stop, feedback_BWE
         if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.serves(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embed_tokens(tokens_BW, like))
-            for layer, view in zip(self.stack, self._kv_views(cache, entries, last, like), strict=True):
+            for layer, view in zip(self.layers, self._kv_views(cache, entries, last, like), strict=True):
                 mixed_BWH = draft_kernels.attend(functions, layer.project_qkv(read_BWI), view)
                 if view.last_B is not None:
                     stream_BWE = stream_BWE[range(len(stream_BWE)), view.last_B.tolist()][:, None]
@@ -376,7 +370,7 @@ class RecurrentHead(GraphedHead):
         keys and values, `mix` attends."""
         attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embed_tokens(tokens_BW, feedback_BWE))
         rows_B = None
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             queries, keys, values = layer.read(attended_BWI, rotary)
             put(number, keys, values)
             if last_B is not None and number == len(self.layers) - 1:

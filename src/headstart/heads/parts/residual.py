@@ -77,7 +77,7 @@ class ResidualHead(GraphedHead):
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
 
     def bind(self, target: FrozenModel) -> None:
-        self._embedding_VE = target.embedding_weight.detach()
+        super().bind(target)
         if self.config.shared_lm_head:
             self.lm_head_DE = self.frozen_lm_head(target, next(self.parameters()))
 
