@@ -1,7 +1,7 @@
-"""DFlash: a block in one pass, each slot filled in place (arXiv 2602.06036).
+"""DFlash: a block drafter whose slots predict the token at their own position (arXiv 2602.06036).
 
-The block is [root, mask, mask, ...]: slot k drafts the token at its own position, and the root's slot drafts nothing.
-On tokens a b c d e (positions 0-4), from the state after `b` (origin t = 1), with root `c` and a block of 3:
+The block is [root, mask, mask, ...]; the root's slot drafts nothing. On tokens a b c d e (positions 0-4), from the
+state after `b` (origin t = 1), with root `c` and a block of 3:
 
     context   a b                     states of the target
     block     c mask mask             at positions 2 3 4
@@ -45,7 +45,7 @@ class DFlashConfig(BlockConfig):
 
 @register
 class DFlashHead(SolvedBlockHead, OneForwardHead):
-    """Block drafter that reads its slots with the target's LM head; see `parts.block`."""
+    """Block drafter with the target's LM head; see `parts.block`."""
 
     Config: ClassVar[type[HeadConfig]] = DFlashConfig
     publishes: ClassVar[Layout | None] = Layout.DFLASH

@@ -1,14 +1,15 @@
-"""DSpark: a block in one pass, and a small Markov head that corrects each draft (arXiv 2607.05147).
+"""DSpark: a block drafter with a low-rank Markov head, whose slots predict the token after their position
+(arXiv 2607.05147).
 
-The block is [root, mask, mask, ...]: each slot drafts the token *after* its own position. On tokens a b c d e
-(positions 0-4), from the state after `b` (origin t = 1), with root `c` and a block of 2:
+The block is [root, mask, mask, ...]. On tokens a b c d e (positions 0-4), from the state after `b` (origin t = 1), with
+root `c` and a block of 2:
 
     context   a b                     states of the target
     block     c mask                  at positions 2 3
     drafts    d  e                    step 0 after c, step 1 after d: token t + k + 2, after token t + k + 1
 
 The logits of a slot after a token are U + W2 W1[token], with U from the target's LM head: the block runs once, and each
-tree node then costs one small product. Training uses the conversation's own preceding token.
+tree node adds one small product. Training uses the conversation's own preceding token.
 
 >>> import torch
 >>> heads = DSparkHead(DSparkConfig(hidden_size=4, vocab_size=9, num_attention_heads=1, num_key_value_heads=1,
@@ -24,8 +25,8 @@ tree node then costs one small product. Training uses the conversation's own pre
 ([2.0], [3])
 ([3.0], [4])
 
-An optional confidence head predicts, from the slot and the preceding token, the acceptance probability of a sampled
-draft. It is for serving engines; headstart does not use it in decoding.
+An optional confidence head predicts the acceptance probability of a sampled draft, from the slot and the preceding
+token. It is for serving engines; headstart's decoding does not read it.
 
 Shape suffixes: B rows, W nodes of a level, M origins, S slots, E hidden size, D draft vocabulary, V vocabulary, R rank.
 """
@@ -85,7 +86,7 @@ class DSparkHead(SolvedBlockHead):
         return 0
 
     def markov_embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """Markov embeddings of tokens, [..., R]."""
+        """Return Markov embeddings of tokens, [..., R]."""
         return F.embedding(tokens, self.markov_embedding_VR).to(like)
 
     @property
@@ -106,12 +107,12 @@ class DSparkHead(SolvedBlockHead):
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         lm_head_DH, markov_XR = self.concat_lm_head(), None
         for slots in super().unroll(batch):
-            if markov_XR is None:  # looked up once: each lookup has a gradient as large as its table
+            if markov_XR is None:  # look up once: each lookup has a gradient as large as its table
                 markov_XR = self.markov_embed(batch.tokens_BT.flatten(), slots.hidden_MH)
             yield self.correct(slots, lm_head_DH, markov_XR)
 
     def correct(self, slots: StepPrediction, lm_head_DH: Tensor, markov_XR: Tensor) -> StepPrediction:
-        """Correct a step's predictions by the conversation's preceding tokens, given `follow` of all tokens."""
+        """Correct a step's predictions by the conversation's preceding tokens, given `markov_embed` of all tokens."""
         hidden_MH, confidence_M = torch.cat([slots.hidden_MH, markov_XR[slots.teacher_M]], dim=-1), None
         if self.confidence_head is not None:  # detached: it must not change the drafts
             confidence_M = self.confidence_head(hidden_MH.detach())[..., 0]

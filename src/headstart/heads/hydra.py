@@ -14,8 +14,8 @@ head 0: state(b) c -> d
 head 1: state(b) c d -> e
 head 2: state(b) c d e -> f
 
-While drafting, a node keeps its head's input, and its children append their own embedding. (Partial sums would save
-FLOPs, but each level would then read the maps of all deeper heads, and reading weights dominates.)
+In drafting a node keeps its head's input, and its children append their own embedding. Partial sums would save FLOPs,
+but each level would then read the maps of all deeper heads, and reading weights dominates.
 
 Shape suffixes: B rows, W nodes of a level, E hidden size, F head inputs, D draft vocabulary, M predictions, L blocks of
 a head, X = B * T flat positions, K drafts down to a node.
@@ -59,7 +59,7 @@ class HydraConfig(ResidualConfig):
 
 
 class HydraMemory(FinalMemory):
-    """Adds the token paths, root first, to the nodes of the last level and of the level before."""
+    """Adds the token paths, root first, of the last level's nodes and of the level before."""
 
     def __init__(self, like_BE: Tensor, rows: int, capacity: int, steps: int) -> None:
         super().__init__(like_BE, rows, capacity)
@@ -117,7 +117,7 @@ class HydraHead(ResidualHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map by ridge regression to h_{t+k+1}: from it the target predicts head k's token."""
+        """Fit head k's input map by ridge regression to h_{t+k+1}, from which the target predicts the same token."""
         if self.config.init == "random":
             return
         size = self.config.hidden_size
@@ -189,10 +189,10 @@ class HydraHead(ResidualHead):
 
 
 def read_positions(origin_M: Tensor, step: int) -> Tensor:
-    """Flat positions of the tokens that a step's head reads, [M, step + 1]: those after the origin."""
+    """Flat positions of the tokens after the origin that a step's head reads, [M, step + 1]."""
     return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
 
 
 def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
-    """Inputs of a step's head, [M, F]: the state at the origin, then the tokens' embeddings in order."""
+    """Inputs of a step's head, [M, F]: the origin's state, then the tokens' embeddings."""
     return torch.cat([final_XE[origin_M], embedded_XE[read_positions(origin_M, step)].flatten(1)], dim=-1)

@@ -103,8 +103,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map (without maps, its LM head) by ridge regression to h_{t+k+1}: from it the target
-        predicts head k's token. Unfitted, a head confidently predicts the target's next token."""
+        """Fit head k's input map (or else its LM head) by ridge regression to h_{t+k+1}, from which the target predicts
+        the same token. Unfitted heads confidently predict the target's next token."""
         if self.input_KEF is None and self.config.shared_lm_head:
             return
         size = self.config.hidden_size
@@ -127,16 +127,15 @@ class MedusaHead(ResidualHead, OneForwardHead):
             self._embedding_VE = None
 
     def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
-        """Input of every head, [M, F]: the final state and, with `see_root`, the root's embedding."""
+        """Return the input of every head, [M, F]: the final state and, with `see_root`, the root's embedding."""
         if self._embedding_VE is None:
             return final_ME
         return torch.cat([final_ME, embed_normalized(root_M, self._embedding_VE, final_ME)], dim=-1)
 
     def parts(self) -> list[tuple[Tensor | None, Tensor, Tensor, Tensor]]:
-        """Input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
+        """Return input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
 
-        Unbound once: indexing head by head gives each a gradient of the whole stack, mostly zeros, which cost a fifth
-        of a training step.
+        Unbinds once. Indexing would give each head a gradient of the whole stack, a fifth of a training step.
         """
         lm_heads = [self.lm_head_DE] * self.draft_steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)

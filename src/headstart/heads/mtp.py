@@ -2,14 +2,14 @@
 
 The module norms the next token's embedding and the current state, joins them by a linear map (`eh_proj`), runs a
 decoder layer and norms its output for the target's frozen LM head. One module serves all draft steps, as in serving
-engines: its output replaces the next final state and is fed back, see `headstart.heads.parts.recurrent`. On tokens
-a b c d e (positions 0-4), the draft from the state after `b`:
+engines: its output is the next step's state, see `headstart.heads.parts.recurrent`. On tokens a b c d e (positions
+0-4), the draft from the state after `b`:
 
     step 0   state(b), emb(c) -> d               sees the entries of a, b (b's is step 0)
     step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and itself
 
 With `heads.init=native` it is the target's own module, with the target's layer type. Untrained, it is the drafter
-"mtp"; trained, it goes back into a copy of the checkpoint (`headstart export --format checkpoint`).
+"mtp"; `headstart export --format checkpoint` writes the trained module to a copy of the checkpoint.
 
 Shape suffixes: B rows, W entries, E hidden size, M predictions, D draft vocabulary.
 """
@@ -68,8 +68,8 @@ class MtpConfig(RecurrentConfig):
             return values
         if (count := len(shipped_files(target).joins)) > 1:
             raise UserError(
-                f"{target.name} ships {count} multi-token-prediction modules, one for each draft, and one that takes "
-                "every draft can be trained.",
+                f"{target.name} ships {count} multi-token-prediction modules, one per draft step, and only a single "
+                "module for all steps can be trained.",
                 "Decode with the first as it is (--drafter mtp), or leave out heads.init=native.",
             )
         return values | native_fields(target)
@@ -97,8 +97,8 @@ class MtpModule(DraftLayer):
 
 
 def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
-    """Wrap a target's own module as untrained heads, in its dtype and on its device. Of several modules (one per
-    draft), the first serves every draft."""
+    """Wrap a target's own module as untrained heads, in its dtype and on its device. The first of several modules (one
+    per draft step) serves all steps."""
     config = cast(MtpConfig, make_config({"family": "mtp", "draft_steps": draft_steps}, target))
     heads = MtpHead(config.model_copy(update={"init": "native", **native_fields(target)})).to(target.dtype)
     cast(NativeModule, heads.native).load(target)  # keeps transformers' float32 parameters
@@ -108,7 +108,7 @@ def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
 
 @register
 class MtpHead(FinalStateHead):
-    """One module; embeddings and LM head are the target's or the module's own."""
+    """One module, with the target's embeddings and LM head or its own."""
 
     Config: ClassVar[type[LayerConfig]] = MtpConfig
     config: MtpConfig
@@ -185,7 +185,7 @@ class MtpHead(FinalStateHead):
             norm = self.module.norm
             norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
 
-    # -- the target's own layer type, which computes queries, keys and values itself -------------------------------
+    # -- the target's own layer type -----------------------------------------------------------------------------
 
     def run_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         if self.native is None:

@@ -1,19 +1,19 @@
-"""Block drafters: one pass over a block, with the target's states as keys and values. The base of DFlash and DSpark.
+"""Base of block drafters (DFlash, DSpark): one forward over a block, with the target's states as keys and values.
 
 Every layer attends over a context and a block. The *context* is one vector per token that the target has read: outputs
-of some target layers, fused by a linear map and normed once, then read by each layer's key and value maps without the
-input norm. The *block* is the root (decided, not yet read by the target) and copies of one mask token; its slots see
-each other and the whole context, unless layers are `causal` or have a `sliding_window`. The output is normed for the
-target's frozen LM head. The layers are Qwen3's for every target, as in published heads.
+of some target layers, fused by a linear map and a norm. Each layer maps it to keys and values without the input norm.
+The *block* is the root (accepted, not yet read by the target) and copies of one mask token. Its slots see each other
+and the whole context, unless layers are `causal` or have a `sliding_window`. The target's frozen LM head reads the
+normed output. The layers are Qwen3's for every target, as in published heads.
 
-A window reaches back from each slot's own position, as in engines. The speculators library trains all slots with the
-window of the root, which reaches up to a block's length further back.
+A window ends at each slot's own position, as in engines. The speculators library trains all slots with the root's
+window, which starts up to a block's length earlier.
 
 Training runs one block per origin, or per sampled origin (`train.anchors`).
 
 Shape suffixes: B rows, T tokens, A origins of a row, K slots of a block, S drafted slots (K, or one fewer), M origins,
-E hidden size, X = A * K, P committed tokens, C cache slots in sight, N key heads, G query heads per key head,
-R = G * K, d head size, D draft vocabulary, V vocabulary.
+E hidden size, X = A * K, P committed tokens, C cache slots, N key heads, G query heads per key head, R = G * K, d head
+size.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ _ORIGINS = 1024
 
 @dataclass
 class BlockSession:
-    """Keys and values of the context, one slot per token that the target has read, and this round's LM head inputs and
-    (for DSpark) logits."""
+    """Keys and values of the context, and the round's LM head inputs and (DSpark) logits."""
 
     cache: LayerCache
     hidden_BSE: Tensor
@@ -60,7 +59,7 @@ class BlockSession:
 
 
 class BlockMemory(KeyMemory):
-    """Keys and values of the context, rotary tables, and a block's output for the levels after the first."""
+    """Keys and values of the context, rotary tables, and the block's output for later levels."""
 
     def __init__(self, heads: BlockHead, like: Tensor, rows: int, capacity: int) -> None:
         super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), like), rows, capacity)
@@ -71,7 +70,7 @@ class BlockMemory(KeyMemory):
 
 
 class BlockHead(GraphedHead):
-    """Fusion, layers and norm; families define which slots draft and how logits are corrected."""
+    """Fusion, layers and norm; families define the first drafting slot and the logits."""
 
     config: BlockConfig
 
@@ -120,21 +119,21 @@ class BlockHead(GraphedHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """Copy the target's last layers and final norm; the context starts as the deepest aux state."""
+        """Copy the target's last layers and final norm. The context starts as the deepest aux state."""
         self.bind(target)
         if self.config.init == "random":
             return
         start_from_last_layers(target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
 
     def fuse_states(self, states: Mapping[int, Tensor]) -> Tensor:
-        """The context [..., E]."""
+        """Return the context, [..., E]."""
         seen = torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
         return rms_norm(self.hidden_norm, self.fc(seen))
 
-    def block(self, anchors: Tensor, like: Tensor) -> Tensor:
-        """Input of the first layer [..., K, E] for root tokens [...]: the target's raw embeddings."""
-        tokens = torch.full((*anchors.shape, self.config.block_size), self.config.mask_token_id, device=anchors.device)
-        tokens[..., 0] = anchors
+    def block(self, roots: Tensor, like: Tensor) -> Tensor:
+        """Return the first layer's input [..., K, E] for root tokens [...]: the target's raw embeddings."""
+        tokens = torch.full((*roots.shape, self.config.block_size), self.config.mask_token_id, device=roots.device)
+        tokens[..., 0] = roots
         return self.embed_tokens(tokens, like)
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -150,18 +149,18 @@ class BlockHead(GraphedHead):
             yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
-        """LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
+        """Return the LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
         context_BTE = self.fuse_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
         text = [self.run_checkpointed(layer.context, context_BTE, rotary) for layer in self.layers]
-        made = []
+        outputs = []
         for part_M in [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS):
-            run = Blocks(self, batch, part_M, context_BTE)
-            for layer, (keys, values) in zip(self.layers, text, strict=True):
-                run.stream_BXE = self.run_checkpointed(layer.write, run.stream_BXE, run.attend(layer, keys, values))
-            made.append(rms_norm(self.norm, run.drafting_slots(run.stream_BXE)))
-        return torch.cat(made)
+            blocks = Blocks(self, batch, part_M, context_BTE)
+            for layer, kv in zip(self.layers, text, strict=True):
+                blocks.stream_BXE = self.run_checkpointed(layer.write, blocks.stream_BXE, blocks.attend(layer, *kv))
+            outputs.append(rms_norm(self.norm, blocks.drafting_slots(blocks.stream_BXE)))
+        return torch.cat(outputs)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -192,7 +191,7 @@ class BlockHead(GraphedHead):
         some_BPE = states[self.config.aux_layers[0]]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=some_BPE.shape[1], like=some_BPE)
         session = BlockSession(cache, some_BPE[:, :0])
-        for start in range(0, some_BPE.shape[1], PIECE):  # so that memory does not grow with all states at once
+        for start in range(0, some_BPE.shape[1], PIECE):  # bounds memory
             piece = {layer: states[layer][:, start : start + PIECE] for layer in self.config.aux_layers}
             self._append_context(session, piece, [min(max(len(prompt) - start, 0), PIECE) for prompt in prompts])
         return session
@@ -205,7 +204,7 @@ class BlockHead(GraphedHead):
         session.hidden_BSE, session.logits_BSD = session.hidden_BSE[upload(rows, session.hidden_BSE.device)], None
 
     def _append_context(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
-        """Append keys and values of newly committed tokens; a row's padding is overwritten later."""
+        """Append keys and values of newly committed tokens. Later ones overwrite a row's padding."""
         cache, context_BPE = session.cache, self.fuse_states(states)
         width = context_BPE.shape[1]
         slots = max(cache.lengths) + width
@@ -216,16 +215,16 @@ class BlockHead(GraphedHead):
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
     def run_block(self, session: BlockSession, root_B: Tensor) -> None:
-        """Run the block after each row's root, into `session.hidden_BSE`."""
+        """Run each row's block, into `session.hidden_BSE`."""
         cache, slots = session.cache, self.config.block_size
         total = max(cache.lengths) + slots
         cache.reserve(total)
         stream_BKE = self.block(root_B, cache.kv[0][0])
-        places_BK = self._positions(cache, slots, stream_BKE.device)
-        rotary = self._rotary.at(places_BK, stream_BKE.dtype, total)
+        positions_BK = self._positions(cache, slots, stream_BKE.device)
+        rotary = self._rotary.at(positions_BK, stream_BKE.dtype, total)
         alike = len(set(cache.lengths)) == 1
         seen = {
-            (layer.window, layer.causal): self._seen(layer, places_BK, total)
+            (layer.window, layer.causal): self._seen(layer, positions_BK, total)
             for layer in self.layers
             if layer.window or layer.causal or not alike
         }
@@ -245,12 +244,12 @@ class BlockHead(GraphedHead):
         session.hidden_BSE = self._run_layers(stream_BKE, rotary, put, mix)
 
     @staticmethod
-    def _seen(layer: BlockLayer, places_BK: Tensor, total: int) -> Tensor:
-        """Mask of the cache slots that each block slot sees in a layer, bool [B, K, C]."""
-        place_C = torch.arange(total, device=places_BK.device)
-        last_BK = places_BK if layer.causal else places_BK[:, -1:].expand_as(places_BK)
-        seen_BKC = place_C <= last_BK[:, :, None]
-        return seen_BKC & (place_C > places_BK[:, :, None] - layer.window) if layer.window else seen_BKC
+    def _seen(layer: BlockLayer, positions_BK: Tensor, total: int) -> Tensor:
+        """Return the mask of cache slots that each block slot sees in a layer, bool [B, K, C]."""
+        slot_C = torch.arange(total, device=positions_BK.device)
+        last_BK = positions_BK if layer.causal else positions_BK[:, -1:].expand_as(positions_BK)
+        seen_BKC = slot_C <= last_BK[:, :, None]
+        return seen_BKC & (slot_C > positions_BK[:, :, None] - layer.window) if layer.window else seen_BKC
 
     def _run_layers(
         self,
@@ -259,7 +258,7 @@ class BlockHead(GraphedHead):
         put: Callable[[int, Tensor, Tensor], None],
         mix: Callable[[int, Tensor], Tensor],
     ) -> Tensor:
-        """LM head inputs of a block, [B, S, E]: `put` writes keys and values, `mix` attends."""
+        """Return the LM head inputs of a block, [B, S, E]. `put` writes keys and values, `mix` attends."""
         for number, layer in enumerate(self.layers):
             queries, keys, values = layer.read(stream_BKE, rotary)
             put(number, keys, values)
@@ -281,14 +280,14 @@ class BlockHead(GraphedHead):
         session.memory = memory
 
     def first_level(self, session: BlockSession, tokens_BW: IntArray) -> tuple[IntArray, int]:
-        """Inputs of `graph_block`, and the slots in sight."""
+        """Return the inputs of `graph_block`."""
         assert session.memory is not None, "captured levels have memory"
         lengths = session.cache.lengths
         seen = slots_in_sight(max(lengths) + self.config.block_size, session.memory)
         return np.stack([tokens_BW[:, 0], lengths], axis=1), seen
 
     def graph_block(self, memory: BlockMemory, inputs_BX: Tensor, seen: int) -> Tensor:
-        """`run_block` for CUDA graphs; returns the hidden states."""
+        """Run the block like `run_block`, in a CUDA graph; return its LM head inputs."""
         root_B, length_B = inputs_BX.unbind(1)
         device, slots = inputs_BX.device, self.config.block_size
         rows_B1 = torch.arange(len(root_B), device=device)[:, None]
@@ -310,7 +309,7 @@ class BlockHead(GraphedHead):
 
 
 class Blocks:
-    """Blocks of some origins of a batch on their way through the layers, with residual stream `stream_BXE`."""
+    """Blocks of some origins of a batch, with their residual stream."""
 
     def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor, like: Tensor) -> None:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
@@ -326,7 +325,7 @@ class Blocks:
         self.stream_BXE = heads.block(tokens_BT.gather(1, self.index_BA + 1), like).flatten(1, 2)
 
     def attend(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
-        """Attention output of every slot in a layer, [B, N, G, X, d]."""
+        """Return the attention output of every slot in a layer, [B, N, G, X, d]."""
         queries, own_keys, own_values = self.heads.run_checkpointed(layer.read, self.stream_BXE, self.rotary)
         slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)

@@ -1,6 +1,6 @@
 """Settings and decoder layer of block drafters (see `block`).
 
-Shape suffixes: B rows, T tokens, E hidden size, H heads, N key heads, d head size, X width of keys and values.
+Shape suffixes: B rows, T tokens, E hidden size, N key heads, d head size, X width of keys and values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headstart.heads.settings import FromTarget
 from headstart.model.frozen import FrozenModel
 
 _NEWEST, _ROOT = 2 / 3, 1 / 3
-"""Rank, as a fraction of the hidden size, of the heads that attend to the newest state and to the root."""
+"""Width, as a fraction of the hidden size, of the positional heads for the newest state and for the root."""
 LAYERS = "ascending, from 1 to the last but one"
 """Target layers that blocks can read."""
 
@@ -85,7 +85,7 @@ class BlockConfig(LayerConfig):
         return self.num_layers
 
     def window(self, layer: int) -> int:
-        """Number of tokens up to its own position that a layer's slot sees; 0 for all."""
+        """Number of visible tokens of a slot in a layer, itself included; 0 for all."""
         return 0 if layer in self.full_layers else self.sliding_window
 
     def check(self) -> None:
@@ -114,13 +114,13 @@ class BlockConfig(LayerConfig):
             )
 
 
-def positional_heads(size: int, width: int) -> tuple[int, int]:
-    """Numbers of key heads that attend to the newest state and to the root."""
-    return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
+def positional_heads(hidden_size: int, head_dim: int) -> tuple[int, int]:
+    """Numbers of key heads that attend to the newest state and to the root, with `heads.init=linear`."""
+    return max(1, round(_NEWEST * hidden_size / head_dim)), max(1, round(_ROOT * hidden_size / head_dim))
 
 
 class BlockLayer(DraftLayer):
-    """A decoder layer with per-head query and key norms that reads a context beside its stream."""
+    """Decoder layer with per-head query and key norms that also attends to a context."""
 
     q_norm: nn.RMSNorm
     k_norm: nn.RMSNorm
@@ -131,7 +131,7 @@ class BlockLayer(DraftLayer):
         self.causal = config.causal and self.window == config.sliding_window
 
     def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, N, T, d] of the context."""
+        """Return keys and values [B, N, T, d] of the context."""
         config = self.config
         queries = config.num_attention_heads * config.head_dim
         read_BTX = F.linear(context_BTE, self.qkv.weight[queries:])
@@ -140,11 +140,8 @@ class BlockLayer(DraftLayer):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
+        """Also copy the target's queries, keys and values to the last heads of a layer with more heads."""
         super().warm_start(target, number, offset)
-        self._copy_last_heads(target, number)
-
-    def _copy_last_heads(self, target: FrozenModel, number: int) -> None:
-        """If this layer has more heads than the target's, copy the target's queries, keys, values to its last ones."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention = getattr(layer, "self_attn", None)
         given = [linear_of(attention, f"{name}_proj") for name in "qkv"]

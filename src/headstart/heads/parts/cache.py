@@ -1,7 +1,7 @@
 """KV cache of draft layers, and attention over it.
 
-Shape suffixes: B rows, T tokens, W nodes, K further slots, F fields of an entry, S cache slots in sight, N key heads,
-G query heads per key head, d head size.
+Shape suffixes: B rows, T tokens, W nodes, K further slots, F fields of an entry, S cache slots, N key heads, G query
+heads per key head, d head size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QUERIES = 512
 
 @dataclass(frozen=True)
 class Entries:
-    """Slots and visible ranges of new cache entries, from a draft level or pending text.
+    """Slots and visible ranges of new cache entries: a draft level, or pending text.
 
     Attributes:
         fields: flat fields of each entry: row, cache slot (consecutive in a row), rotary position, length of the
@@ -46,7 +46,7 @@ class Entries:
 
     @classmethod
     def of_text(cls, lengths: Sequence[int], width: int) -> Entries:
-        """The next entries of each row, causally masked."""
+        """Return the next entries of each row, causally masked."""
         texts = (range(length, length + width) for length in lengths)
         return cls.of([[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)])
 
@@ -70,7 +70,7 @@ class Entries:
         return self.fields_BWF[..., FIELDS:]
 
     def allowed(self, device: torch.device) -> Tensor | None:
-        """Mask of visible slots, bool [B, W, slots]; None for all."""
+        """Return the mask of visible slots, bool [B, W, S]; None for all."""
         rows, width, further = self.further_BWK.shape
         if rows == width == 1 and int(self.fields_BWF[0, 0, 3]) + further == self.stop:
             return None
@@ -80,8 +80,8 @@ class Entries:
 
 
 class LayerCache:
-    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels leave
-    own-position heads at 0, a negligible score."""
+    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels write no
+    keys of own-position heads: zeros have a negligible score."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
@@ -90,27 +90,27 @@ class LayerCache:
 
     @staticmethod
     def layers_like(config: LayerConfig, layers: int, like: Tensor) -> list[LayerKeys]:
-        """Cache layout for `KeyMemory`."""
+        """Return the layout for `KeyMemory`."""
         kind = (config.num_key_value_heads, config.head_dim)
         return [LayerKeys(kind, kind, like.dtype, like.device)] * layers
 
     @staticmethod
     def bytes_per_token(config: LayerConfig, layers: int, item: int) -> int:
-        """Bytes per token of a row for `item`-byte elements, with the up to twofold over-allocation of `reserve`."""
+        """Return the bytes per token of a row of `item`-byte elements, with `reserve`'s twofold over-allocation."""
         return 2 * 2 * layers * config.num_key_value_heads * config.head_dim * item
 
     def move(self, memory: KeyMemory) -> None:
-        """Continue in this memory, which must be large enough."""
+        """Move to this memory, which must be large enough."""
         rows, longest = len(self.lengths), max(self.lengths)
         moved = [tuple(store[:rows] for store in memory.layer(number)) for number in range(len(self.kv))]
-        for store, held in zip(chain.from_iterable(moved), chain.from_iterable(self.kv), strict=True):
-            store[:, :, :longest] = held[:, :, :longest]
+        for store, own in zip(chain.from_iterable(moved), chain.from_iterable(self.kv), strict=True):
+            store[:, :, :longest] = own[:, :, :longest]
         self.kv = [(keys, values) for keys, values in moved]
 
     def reserve(self, slots: int) -> None:
-        held = self.kv[0][0].shape[2]
-        if slots > held:
-            more = max(slots, 2 * held) - held
+        capacity = self.kv[0][0].shape[2]
+        if slots > capacity:
+            more = max(slots, 2 * capacity) - capacity
             self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
 
     def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
@@ -139,8 +139,8 @@ class LayerCache:
 def cached_attention(
     queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
 ) -> Tensor:
-    """Attend over the first `slots` slots of a cache, which may have more rows, [B, N, G, W, d]. Query heads that share
-    a key head are rows of one attention, which avoids copies of keys and values."""
+    """Attend over the first `slots` slots of a cache, which may have more rows, [B, N, G, W, d]. Queries that share a
+    key head are rows of one attention, which avoids copies of keys and values."""
     shape = queries_BNGWd.shape
     mask = None
     if allowed_BWS is not None:
@@ -160,10 +160,10 @@ def text_attention(
     """Causal `cached_attention` of text entries, written from `starts` on and visible up to `index_BW`. Mask memory is
     linear in the text."""
     width = queries_BNGWd.shape[3]
-    alike = len(set(starts)) == 1
-    if alike and starts[0] + width == slots and width == 1:
+    same_start = len(set(starts)) == 1
+    if same_start and starts[0] + width == slots and width == 1:
         return cached_attention(queries_BNGWd, kv, slots, None)
-    if alike and width > _QUERIES:
+    if same_start and width > _QUERIES:
         keys, values = (cached[:, :, :slots] for cached in kv)
         return causal_attention(queries_BNGWd.flatten(1, 2), keys, values).view(queries_BNGWd.shape)
     slots_S = torch.arange(slots, device=index_BW.device)
