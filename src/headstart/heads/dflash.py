@@ -38,8 +38,6 @@ from headstart.heads.parts.graphed import IntArray, Level
 
 
 class DFlashConfig(BlockConfig):
-    """Settings of DFlash heads."""
-
     family: str = "dflash"
 
 

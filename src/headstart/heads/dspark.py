@@ -58,8 +58,6 @@ _BLOCK = 8192
 
 
 class DSparkConfig(BlockConfig):
-    """Settings of DSpark heads."""
-
     family: str = "dspark"
     markov_rank: int = Field(64, ge=1, description="Rank of the Markov head; its two tables have a row for each token.")
     confidence: bool = Field(False, description="Also train a head that predicts how likely each draft is accepted.")

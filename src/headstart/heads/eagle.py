@@ -35,8 +35,6 @@ from headstart.model.model import Target
 
 
 class EagleConfig(RecurrentConfig):
-    """Settings of EAGLE-1 heads."""
-
     family: str = "eagle"
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer and a linear guess, or from random numbers."

@@ -63,8 +63,6 @@ _RANDOM_TOKENS, _MIN_RANDOM_WEIGHT = 256, 0.99
 
 
 class Eagle3Config(RecurrentConfig):
-    """Settings of EAGLE-3 heads."""
-
     family: str = "eagle3"
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(

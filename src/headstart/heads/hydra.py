@@ -50,8 +50,6 @@ from headstart.support.uploads import upload
 
 
 class HydraConfig(ResidualConfig):
-    """Settings of Hydra heads."""
-
     family: str = "hydra"
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's weights and a linear guess, or from random numbers."

@@ -52,8 +52,6 @@ from headstart.replay.patch import FINAL
 
 
 class MedusaConfig(ResidualConfig):
-    """Settings of Medusa heads."""
-
     family: str = "medusa"
     see_root: bool = Field(
         False,

@@ -29,12 +29,7 @@ from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_and_concat, norm_scale
-from headstart.heads.parts.native_module import (
-    Attend,
-    NativeModule,
-    NativeSettings,
-    native_fields,
-)
+from headstart.heads.parts.native_module import Attend, NativeModule, NativeSettings, native_fields
 from headstart.heads.parts.recurrent import RecurrentConfig
 from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.heads.parts.unrolled_text import UnrolledText
@@ -45,8 +40,6 @@ from headstart.replay.patch import FINAL
 
 
 class MtpConfig(RecurrentConfig):
-    """Settings of MTP heads."""
-
     family: str = "mtp"
     init: Literal["target", "random", "native"] = Field(
         "target",

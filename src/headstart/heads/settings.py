@@ -46,12 +46,10 @@ class FromTarget(DependsOn):
 
 
 def from_target(field: FieldInfo) -> FromTarget | None:
-    """Return a field's `FromTarget` mark, if any."""
     return next((mark for mark in field.metadata if isinstance(mark, FromTarget)), None)
 
 
 def depends_on(field: FieldInfo) -> str | None:
-    """Return the key that a setting depends on, if any."""
     return next((mark.key for mark in field.metadata if isinstance(mark, DependsOn)), None)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, cast
 
 import numpy as np
@@ -211,7 +212,7 @@ class BlockHead(GraphedHead):
         cache.reserve(slots)
         rotary = self._rotary.at(self._positions(cache, width, context_BPE.device), context_BPE.dtype, slots)
         for number, layer in enumerate(self.layers):
-            cache.put(number, cache.lengths, *layer.context(context_BPE, rotary))
+            cache.put(cache.lengths, number, *layer.context(context_BPE, rotary))
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
     def run_block(self, session: BlockSession, root_B: Tensor) -> None:
@@ -229,9 +230,6 @@ class BlockHead(GraphedHead):
             if layer.window or layer.causal or not alike
         }
 
-        def put(number: int, keys: Tensor, values: Tensor) -> None:
-            cache.put(number, cache.lengths, keys, values)
-
         def mix(number: int, queries: Tensor) -> Tensor:
             layer, count = self.layers[number], queries.shape[3]
             seen_BKC = seen.get((layer.window, layer.causal))
@@ -241,7 +239,7 @@ class BlockHead(GraphedHead):
             keys, values = (part[:, :, first:] for part in cache.kv[number])
             return cached_attention(queries, (keys, values), total - first, seen_BKC[:, -count:, first:])
 
-        session.hidden_BSE = self._run_layers(stream_BKE, rotary, put, mix)
+        session.hidden_BSE = self._run_layers(stream_BKE, rotary, partial(cache.put, cache.lengths), mix)
 
     @staticmethod
     def _seen(layer: BlockLayer, positions_BK: Tensor, total: int) -> Tensor:
@@ -280,7 +278,6 @@ class BlockHead(GraphedHead):
         session.memory = memory
 
     def first_level(self, session: BlockSession, tokens_BW: IntArray) -> tuple[IntArray, int]:
-        """Return the inputs of `graph_block`."""
         assert session.memory is not None, "captured levels have memory"
         lengths = session.cache.lengths
         seen = slots_in_sight(max(lengths) + self.config.block_size, session.memory)

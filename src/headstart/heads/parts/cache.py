@@ -113,7 +113,7 @@ class LayerCache:
             more = max(slots, 2 * capacity) - capacity
             self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
 
-    def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
+    def put(self, starts: Sequence[int], layer: int, keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
         """Write at each row's slots `starts`, `starts` + 1, ..."""
         (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
         if len(set(starts)) == 1:

@@ -36,7 +36,7 @@ class FinalStateHead(RecurrentHead):
     @property
     @abstractmethod
     def joining_map(self) -> Linear:
-        """Linear map from `joining_inputs` to the stream."""
+        """Map from `joining_inputs` to the stream."""
 
     @abstractmethod
     def joining_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:

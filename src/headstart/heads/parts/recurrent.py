@@ -30,6 +30,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -44,10 +45,7 @@ from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, t
 from headstart.heads.parts.graphed import GraphedHead, IntArray, Level
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, rms_norm
 from headstart.heads.parts.recurrent_session import RecurrentMemory, RecurrentSession
-from headstart.heads.parts.text_attention import (
-    attend,
-    causal_attention,
-)
+from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.kernels import draft_kernels
 from headstart.replay.attention import PIECE
@@ -352,9 +350,7 @@ class RecurrentHead(GraphedHead):
             index_BW = positions_BW if rows_B is None else positions_BW[rows_B, last_B][:, None]
             return text_attention(queries, cache.kv[number], slots, index_BW, starts)
 
-        def put(number: int, keys: Tensor, values: Tensor) -> None:
-            cache.put(number, starts, keys, values)
-
+        put = partial(cache.put, starts)
         return self._run_layers(feedback_BWE, tokens_BW, angles(table, positions_BW), put, mix, last_B)
 
     def _run_layers(

@@ -49,7 +49,7 @@ class FinalSession:
 
 
 class FinalMemory(Memory):
-    """A session's final states and roots at fixed addresses."""
+    """Final states and roots of a session, at fixed addresses."""
 
     def __init__(self, like_BE: Tensor, rows: int, capacity: int) -> None:
         super().__init__(rows, capacity)

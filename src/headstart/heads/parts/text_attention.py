@@ -104,8 +104,7 @@ class VisibleRange:
             ]
         return self._parts
 
-    def columns(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
-        """Select queries."""
+    def select(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
         starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
         hidden_BAT = None if self._hidden_BAT is None else self._hidden_BAT[row_B1, column_BA]
         return VisibleRange(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window, hidden_BAT)

@@ -45,7 +45,7 @@ class UnrolledText:
             self.real_BA = kept_BA
             return
         column_BA, self.real_BA = by_row(kept_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
-        self.visible, self.feedback_BAE = self.visible.columns(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
+        self.visible, self.feedback_BAE = self.visible.select(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
         at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
