@@ -47,7 +47,7 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
     config = heads.config
     places_S, places_K = torch.arange(text + len(embedded_KE)), text + torch.arange(len(embedded_KE))
     behind_KS = places_K[:, None] - places_S
-    for number, layer in enumerate(heads.stack):
+    for number, layer in enumerate(heads.layers):
         slides = config.sliding_window > 0 and number not in config.full_layers
         hidden_KS = torch.zeros_like(behind_KS, dtype=torch.bool)
         if slides:
@@ -107,8 +107,8 @@ def test_parts_equal_one_table(
     wanted = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)
     weights = torch.randn(wanted.shape, dtype=wanted.dtype)
     gradients = torch.autograd.grad((wanted * weights).sum(), every)
-    monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
-    monkeypatch.setattr(text_attention, "_QUERIES", 5 * GROUPS * SLOTS)
+    monkeypatch.setattr(text_attention, "_MAX_SCORES", 0)
+    monkeypatch.setattr(text_attention, "_MAX_ROWS", 5 * GROUPS * SLOTS)
     monkeypatch.setattr(text_attention, "block_attention", kernel)
     assert len(sight.parts(KV_HEADS, GROUPS * SLOTS)) == 5
     found = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)
@@ -134,7 +134,7 @@ def test_layers_of_a_target_with_head_norms_start_with_them() -> None:
             layer.self_attn.q_norm.weight.copy_(torch.linspace(0.5, 1.5, 16))
             layer.self_attn.k_norm.weight.copy_(torch.linspace(1.5, 0.5, 16))
     heads = cast(BlockHead, build("dflash-deep", target))
-    for own, layer in zip(heads.stack, list(target.layers)[-2:], strict=True):
+    for own, layer in zip(heads.layers, list(target.layers)[-2:], strict=True):
         torch.testing.assert_close(own.q_norm.weight.data, layer.self_attn.q_norm.weight)
         torch.testing.assert_close(own.k_norm.weight.data, layer.self_attn.k_norm.weight)
         assert torch.equal(own.o.weight, layer.self_attn.o_proj.weight)

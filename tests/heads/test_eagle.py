@@ -142,7 +142,7 @@ def test_a_qwen3_layer_is_taken_over_with_its_norms() -> None:
     heads.warm_start(target)
     states = {layer: torch.randn(4, 32, 64) for layer in (1, 3, FINAL)}
     heads.fit([HeadBatch(torch.randint(3, 61, (4, 32)), torch.ones(4, 32, dtype=torch.bool), states)])
-    layer = heads.stack[0]
+    layer = heads.layers[0]
     torch.testing.assert_close(layer.q_norm.weight, attention.q_norm.weight)  # not as large as queries are without
     assert torch.equal(layer.o.weight, attention.o_proj.weight)
 

@@ -21,7 +21,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.int8_weights import Linear, drop_int8, to_int8
 from headstart.heads.parts import cache
 from headstart.heads.parts.cache import Entries
-from headstart.heads.parts.layer import normed
+from headstart.heads.parts.layer import rms_norm
 from headstart.kernels import draft_kernels
 from headstart.model.model import Target
 from headstart.tree.calibration import Calibration
@@ -103,8 +103,8 @@ def test_norms_are_torchs(dtype: torch.dtype, asked: list[str]) -> None:
     norm.weight.data.normal_()
     wanted = F.rms_norm(x.double(), (72,), norm.weight.to(dtype).double(), 1e-3)
     with torch.inference_mode():
-        found = normed(norm, x)
-        normed(norm, torch.randn(13, 72))  # too many rows
+        found = rms_norm(norm, x)
+        rms_norm(norm, torch.randn(13, 72))  # too many rows
     assert asked == ["norms"]
     torch.testing.assert_close(found.double(), wanted, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
 
@@ -341,7 +341,7 @@ def test_own_heads_skip_queries(with_direction: Target, monkeypatch: pytest.Monk
     """While training leaves them as they were made, their queries and keys are not computed at all."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
-    layer, own = heads.stack[0], heads.config.own_heads
+    layer, own = heads.layers[0], heads.config.own_heads
 
     def left() -> int:
         to_int8(heads)
@@ -372,7 +372,7 @@ def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     with torch.no_grad():
-        for learnt in (heads.stack[0].o.weight, heads.stack[0].down.weight, heads.fc.weight):
+        for learnt in (heads.layers[0].o.weight, heads.layers[0].down.weight, heads.fc.weight):
             learnt.add_(0.3 * torch.randn_like(learnt))
     to_int8(heads)
     (states,) = with_direction.hidden_states([[5, 6, 7, 8]], heads.aux_layers)
@@ -388,7 +388,7 @@ def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch
         torchs = drafted()
     with torch.inference_mode():
         found = drafted()
-    assert heads.own_heads(heads.stack[0], torch.ones(1, 1)) == 4
+    assert heads.own_heads(heads.layers[0], torch.ones(1, 1)) == 4
     for mine, wanted in zip(found, torchs, strict=True):
         # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
         torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-3 * float(wanted.abs().max()))
@@ -409,7 +409,7 @@ def test_attention_with_more_queries_than_one_pass_takes(asked: list[str]) -> No
     qkv = (2 * torch.randn(2, 2, heads + 2, size)).bfloat16()
     angles = torch.ones(16, size).bfloat16(), torch.zeros(16, size).bfloat16()
     entries = Entries.of([[(row, slot, 3, 4, slot) for slot in (5 + 2 * row, 6 + 2 * row)] for row in range(2)])
-    sight = draft_kernels.KVView((entries.numbers, entries.shape), None, (keys, values), angles, heads)
+    sight = draft_kernels.KVView((entries.fields, entries.shape), None, (keys, values), angles, heads)
     found = draft_kernels.attend(draft_kernels.compiled(torch.bfloat16), qkv, sight)
     assert torch.equal(keys[0, 0, 5], qkv[0, 0, heads]) and torch.equal(values[1, 0, 8], qkv[1, 1, heads + 1])
     for row in range(2):

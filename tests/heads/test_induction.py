@@ -65,7 +65,7 @@ def test_attends_to_the_successor_of_the_same_token(seed: int) -> None:
     once_M = torch.randperm(TOKENS, generator=random)[:60]
     again_M = once_M[:-1][torch.randperm(59, generator=random)[:40]]
     text_M = torch.cat([once_M, again_M])
-    fused_ME = states(text_M)[0] @ found.into(LAST_EX).T
+    fused_ME = states(text_M)[0] @ found.add_to(LAST_EX).T
     fused_ME = fused_ME / fused_ME.square().mean(-1, keepdim=True).sqrt()
     read_1TI = torch.cat([table_VE[text_M[1:]], fused_ME[:-1]], dim=-1)[None]
     queries, keys, values = layer.read(read_1TI, turns(len(text_M) - 1))
@@ -93,7 +93,7 @@ def test_components_outside_the_code_keep_the_final_state() -> None:
     aux_MX = torch.randn(500, 2 * SIZE)
     found = solve(layer, list(range(8, 16)), aux_MX, aux_MX[:, SIZE:], torch.randn(500, SIZE))
     assert found is not None
-    fused_ME = aux_MX @ found.into(LAST_EX).T
+    fused_ME = aux_MX @ found.add_to(LAST_EX).T
     elsewhere_EE = torch.eye(SIZE) - found.axes_EC @ found.axes_EC.T
     torch.testing.assert_close(fused_ME @ elsewhere_EE, aux_MX[:, SIZE:] @ elsewhere_EE, rtol=1e-4, atol=1e-4)
 

@@ -13,7 +13,7 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.heads.eagle3 import Eagle3Config, Eagle3Head
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
-from headstart.heads.parts.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
+from headstart.heads.parts.own_position import fit_constant_probe, pair_weights, self_weights, set_own_heads, store_map
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from tests.heads.test_contract import CASES
@@ -61,7 +61,7 @@ def own_share(layer: DraftLayer, rotary: Rotary, embedded_TE: Tensor, heads: int
     read_1TI = torch.cat([embedded_TE, torch.randn(length, SIZE)], dim=-1)[None]
     turn = rotary.at(torch.arange(length)[None], torch.float32, length)
     queries, keys, _ = layer.read(read_1TI, turn)
-    return shares(queries[:, :heads], keys[:, :heads])[0, :, 0]
+    return self_weights(queries[:, :heads], keys[:, :heads])[0, :, 0]
 
 
 def cosines(rotary: Rotary, width: int, far: int) -> Tensor:
@@ -72,7 +72,7 @@ def cosines(rotary: Rotary, width: int, far: int) -> Tensor:
 def test_fast_rotary_pairs_distinguish_the_own_position(width: int, theta: float) -> None:
     angles_R = theta ** (-torch.arange(0, width, 2) / width)
     cos_PR = torch.cos(torch.arange(1, 4097)[:, None] * angles_R)
-    shares_R, worst = pair_shares(cos_PR)
+    shares_R, worst = pair_weights(cos_PR)
     assert float(shares_R.sum()) == pytest.approx(1)
     assert worst == pytest.approx(float((cos_PR @ shares_R).max()))
     assert worst < 0.77
@@ -85,8 +85,8 @@ def test_own_heads_see_nothing_else(repeats: int, qk_norm: bool) -> None:
     """In texts of 2048 tokens, without repeats and with tokens repeated up to forty times in a row."""
     layer, rotary = layer_of(32, 1e5, qk_norm=qk_norm)
     table_VE = table_of(spread=0.5)
-    number_E, mean_E = number_of_all(table_VE.split(1000))
-    look_at_itself(layer, 2, cosines(rotary, 32, 4095), number_E, mean_E)
+    probe_E, mean_E = fit_constant_probe(table_VE.split(1000))
+    set_own_heads(layer, 2, cosines(rotary, 32, 4095), probe_E, mean_E)
     random = torch.Generator().manual_seed(repeats)
     text_T = torch.randint(0, TOKENS, (2048 // repeats,), generator=random).repeat_interleave(repeats)
     assert own_share(layer, rotary, table_VE[text_T], 2).min() > 1 - 1e-4
@@ -96,11 +96,11 @@ def test_own_heads_see_nothing_else(repeats: int, qk_norm: bool) -> None:
 def test_a_layer_holds_any_map() -> None:
     layer, rotary = layer_of(32, 1e5)
     table_VE = table_of(spread=0.5)
-    look_at_itself(layer, 2, cosines(rotary, 32, 4095), *number_of_all([table_VE]))
+    set_own_heads(layer, 2, cosines(rotary, 32, 4095), *fit_constant_probe([table_VE]))
     layer.down.weight.zero_()
     layer.o.weight.zero_()
     map_EI, root_II = torch.randn(SIZE, 2 * SIZE), torch.randn(2 * SIZE, 2 * SIZE)
-    hold(layer, 2, map_EI, root_II @ root_II.T)
+    store_map(layer, 2, map_EI, root_II @ root_II.T)
     read_1TI = torch.cat([table_VE[:50], torch.randn(50, SIZE)], dim=-1)[None]
     _, _, values = layer.read(read_1TI, rotary.at(torch.arange(50)[None], torch.float32, 50))
     added_TE = layer.write(torch.zeros(1, 50, SIZE), values[:, :, None])[0]
@@ -115,7 +115,7 @@ def test_fewer_heads_hold_the_part_that_adds_most() -> None:
     lead_EE = torch.linalg.qr(torch.randn(SIZE, SIZE)).Q
     sizes_E = torch.cat([torch.ones(32), torch.full((32,), 0.01)])
     map_EI = lead_EE @ torch.diag(sizes_E) @ torch.randn(SIZE, 2 * SIZE)
-    hold(layer, 1, map_EI, torch.eye(2 * SIZE))
+    store_map(layer, 1, map_EI, torch.eye(2 * SIZE))
     read_1TI = torch.randn(1, 50, 2 * SIZE)
     _, _, values = layer.read(read_1TI, rotary.at(torch.arange(50)[None], torch.float32, 50))
     added_TE = layer.write(torch.zeros(1, 50, SIZE), values[:, :, None])[0]
@@ -151,7 +151,7 @@ def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, made(START, target))
     heads.fit([batch])
-    layer, own, width = heads.stack[0], heads.config.own_heads, heads.config.head_dim
+    layer, own, width = heads.layers[0], heads.config.own_heads, heads.config.head_dim
     with torch.no_grad():  # all other heads attend to the text
         layer.qkv.weight.view(3, -1, width, 128)[:, own:].normal_(std=0.1)
         layer.o.weight.normal_(std=0.1)
@@ -176,11 +176,11 @@ def test_own_heads_that_look_elsewhere_are_trained(target: Target) -> None:
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, made(START, target))
     heads.before_training([batch])
-    assert heads.stack[0].own_heads == 4
+    assert heads.layers[0].own_heads == 4
     with torch.no_grad():
-        heads.stack[0].qkv.weight[:16] = torch.randn(16, 128)
+        heads.layers[0].qkv.weight[:16] = torch.randn(16, 128)
     heads.before_training([batch])
-    assert heads.stack[0].own_heads == 0
+    assert heads.layers[0].own_heads == 0
     assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(0, 128), slice(128, 256), slice(256, 384)]
 
 

@@ -10,7 +10,7 @@ import torch
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config, supervised_origins
 from headstart.heads.medusa import MedusaConfig, MedusaHead
-from headstart.heads.parts.residual import embed
+from headstart.heads.parts.residual import embed_normalized
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from tests.heads.test_contract import batch_of
@@ -53,7 +53,7 @@ def test_linear_start_finds_a_linear_rule(name: str, target: Target) -> None:
     heads, follows_tokens = started(name, target, num_heads=3), name == "hydra"
     rotation, added = torch.linalg.qr(torch.randn(64, 64)).Q, torch.linalg.qr(torch.randn(64, 64)).Q
     tokens_BT = torch.randint(61, (8, 200))
-    embedded_BTE = embed(tokens_BT, target.embedding_weight, torch.zeros(1))
+    embedded_BTE = embed_normalized(tokens_BT, target.embedding_weight, torch.zeros(1))
     states = [torch.randn(8, 64)]
     for index in range(1, 200):
         turned = states[-1] @ rotation

@@ -27,9 +27,9 @@ STARTS = torch.tensor([[0] * 20 + [20] * 5 + [25] * 25, [0] * 40 + [40] * 10])
 
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
-    monkeypatch.setattr(text_attention, "_QUERIES", 7)
-    monkeypatch.setattr(text_attention, "_FEWEST", 3)
+    monkeypatch.setattr(text_attention, "_MAX_SCORES", 0)
+    monkeypatch.setattr(text_attention, "_MAX_ROWS", 7)
+    monkeypatch.setattr(text_attention, "_MIN_ROWS", 3)
 
 
 def sight_of(packed: bool) -> VisibleRange:
@@ -112,7 +112,7 @@ def test_parts_skip_positions_that_no_query_sees(in_parts: None) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_in_bfloat16_on_a_cpu_shapes_are_few(packed: bool, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autocast leaves float64 as it is, and only signals that shapes are going to be compiled."""
-    monkeypatch.setattr(text_attention, "_ALIKE", 16)
+    monkeypatch.setattr(text_attention, "_MULTIPLE", 16)
     sights = [sight_of(packed) for _ in range(2)]
     queries, keys, values, chain = read(sights[0], 1)
     wanted = attend(queries, keys, values, sights[0], chain)

@@ -47,8 +47,8 @@ def learn(target: Target, heads: DraftHead, batch: HeadBatch, **settings: Any) -
 
 def cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower all limits so that a short text is computed in chunks."""
-    monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
-    monkeypatch.setattr(text_attention, "_QUERIES", 16)
+    monkeypatch.setattr(text_attention, "_MAX_SCORES", 0)
+    monkeypatch.setattr(text_attention, "_MAX_ROWS", 16)
     monkeypatch.setattr(summing, "_TABLE", {"cpu": 0})
     monkeypatch.setattr(summing, "_BLOCK", {"cpu": 0})
     monkeypatch.setattr(summing, "_BLOCK_ROWS", 32)

@@ -50,7 +50,7 @@ class DraftGraphs(GraphPool[Memory]):
                 memory.lent.detach()  # it is too small for the next text, too
             self.return_when_collected(session, room)
             heads.move(session, room)
-        for level in heads.reading(session):
+        for level in heads.pending_levels(session):
             self._run(session.memory, level, None, upload_into, partial(_read, heads, session.memory, level))
         return True
 
@@ -77,7 +77,7 @@ class DraftGraphs(GraphPool[Memory]):
             return logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D)
 
         logits_BWD, best = self._run(memory, level, ranks, put, forward)
-        count = len(level.numbers_BX)
+        count = len(level.inputs_BX)
         return logits_BWD[:count, : level.width], best[:, :count, : level.width]
 
     def _run(
@@ -85,9 +85,9 @@ class DraftGraphs(GraphPool[Memory]):
     ) -> tuple[Tensor, ...]:
         """Outputs of a forward over the numbers of a level, valid until the next one; replayed from a graph if
         possible. `ranks` distinguishes graphs of equal levels."""
-        count = len(level.numbers_BX)
+        count = len(level.inputs_BX)
         rows = min(next_power_of_two(count), memory.rows)
-        numbers_BX = np.pad(level.numbers_BX, ((0, rows - count), (0, 0)), mode="edge")
+        numbers_BX = np.pad(level.inputs_BX, ((0, rows - count), (0, 0)), mode="edge")
         bucket = (rows, ranks, level.sizes)
         graph = memory.graphs.get(bucket)
         inputs = torch.empty(numbers_BX.shape, dtype=torch.long, device=self._device) if graph is None else graph.inputs

@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, close, nearest
-from headstart.heads.exchange.published import SHARED, Layout, Published, detached, fill
+from headstart.heads.exchange.published import SHARED, Layout, Published, copy_to_cpu
 from headstart.heads.int8_weights import drop_int8
 from headstart.heads.settings import FromTarget, HeadSettings, recipe_error, section_fields
 from headstart.model.frozen import FrozenModel
@@ -57,7 +57,8 @@ class HeadConfig(HeadSettings):
 
     @classmethod
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Values for the `FromTarget` fields, given the recipe's settings; a UserError if the target is unsuitable."""
+        """Return the target's values of the `FromTarget` fields, given the recipe's settings. Raises a UserError for an
+        unsuitable target."""
         return {}
 
 
@@ -66,11 +67,11 @@ class HeadBatch:
     """A batch of conversations with the target's hidden states, padded on the right.
 
     Attributes:
-        supervised_BT: the loss mask, true where the token was written by the target; false on padding.
-        states: {layer: [B, T, E]}; state t was computed after reading token t.
-        subsampled_steps_BT: number of draft steps that learn from each origin; 0 for none, None for all steps.
-        starts_BT: in packed rows, the start of each token's conversation. Its first token is not supervised, so that no
-            draft crosses a boundary. None: one conversation per row.
+        supervised_BT: the loss mask, true for tokens that the target generated.
+        states: {layer: [B, T, E]}; state t is the target's after reading token t.
+        subsampled_steps_BT: number of draft steps to train from each origin; None for all steps.
+        starts_BT: in packed rows, the start of each token's conversation, whose first token is not supervised, so that
+            no draft crosses a boundary. None for one conversation per row.
     """
 
     tokens_BT: Tensor
@@ -91,13 +92,12 @@ class HeadBatch:
 
 @dataclass
 class StepPrediction:
-    """Predictions of one draft step (or head) over a batch; a loss computes the logits in chunks.
+    """Predictions of one draft step (or head) over a batch; losses compute the logits in chunks.
 
     Attributes:
         hidden_MH: input of the LM head.
-        teacher_M: flat index b * T + s of position s = t + k + 1 of row b (see `origin_M`), which predicts token s + 1.
-            The label is the target's distribution there, from the FINAL state of s.
-        origin_M: flat index b * T + t of the draft's origin t: step k (from 0) predicts token t + k + 2.
+        origin_M: flat index b * T + t of the draft's origin t in row b. Step k (from 0) predicts token t + k + 2.
+        teacher_M: flat index b * T + t + k + 1 of the FINAL state from which the target predicts the same token.
         feature_ME: predicted FINAL state at `teacher_M`, for families that draft features.
         bias_D, finish: bias and logit post-processing of the target's LM head, for heads that use it.
         frozen_columns: number of leading LM head columns that stay frozen.
@@ -121,17 +121,16 @@ class StepPrediction:
 
 
 class DraftHead(nn.Module, ABC):
-    """A head family, with separate methods for training (`unroll`) and drafting (`prefill`, `draft_step`, ...).
+    """Base class of head families: training (`unroll`) and drafting (`prefill`, `draft_step`, `commit`, `reorder`).
 
-    A family drafts level by level (`draft_step`, or `draft_tree` for all levels in one call) when its drafts depend on
-    the path to a node, else all depths in one forward (`OneForwardHead`).
+    A family drafts level by level if its drafts depend on the path to a node, else all depths in one forward
+    (`OneForwardHead`).
 
     Attributes:
-        version: identifies the heads in answers and logs, see `headstart.heads.io.version_of`; empty for heads that
-            were not read from an exported folder.
+        version: identifies heads of an exported folder in answers and logs, see `headstart.heads.io.version_of`.
         drafts_features: whether predictions have a `feature_ME`.
-        publishes: the published layout that serving engines can read, if any.
-        draft_to_target_D: target token id of each draft token (the identity without a draft vocabulary).
+        publishes: layout of the heads for serving engines, if any.
+        draft_to_target_D: target token id of each draft token; the identity without a draft vocabulary.
         lm_bias_D, finish: bias and logit post-processing of the target's LM head, for heads that use it.
         gradient_checkpointing: whether training recomputes activations inside layers for the backward pass.
     """
@@ -155,80 +154,73 @@ class DraftHead(nn.Module, ABC):
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
         self.register_buffer("lm_bias_D", None, persistent=False)
 
-    # -- what it is ----------------------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def draft_steps(self) -> int:
-        """K: the maximum draft depth."""
+        """Maximum draft depth K."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Target layers it reads, as indices of transformers' `hidden_states`: 0 is the embeddings, n the output of
+        """Target layers to read, as indices of transformers' `hidden_states`: 0 is the embeddings, n the output of
         layer n, and FINAL the last output after the final norm."""
         return (FINAL,)
 
     @property
     def bytes_per_token(self) -> int:
         """Drafting memory per token of a row; here the pending target states."""
-        return len(self.aux_layers) * self.config.hidden_size * self._item
+        return len(self.aux_layers) * self.config.hidden_size * self._dtype.itemsize
 
     @property
-    def _item(self) -> int:
-        return next((parameter.element_size() for parameter in self.parameters()), torch.float32.itemsize)
+    def _dtype(self) -> torch.dtype:
+        return next((parameter.dtype for parameter in self.parameters()), torch.float32)
 
     @abstractmethod
     def warm_start(self, target: FrozenModel) -> None:
-        """Initialise from the target's weights, in place. `draft_to_target_D` is already set."""
+        """Initialise from the target's weights, in place, after `set_draft_vocabulary`."""
 
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Refine the warm start in closed form, in place, from one pass over some data; a no-op by default."""
 
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
-        """Check which assumptions training may rely on, once every weight is in place; a no-op by default."""
+        """Freeze weights that the data allows to freeze, once all weights are loaded; a no-op by default."""
 
     def bind(self, target: FrozenModel) -> None:
-        """Reference the target's frozen weights, which are not saved with the heads; called after loading."""
+        """Reference the target's frozen weights, which are not saved with the heads. Called after loading."""
+        self._embedding_VE = target.embedding_weight.detach()
 
-    # -- the weights of the target -------------------------------------------------------------------------------
+    # -- weights of the target -----------------------------------------------------------------------------------
 
     @property
     def target_embeddings(self) -> Tensor:
-        """The target's embeddings [V, E], for families that reference them in `bind`."""
+        """Embeddings [V, E] of the target."""
         assert self._embedding_VE is not None, "heads are bound to their target"
         return self._embedding_VE
 
-    def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Embed tokens [...] as the target does, [..., E], in the dtype and on the device of `like`."""
         table_VE = self.target_embeddings
         return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
 
-    def embedding_table(self, like: Tensor) -> Tensor | None:
-        """The target's embeddings if the C kernels can read them: plain, on a CPU, in the dtype of `like`."""
-        table_VE = self.target_embeddings
-        plain = type(table_VE) in (Tensor, nn.Parameter) and table_VE.is_cpu and table_VE.is_contiguous()
-        return table_VE if plain and table_VE.dtype == like.dtype else None
-
     def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
-        """Return the target's LM head over the draft vocabulary, [D, E], in the dtype and on the device of `like`; sets
-        the `lm_bias_D` and `finish` that go with it."""
+        """Return the target's LM head over the draft vocabulary, [D, E], in the dtype and on the device of `like`. Sets
+        `lm_bias_D` and `finish` too."""
         bias_V = target.lm_head_bias
-        self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
+        self.lm_bias_D = None if bias_V is None else self._draft_rows(bias_V.detach()).to(like)
         self.finish = target.finish
-        return self._drafted(target.lm_head_weight.detach()).to(like)
+        return self._draft_rows(target.lm_head_weight.detach()).to(like)
 
     def first_lm_head(self, target: FrozenModel) -> Tensor:
-        """Initial value of a trained LM head, [D, E]: the target's, times its logit scale. Such heads have no bias or
-        cap, in training and in serving engines."""
-        weight_DE, scale = self._drafted(target.lm_head_weight.detach()), target.finish.scale
+        """Return the initial value of a trained LM head, [D, E]: the target's, times its logit scale. Trained LM heads
+        have no bias or cap, in training and in serving engines."""
+        weight_DE, scale = self._draft_rows(target.lm_head_weight.detach()), target.finish.scale
         return weight_DE if scale == 1 else weight_DE * scale
 
-    def _drafted(self, rows_V: Tensor) -> Tensor:
+    def _draft_rows(self, rows_V: Tensor) -> Tensor:
         if not self.config.draft_vocab_size:
             return rows_V[: len(self.draft_to_target_D)]
         return rows_V[self.draft_to_target_D.to(rows_V.device)]
 
-    def finished(self, logits: Tensor) -> Tensor:
+    def finish_logits(self, logits: Tensor) -> Tensor:
         return logits if self.finish is None else self.finish(logits)
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
@@ -248,11 +240,8 @@ class DraftHead(nn.Module, ABC):
         return {}
 
     def publish(self) -> Published:
-        """Convert to the layout of serving engines, copying the tensors to the CPU.
-
-        Raises:
-            UserError: no engine supports such heads, or not with these settings.
-        """
+        """Convert to the layout of serving engines, copying the tensors to the CPU. Raises a UserError if no engine
+        supports such heads, or not with these settings."""
         if self.publishes is None:
             raise UserError(
                 f"No serving engine knows {self.family} heads.",
@@ -263,13 +252,14 @@ class DraftHead(nn.Module, ABC):
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             steps=self.draft_steps,
-            tensors=detached(self.by_published_name()),
+            tensors=copy_to_cpu(self.by_published_name()),
             layer=getattr(self.config, "published_sizes", None),
             **{name: getattr(self.config, name) for name in SHARED if hasattr(self.config, name)},
         )
 
     def in_checkpoint(self) -> dict[str, Tensor]:
-        """Trained tensors of the target's own checkpoint, under its names; a UserError for heads outside of it."""
+        """Return the trained tensors under their names in the target's own checkpoint. Raises a UserError for heads
+        that are not part of it."""
         raise UserError(
             f"The target's checkpoint has no place for {self.family} heads of their own layout.",
             "Train the module that the target ships (heads.family=mtp heads.init=native), or export these heads for an "
@@ -278,22 +268,26 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def settings_of(cls, published: Published) -> dict[str, Any]:
-        """Settings of heads that can hold the published tensors."""
-        shared = {name: getattr(published, name) for name in SHARED}
-        given = {**published.head_settings, **shared, "draft_steps": published.steps}
-        return {name: value for name, value in given.items() if name in cls.Config.model_fields}
+        """Return the settings of heads that can hold the published tensors."""
+        settings = {
+            **({} if published.layer is None else asdict(published.layer)),
+            "hidden_size": published.hidden_size,
+            "vocab_size": published.vocab_size,
+            "draft_vocab_size": 0 if published.draft_ids_D is None else published.draft_width,
+            "draft_steps": published.steps,
+            **{name: getattr(published, name) for name in SHARED},
+        }
+        return {name: value for name, value in settings.items() if name in cls.Config.model_fields}
 
     @classmethod
     @torch.no_grad()
     def from_published(cls, published: Published, target: Target) -> Self:
-        """Build heads from a checked `Published` of this family's layout and bind them to the target; the inverse of
-        `publish`.
-
-        Raises:
-            UserError: the family does not support this variant.
-        """
+        """Build heads from a checked `Published` of this family's layout and bind them to the target. Raises a
+        UserError for a variant that the family does not support."""
         heads = cls(cls.Config.model_validate(cls.settings_of(published)))
-        fill(heads.by_published_name(), published.tensors)
+        for name, weight in heads.by_published_name().items():  # missing biases are zero
+            has_value = name in published.tensors or not name.endswith("bias")
+            weight.copy_(published.tensors[name] if has_value else torch.zeros_like(weight))
         if published.draft_ids_D is not None:
             heads.set_draft_vocabulary(published.draft_ids_D)
         heads.bind(target)
@@ -302,7 +296,7 @@ class DraftHead(nn.Module, ABC):
     # -- training ------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; training mode drops the int8 weights, which would not learn."""
+        """Set the mode. Training mode drops the int8 weights."""
         if mode:
             drop_int8(self)
         return super().train(mode)
@@ -312,22 +306,22 @@ class DraftHead(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def learning_rows(self) -> dict[str, list[slice]]:
-        """Row ranges of the matrices stacked in one weight, by weight name, for optimisers that work on whole matrices.
-        Rows outside all ranges get no gradient from `unroll`."""
+        """Row ranges of the matrices stacked in one weight, by weight name, for optimisers that update matrix by
+        matrix. Other rows get no gradient from `unroll`."""
         layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
 
-    def checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
-        """Call a deterministic function; with `gradient_checkpointing` only its inputs are kept for the backward."""
+    def run_checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
+        """Call a deterministic function, and recompute it in the backward pass with `gradient_checkpointing`."""
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
-        made: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return made
+        output: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return output
 
     @abstractmethod
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
-        """Yield the predictions of each step, at positions where every token up to the predicted one is supervised.
-        A generator, so that the logits of all steps never exist at once."""
+        """Yield the predictions of each step at its `origins`. A generator, so that the logits of all steps never exist
+        at once."""
 
     def prediction(
         self, hidden_MH: Tensor, lm_head_DH: Tensor, origin_M: Tensor, step: int, feature_ME: Tensor | None = None
@@ -339,39 +333,35 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting after a prefill with states {layer: [B, T, E]}, padded on the right; the returned session is
-        passed to `draft_step`, `commit` and `reorder`."""
+        """Return the session of a batch of prompts, given the target's states {layer: [B, T, E]}, padded on the
+        right."""
 
     def read_text(self, session: Any, check: Callable[[], None] | None) -> None:
-        """Read a long pending prompt piece by piece, calling `check` before each; a no-op if `prefill` has read it."""
+        """Read a long pending prompt piece by piece, calling `check` before each. A no-op if `prefill` has read it."""
 
     @abstractmethod
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        """Draft after the nodes of one level of a tree; the levels of a round come in order.
+        """Return the logits [B, W, D] of the children of one level's nodes; [B, 1, D] if all nodes share them. A round
+        calls it for one level after another.
 
         Args:
-            tokens_BW: tokens of the nodes to expand; level 0 is the root alone. Rows with fewer nodes are padded.
+            tokens_BW: tokens of the level's nodes; level 0 is the root alone. Rows with fewer nodes are padded.
             parents_BW: index of each node's parent in the previous level, on the host; 0 at level 0.
-            depth: level of the nodes, from 0 to `draft_steps` - 1.
-
-        Returns:
-            Logits [B, W, D] of the children; [B, 1, D] if all nodes of a level share them.
+            depth: the level, from 0 to `draft_steps` - 1.
         """
 
     def draft_tree(self, session: Any, root: int, request: Request, ranks: int) -> Tree | None:
-        """Grow a single row's tree in one call, as `grow` of `headstart.drafters.heads` does level by level: no static
-        shape or sampled children, at most `ranks` children per node. None if unsupported."""
+        """Grow a single row's dynamic tree in one call, as `grow` of `headstart.drafters.heads` does level by level,
+        with at most `ranks` children per node and none sampled. None if unsupported."""
         return None
 
     @abstractmethod
     def commit(self, session: Any, committed: Committed) -> None:
-        """Append the tokens committed in this round, root first, and their states."""
+        """Append the round's accepted tokens, root first, and their states."""
 
     @abstractmethod
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
-
-    # -- shared --------------------------------------------------------------------------------------------------
 
     def check_tree(self, shape: TreeShape) -> None:
         """Raise a UserError for a tree deeper than the heads or wider than their draft vocabulary."""
@@ -389,12 +379,11 @@ class DraftHead(nn.Module, ABC):
 
     @torch.enable_grad()  # with gradients, products are torch's own and are counted
     def flops_per_draft(self) -> int:
-        """FLOPs of one drafted token, LM head included (a multiply-add is two), over a chain of `draft_steps` drafts
-        after one token. Excludes attention: it depends on the text, and torch counts it on some devices only."""
-        where = self.draft_to_target_D.device
-        dtype = next((p.dtype for p in self.parameters()), torch.float32)
-        state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where, requires_grad=True)
-        root_11, parent_11 = torch.zeros(1, 1, dtype=torch.long, device=where), torch.zeros(1, 1, dtype=torch.long)
+        """Count the FLOPs per token of a chain of drafts, LM head included; a multiply-add is two. Excludes attention,
+        which depends on the text and which torch counts on some devices only."""
+        device, parent_11 = self.draft_to_target_D.device, torch.zeros(1, 1, dtype=torch.long)
+        state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=self._dtype, device=device, requires_grad=True)
+        root_11 = parent_11.to(device)
 
         def draft_chain() -> None:
             session = self.prefill([[0]], dict.fromkeys(self.aux_layers, state_11E))
@@ -409,24 +398,22 @@ class DraftHead(nn.Module, ABC):
 
 
 class OneForwardHead(DraftHead):
-    """A family with drafts independent of the path: one forward serves all depths.
+    """Base class of families that draft all depths in one forward, independent of the path.
 
-    On a GPU all depths are read back at once. On a CPU depths are computed on demand, which skips unused LM heads.
+    A GPU computes all depths at once. A CPU computes them on demand, which skips unused LM heads.
     """
 
     @abstractmethod
     def depth_logits(self, session: Any, root_B: Tensor, depths: range) -> Tensor:
-        """Logits [B, len(depths), D] of the tokens at these depths (0 is the root's child).
-
-        The calls of a round come in order, each depth once; the first may cache shared results in `session`.
-        """
+        """Return the logits [B, len(depths), D] at these depths (0 is the root's child). A round calls it for
+        ascending depths, each once; the first call may cache shared results in `session`."""
 
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return self.depth_logits(session, tokens_BW[:, 0], range(depth, depth + 1))
 
 
 def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:
-    """Flat indices b * T + t with tokens t + 1 .. t + step + 2 all supervised: one answer, as in decoding."""
+    """Return the flat indices b * T + t with tokens t + 1 .. t + step + 2 all supervised, as in decoding."""
     window = step + 2
     if supervised_BT.shape[1] <= window:
         return torch.zeros(0, dtype=torch.long, device=supervised_BT.device)
@@ -437,7 +424,7 @@ def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:
 
 
 def origins(batch: HeadBatch, step: int) -> Tensor:
-    """`supervised_origins` of a batch, filtered by `subsampled_steps_BT`."""
+    """Return a batch's `supervised_origins` that train this step."""
     origin_M = supervised_origins(batch.supervised_BT, step)
     if batch.subsampled_steps_BT is None:
         return origin_M
@@ -457,7 +444,7 @@ def register(head: H) -> H:
 
 
 def families() -> dict[str, type[DraftHead]]:
-    """All families by name; imports every module of this folder, so a new file is enough."""
+    """Return all families by name. Imports every module of this folder, so that a new file is enough."""
     package = importlib.import_module("headstart.heads")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"headstart.heads.{module.name}")
@@ -473,7 +460,7 @@ def family(name: str) -> type[DraftHead]:
 
 
 def parse_heads(settings: Any) -> HeadConfig:
-    """Check the settings of heads, each by itself; `HeadSettings.check` checks them together."""
+    """Validate the settings of heads one by one; `HeadSettings.check` checks their combination."""
     if not isinstance(settings, Mapping):
         raise UserError(f"Recipe key 'heads' is {settings!r}.", "Write a family and its settings.")
     name = str(settings.get("family", ""))
@@ -487,7 +474,7 @@ def parse_heads(settings: Any) -> HeadConfig:
 
 
 def _not_of_this_family(setting: str, name: str) -> UserError:
-    """Return the error for a setting that a family lacks; other families may have it."""
+    """Return the error for an unknown setting, naming other families that have it."""
     known = {each: {key for key, _, _ in section_fields(head.Config)} for each, head in families().items()}
     elsewhere = close(setting, set().union(*known.values()))
     if close(setting, known[name]) or not elsewhere:
@@ -499,7 +486,7 @@ def _not_of_this_family(setting: str, name: str) -> UserError:
 
 
 def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel) -> HeadConfig:
-    """Complete recipe settings with the values that follow from the target."""
+    """Complete recipe settings with the target's values."""
     given = settings if isinstance(settings, HeadConfig) else parse_heads(settings)
     from_recipe = given.to_recipe()
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}

@@ -1,7 +1,7 @@
-"""DFlash: a block in one pass, each slot filled in place (arXiv 2602.06036).
+"""DFlash: a block drafter whose slots predict the token at their own position (arXiv 2602.06036).
 
-The block is [root, mask, mask, ...]: slot k drafts the token at its own position, and the root's slot drafts nothing.
-On tokens a b c d e (positions 0-4), from the state after `b` (origin t = 1), with root `c` and a block of 3:
+The block is [root, mask, mask, ...]; the root's slot drafts nothing. On tokens a b c d e (positions 0-4), from the
+state after `b` (origin t = 1), with root `c` and a block of 3:
 
     context   a b                     states of the target
     block     c mask mask             at positions 2 3 4
@@ -34,18 +34,16 @@ from headstart.heads.int8_weights import linear
 from headstart.heads.parts.block import BlockMemory, BlockSession
 from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
-from headstart.heads.parts.graphed import Level, Numbers
+from headstart.heads.parts.graphed import IntArray, Level
 
 
 class DFlashConfig(BlockConfig):
-    """Settings of DFlash heads."""
-
     family: str = "dflash"
 
 
 @register
 class DFlashHead(SolvedBlockHead, OneForwardHead):
-    """Block drafter that reads its slots with the target's LM head; see `parts.block`."""
+    """Block drafter with the target's LM head; see `parts.block`."""
 
     Config: ClassVar[type[HeadConfig]] = DFlashConfig
     publishes: ClassVar[Layout | None] = Layout.DFLASH
@@ -61,14 +59,14 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
         return self._logits(session.hidden_BSE[:, depths.start : depths.stop])
 
     def level(
-        self, session: BlockSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+        self, session: BlockSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level:
-        numbers_BX, seen = self.first_level(session, tokens_BW)
-        return Level(numbers_BX, len(depths), (depths.stop, seen))
+        inputs_BX, seen = self.first_level(session, tokens_BW)
+        return Level(inputs_BX, len(depths), (depths.stop, seen))
 
-    def draft_level(self, memory: BlockMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def draft_level(self, memory: BlockMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
         stop, seen = sizes
-        return self._logits(self.captured_block(memory, numbers_BX, seen)[:, :stop])
+        return self._logits(self.graph_block(memory, inputs_BX, seen)[:, :stop])
 
     def _logits(self, hidden_BSE: Tensor) -> Tensor:
-        return self.finished(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))
+        return self.finish_logits(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))

@@ -1,7 +1,7 @@
 """EAGLE-1: a decoder layer that drafts the target's next final states (Li et al., arXiv 2401.15077).
 
-A linear map joins the state of token t and the embedding of token t + 1; a decoder layer without an input norm predicts
-the final state of token t + 1, which goes to the target's frozen LM head and is fed back. With dynamic trees this is
+A linear map joins the state of token t and the embedding of token t + 1. A decoder layer without an input norm predicts
+the final state of token t + 1 for the target's frozen LM head and the next draft step. With dynamic trees this is
 EAGLE-2 (arXiv 2406.16858). `headstart.heads.parts.recurrent` shows the alignment of the steps.
 
 Shape suffixes: E hidden size, V vocabulary.
@@ -19,7 +19,14 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import register
-from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, detached, other_embeddings, same_numbers
+from headstart.heads.exchange.published import (
+    EMBEDDINGS,
+    Layout,
+    Published,
+    copy_to_cpu,
+    embeddings_error,
+    nearly_equal,
+)
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
@@ -28,8 +35,6 @@ from headstart.model.model import Target
 
 
 class EagleConfig(RecurrentConfig):
-    """Settings of EAGLE-1 heads."""
-
     family: str = "eagle"
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's last layer and a linear guess, or from random numbers."
@@ -58,10 +63,10 @@ class EagleHead(FinalStateHead):
     def joining_map(self) -> Linear:
         return self.fc
 
-    def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        return torch.cat([self._normed(embedded), feedback], dim=-1)
+    def joining_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+        return torch.cat([self._norm_embedding(embedded), feedback], dim=-1)
 
-    def _normed(self, embedded: Tensor) -> Tensor:
+    def _norm_embedding(self, embedded: Tensor) -> Tensor:
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded
 
     @property
@@ -79,11 +84,11 @@ class EagleHead(FinalStateHead):
         published = replace(super().publish(), normed_embeddings=self.config.embedding_norm)
         if not self.publishing_reads_target:
             return published
-        embeddings = detached({EMBEDDINGS: self._normed(self.target_embeddings.float())})
+        embeddings = copy_to_cpu({EMBEDDINGS: self._norm_embedding(self.target_embeddings.float())})
         return published.with_tensors({**published.tensors, **embeddings})
 
     def by_published_name(self) -> dict[str, Tensor]:
-        return {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.stack[0].by_published_name(0)}
+        return {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.layers[0].by_published_name(0)}
 
     @classmethod
     def settings_of(cls, published: Published) -> dict[str, Any]:
@@ -104,15 +109,15 @@ class EagleHead(FinalStateHead):
 
     @classmethod
     def _embeddings_of(cls, published: Published, embedding_VE: Tensor) -> tuple[bool, Tensor]:
-        """Whether a checkpoint's embeddings are normed, and the constant added to all of them, [E]."""
+        """Return whether a checkpoint's embeddings are normalised, and the constant added to all of them, [E]."""
         own_VE = published.tensors.get(EMBEDDINGS)
-        nothing_E = torch.zeros(embedding_VE.shape[1])
+        zero_E = torch.zeros(embedding_VE.shape[1])
         if own_VE is None:  # it reads the target's
-            return False, nothing_E
+            return False, zero_E
         normed_VE = F.rms_norm(embedding_VE, embedding_VE.shape[-1:])
         if own_VE.shape == embedding_VE.shape:
             for is_normed, base_VE in ((False, embedding_VE), (True, normed_VE)):
-                added_E = nothing_E if same_numbers(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
-                if same_numbers(own_VE.float() - added_E, base_VE):
+                added_E = zero_E if nearly_equal(own_VE, base_VE) else (own_VE.float() - base_VE).mean(0)
+                if nearly_equal(own_VE.float() - added_E, base_VE):
                     return is_normed, added_E
-        raise other_embeddings()
+        raise embeddings_error()

@@ -1,21 +1,20 @@
 """EAGLE-3: one decoder layer over fused states of several target layers (Li et al., arXiv 2503.01840).
 
-A linear map fuses three aux hidden states; attention reads the normed embedding of the next token beside the normed
-fused state, the residual stream is the fused state itself, and the layer's output is fed back. The heads have their own
-final norm and LM head over the draft vocabulary. EAGLE-3.1 normalises every aux hidden state before the map and feeds
-back the normed output. On tokens a b c d e, the draft from the states after `b` (see
+A linear map fuses three aux hidden states. Attention reads the norms of the next token's embedding and of the fused
+state, the residual stream starts from the fused state, and the layer's output is the next step's fused state. The heads
+have their own final norm and LM head over the draft vocabulary. EAGLE-3.1 norms every aux hidden state before the map
+and feeds back the output after the final norm. On tokens a b c d e, the draft from the states after `b` (see
 `headstart.heads.parts.recurrent`):
 
     step 0   fused(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
     step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
 
-Serving engines read this layout. With `init: transition` two parts are solved before the first gradient step: a linear
-prediction of the next final state from a final state and the following embedding, held by attention heads that attend
-to their own position only (see `own_position`; the published layer has no other place for it), and an attention that
-copies the token that followed an earlier occurrence of the current one (see `induction`).
+Serving engines read this layout. With `init: transition` two parts are solved before training: a linear prediction of
+the next final state from a final state and the next token's embedding, stored in own-position heads (see
+`own_position`; the published layer has no other place for it), and induction heads (see `induction`).
 
-Shape suffixes: B rows, T tokens, E hidden size, M positions, P distances, R pairs of a head, X = aux layers * E (of
-final states: flat positions), I attention inputs, J inputs of the solved map.
+Shape suffixes: B rows, T tokens, E hidden size, M positions, N key heads, P distances, R pairs of a head, X = aux
+layers * E (of final states: flat positions), I attention inputs, J inputs of the solved map.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from headstart.heads.parts import induction, own_position
 from headstart.heads.parts.layer import (
     DraftLayer,
     LayerConfig,
-    by_token,
-    normed,
-    normed_beside,
-    refused_layers,
+    aux_layers_error,
+    concat_heads,
+    norm_and_concat,
+    rms_norm,
     start_from_last_layers,
 )
 from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
@@ -54,18 +53,16 @@ from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
-"""Tokens per input dimension to solve token codes from: `_ROWS`, but at most `_FEW_ROWS` beyond `_MANY` in total."""
+"""Tokens per input dimension to fit token codes on: `_ROWS`, but only `_FEW_ROWS` beyond `_MANY` tokens in total."""
 _BLOCK = 8192
 """Embeddings per chunk."""
-_LONGEST, _ENOUGH = 1024, 8192
-"""Tokens per text and in total for the self-attention check before training."""
-_LOOKED_UP, _MOSTLY = 256, 0.99
-"""The same check before decoding: random vocabulary tokens, and the attention share that a head must give itself."""
+_CHECK_LENGTH, _CHECK_TOKENS = 1024, 8192
+"""Tokens per text and in total for the check of own-position heads before training."""
+_RANDOM_TOKENS, _MIN_RANDOM_WEIGHT = 256, 0.99
+"""The same check before decoding: number of random tokens, and the minimum mean self-attention weight of a head."""
 
 
 class Eagle3Config(RecurrentConfig):
-    """Settings of EAGLE-3 heads."""
-
     family: str = "eagle3"
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
@@ -94,7 +91,7 @@ class Eagle3Config(RecurrentConfig):
         values = super().of_target(target, settings)
         middle, last = target.num_layers // 2, target.num_layers
         if (layers := settings.get("aux_layers")) and max(layers) > last:
-            raise refused_layers(layers, f"from 1 to {last}")
+            raise aux_layers_error(layers, f"from 1 to {last}")
         if settings.get("init") != "transition":
             return {**values, "aux_layers": (2, middle, last - 3)}
         own_heads = own_position.heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
@@ -110,7 +107,7 @@ class Eagle3Config(RecurrentConfig):
 
     @property
     def own_heads(self) -> int:
-        """Number of key heads that attend to their own position only, with `init: transition`."""
+        """Number of own-position key heads, with `init: transition`."""
         return own_position.heads_needed(self.hidden_size, self.head_dim)
 
     @property
@@ -120,7 +117,7 @@ class Eagle3Config(RecurrentConfig):
     def check(self) -> None:
         layers = self.aux_layers
         if len(set(layers)) < len(layers) or any(layer < 1 for layer in layers):
-            raise refused_layers(layers)
+            raise aux_layers_error(layers)
         if self.init != "transition" or not self.hidden_size:
             return
         if self.num_layers > 1:
@@ -146,19 +143,20 @@ class Eagle3Head(RecurrentHead):
 
     def __init__(self, config: Eagle3Config) -> None:
         if not config.aux_layers:
-            raise refused_layers(())
+            raise aux_layers_error(())
         size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
         first = DraftLayer(config, 2 * size, input_norm=False, qk_norm=config.qk_norm)
         later = (DraftLayer(config, size, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
         super().__init__(config, [first, *later])
         # Keep this order: saved optimiser states are indexed by it.
-        self.aux_norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(aux_layers if config.aux_norms else 0))
+        norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(aux_layers if config.aux_norms else 0))
+        self.aux_norms = cast(list[nn.RMSNorm], norms)
         self.fc = Linear(aux_layers * size, size, bias=False)
         self.embedding_norm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_width, bias=False)
-        self._alone: tuple[tuple[int, int], int] | None = None  # (int8 weights, their version), own heads
+        self._own_heads_cache: tuple[tuple[int, int], int] | None = None  # (int8 weights, their version), own heads
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -171,51 +169,51 @@ class Eagle3Head(RecurrentHead):
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
 
-    def normed_states(self, seen: Tensor) -> Tensor:
+    def norm_states(self, seen: Tensor) -> Tensor:
         if not self.config.aux_norms:
             return seen
-        norms = cast(list[nn.RMSNorm], list(self.aux_norms))
-        return normed_beside(norms, seen.chunk(len(norms), dim=-1))
+        return norm_and_concat(self.aux_norms, seen.chunk(len(self.aux_norms), dim=-1))
 
     def project(self, seen: Tensor) -> Tensor:
-        fused: Tensor = self.fc(self.normed_states(seen))
+        fused: Tensor = self.fc(self.norm_states(seen))
         return fused
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        attended = normed_beside([self.embedding_norm, self.hidden_norm], [embedded, feedback])
+        attended = norm_and_concat([self.embedding_norm, self.hidden_norm], [embedded, feedback])
         size = embedded.shape[-1]
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
     def embedding_input(self, like: Tensor) -> draft_kernels.EmbeddingInput | None:
-        table_VE, config = self.embedding_table(like), self.config
+        table_VE, config = self.target_embeddings, self.config
+        plain = type(table_VE) in (Tensor, nn.Parameter) and table_VE.is_cpu and table_VE.is_contiguous()
+        if not plain or table_VE.dtype != like.dtype:
+            return None
         norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
         fusion = None if config.aux_norms else in_panels(self.fc.weight, like)
-        if table_VE is None:
-            return None
         return draft_kernels.EmbeddingInput(table_VE, norms_E, config.norm_before_residual, fusion)
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
-        """Number of untouched heads that still attend to themselves on random tokens; cached until weights change."""
+        """Number of untrained own-position heads, verified on random tokens; cached until the weights change."""
         int8 = in_panels(layer.qkv.weight, like)
-        if int8 is None or layer is not self.stack[0]:
+        if int8 is None or layer is not self.layers[0]:
             return 0
         key = int8.data.data_ptr(), int8.version
-        if self._alone is None or self._alone[0] != key:
-            self._alone = key, self._still_alone(like)
-        return self._alone[1]
+        if self._own_heads_cache is None or self._own_heads_cache[0] != key:
+            self._own_heads_cache = key, self._count_own_heads(like)
+        return self._own_heads_cache[1]
 
-    def _still_alone(self, like: Tensor) -> int:
-        count = own_position.untouched(self.stack[0])
+    def _count_own_heads(self, like: Tensor) -> int:
+        count = own_position.count_intact(self.layers[0])
         if not count:
             return 0
         random = torch.Generator().manual_seed(0)
-        length = min(_LOOKED_UP, self.config.max_position_embeddings // 2)
+        length = min(_RANDOM_TOKENS, self.config.max_position_embeddings // 2)
         tokens_T = torch.randint(len(self.target_embeddings), (length,), generator=random)
         tokens_1T = torch.cat([tokens_T, tokens_T])[None]  # repeated tokens are the hard case
-        read_1TE = normed(self.embedding_norm, self.embedded(tokens_1T, like))
-        queries, keys, _ = self._read(torch.cat([read_1TE, torch.zeros_like(read_1TE)], dim=-1))
-        share_N = own_position.shares(queries[:, :count].float(), keys[:, :count].float()).mean((0, 2, 3))
-        return int((share_N >= _MOSTLY).long().cumprod(0).sum())
+        read_1TE = rms_norm(self.embedding_norm, self.embed_tokens(tokens_1T, like))
+        queries, keys, _ = self._read_layer(torch.cat([read_1TE, torch.zeros_like(read_1TE)], dim=-1))
+        weight_N = own_position.self_weights(queries[:, :count].float(), keys[:, :count].float()).mean((0, 2, 3))
+        return int((weight_N >= _MIN_RANDOM_WEIGHT).long().cumprod(0).sum())
 
     @property
     def output_norm(self) -> nn.RMSNorm:
@@ -227,22 +225,24 @@ class Eagle3Head(RecurrentHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """Copy the target's last layers (on the deepest aux hidden state), final norm and LM head."""
+        """Copy the target's last layers (reading the deepest aux hidden state), final norm and LM head."""
         self.bind(target)
         if self.config.init == "random":
             return
         before = self.config.hidden_size  # the embedding comes first
-        start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before)
+        start_from_last_layers(
+            target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before
+        )
         self.lm_head.weight.copy_(self.first_lm_head(target))
-        if self.config.init == "transition":  # the layer adds nothing yet
-            self.stack[0].zero_init()
+        if self.config.init == "transition":  # `fit` sets the outputs
+            self.layers[0].zero_init()
             self.hidden_norm.weight.fill_(1)
-            self._look_at_themselves([])
+            self._set_own_heads([])
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit the fusion by ridge regression to the target's final state one token later, before its norm and in the
-        scale of the deepest aux hidden state."""
+        """Fit the fusion by ridge regression to the target's final state one token later, before the final norm and at
+        the scale of the deepest aux hidden state."""
         if self.config.init == "transition":
             self._fit_transition(iter(batches))
         if self.config.init != "target":
@@ -254,7 +254,7 @@ class Eagle3Head(RecurrentHead):
             if not first:
                 first.append(batch)
             final_XE, origin_M = batch.states[FINAL].flatten(0, 1).float(), supervised_origins(batch.supervised_BT, 0)
-            read_MX = self.normed_states(self.select_states(batch.states).flatten(0, 1)[origin_M].float())
+            read_MX = self.norm_states(self.select_states(batch.states).flatten(0, 1)[origin_M].float())
             scale += float(read_MX[:, -size:].square().mean(-1).sqrt().sum())
             return read_MX, [final_XE[origin_M + 1] / self.norm.weight.float()]
 
@@ -262,38 +262,39 @@ class Eagle3Head(RecurrentHead):
         for map_EX in start.solve(batches, read):
             self.fc.weight.copy_(scale / start.rows * map_EX)
         if first and self.config.qk_norm:
-            self._keep_sizes(first[0])
+            self._match_qk_rms(first[0])
 
-    def _keep_sizes(self, batch: HeadBatch) -> None:
-        """Scale query and key norms that do not come from the target to preserve the sizes seen on a batch."""
+    def _match_qk_rms(self, batch: HeadBatch) -> None:
+        """Set the scale of query and key norms that do not come from the target so that they preserve the RMS on a
+        batch."""
         seen_BTX = self.select_states(batch.states).float()
-        embedded_BTE = self.embedded(_following(batch), seen_BTX)
-        read_BTI, stream_BTE = self.layer_input(self.project(seen_BTX), embedded_BTE)
-        for layer in self.stack:
+        embedded_BTE = self.embed_tokens(_next_tokens(batch), seen_BTX)
+        input_BTI, stream_BTE = self.layer_input(self.project(seen_BTX), embedded_BTE)
+        for number, layer in enumerate(self.layers):
             if not layer.has_target_norms:
-                layer.keep_sizes(read_BTI)
-            queries, keys, values = self._read(read_BTI, layer)
-            read_BTI = stream_BTE = layer.write(stream_BTE, causal_attention(queries, keys, values))
+                layer.match_qk_rms(input_BTI)
+            queries, keys, values = self._read_layer(input_BTI, number)
+            input_BTI = stream_BTE = layer.write(stream_BTE, causal_attention(queries, keys, values))
 
     @torch.no_grad()
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
-        """Freeze the queries and keys of the own-position heads if they do attend to themselves on the data."""
+        """Freeze queries and keys of the own-position heads if they attend to their own position on this data."""
         if self.config.init != "transition":
             return
-        layer, own = self.stack[0], self.config.own_heads
+        layer, own = self.layers[0], self.config.own_heads
         layer.own_heads = 0
         if own == self.config.num_key_value_heads or self.config.qk_norm:  # norms are shared, and learn
             return
-        least, tokens = 1.0, 0
+        minimum, tokens = 1.0, 0
         for batch in batches:
-            seen_BTX = self.select_states(batch.states)[:, :_LONGEST]
-            attended_BTI = self._attended(seen_BTX, _following(batch)[:, :_LONGEST])
-            queries, keys, _ = self._read(attended_BTI)
-            least = min(least, float(own_position.shares(queries[:, :own], keys[:, :own]).mean((0, 2, 3)).min()))
-            tokens += attended_BTI.shape[1]
-            if tokens >= _ENOUGH:
+            seen_BTX = self.select_states(batch.states)[:, :_CHECK_LENGTH]
+            input_BTI = self._attention_input(seen_BTX, _next_tokens(batch)[:, :_CHECK_LENGTH])
+            queries, keys, _ = self._read_layer(input_BTI)
+            weight_N = own_position.self_weights(queries[:, :own], keys[:, :own]).mean((0, 2, 3))
+            minimum, tokens = min(minimum, float(weight_N.min())), tokens + input_BTI.shape[1]
+            if tokens >= _CHECK_TOKENS:
                 break
-        layer.own_heads = own if least >= own_position.ALONE else 0
+        layer.own_heads = own if minimum >= own_position.MIN_SELF_WEIGHT else 0
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -305,10 +306,10 @@ class Eagle3Head(RecurrentHead):
             "norm.weight": self.norm.weight,
             "lm_head.weight": self.lm_head.weight,
         }
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             tensors |= layer.by_published_name(number)
         for number, norm in enumerate(self.aux_norms):
-            tensors[f"fc_norm.{number}.weight"] = cast(nn.RMSNorm, norm).weight
+            tensors[f"fc_norm.{number}.weight"] = norm.weight
         return tensors
 
     def publish(self) -> Published:
@@ -330,88 +331,90 @@ class Eagle3Head(RecurrentHead):
         check_embeddings(published, target.embedding_weight)
         return super().from_published(published, target)
 
-    # -- the solved start ----------------------------------------------------------------------------------------
+    # -- closed-form start ---------------------------------------------------------------------------------------
 
     def _fit_transition(self, batches: Iterator[HeadBatch]) -> None:
-        """Fuse to the final state before its norm, make some heads copy, and fit the remaining ones by ridge regression
-        to the next final state before its norm."""
+        """Fit the fusion to the final state, solve induction heads, and fit the layer's output by ridge regression to
+        the next final state. Both are states before the final norm."""
         enough = min(_ROWS * self.fc.in_features, max(_FEW_ROWS * self.fc.in_features, _MANY))
         first: list[HeadBatch] = []
         while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:
             first.append(batch)
         if not first:
             return
-        size, layer, own = self.config.hidden_size, self.stack[0], self.config.own_heads
-        self._look_at_themselves(first)
-        self.fc.weight.copy_(self._to_final_state(first))
-        copies = self._copy(first)
+        size, layer, own = self.config.hidden_size, self.layers[0], self.config.own_heads
+        self._set_own_heads(first)
+        self.fc.weight.copy_(self._fit_final_state_map(first))
+        copies = self._solve_induction(first)
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_BTE, origin_M = batch.states[FINAL].float(), supervised_origins(batch.supervised_BT, 0)
-            attended_BTI = self._attended(self.select_states(batch.states).float(), _following(batch))
-            parts = [attended_BTI]
+            input_BTI = self._attention_input(self.select_states(batch.states).float(), _next_tokens(batch))
+            parts = [input_BTI]
             if copies:
-                queries, keys, values = self._read(attended_BTI)
-                parts.append(by_token(causal_attention(queries[:, own:], keys[:, own:], values[:, own:])))
+                queries, keys, values = self._read_layer(input_BTI)
+                parts.append(concat_heads(causal_attention(queries[:, own:], keys[:, own:], values[:, own:])))
             read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
             return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
 
-        of_own_heads = layer.o.in_features // self.config.num_key_value_heads * own
-        copied = layer.o.in_features - of_own_heads if copies else 0
-        start = LinearStart([2 * size + copied], size, self.target_embeddings.device)
+        own_width = layer.o.in_features // self.config.num_key_value_heads * own
+        copied_width = layer.o.in_features - own_width if copies else 0
+        start = LinearStart([2 * size + copied_width], size, self.target_embeddings.device)
         for map_EJ in start.solve(chain(first, batches), read):
-            products_JJ = start.gram_FF / start.rows
+            gram_JJ = start.gram_FF / start.rows
             residual = 1.0  # scale of the residual stream
             if not self.config.norm_before_residual:
                 # The stream is the raw fused state: rescale it to the size of the predictions that are fed back.
-                residual = float(((map_EJ @ products_JJ) * map_EJ).sum() / size) ** 0.5
+                residual = float(((map_EJ @ gram_JJ) * map_EJ).sum() / size) ** 0.5
                 fused_MX = torch.cat(
                     [self.project(self.select_states(batch.states).float()).flatten(0, 1) for batch in first]
                 )
                 self.fc.weight *= residual / float(fused_MX.square().mean(-1).sqrt().median())
             linear_EI = map_EJ[:, : 2 * size].clone()
             linear_EI[:, size:] -= residual * torch.eye(size).to(linear_EI)
-            own_position.hold(layer, own, linear_EI, products_JJ[: 2 * size, : 2 * size])
+            own_position.store_map(layer, own, linear_EI, gram_JJ[: 2 * size, : 2 * size])
             if copies:
-                layer.o.weight[:, of_own_heads:] = map_EJ[:, 2 * size :]
+                layer.o.weight[:, own_width:] = map_EJ[:, 2 * size :]
 
-    def _attended(self, seen_BTX: Tensor, following_BT: Tensor) -> Tensor:
-        return self.layer_input(self.project(seen_BTX), self.embedded(following_BT, seen_BTX))[0]
+    def _attention_input(self, seen_BTX: Tensor, next_BT: Tensor) -> Tensor:
+        return self.layer_input(self.project(seen_BTX), self.embed_tokens(next_BT, seen_BTX))[0]
 
-    def _read(self, attended_BTI: Tensor, layer: DraftLayer | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a layer (default: the first), each row a separate text."""
-        width = attended_BTI.shape[1]
-        index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
-        return (layer or self.stack[0]).read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
+    def _read_layer(self, input_BTI: Tensor, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of a layer; each row is a text."""
+        width = input_BTI.shape[1]
+        index_BT = torch.arange(width, device=input_BTI.device).expand(input_BTI.shape[:2])
+        return self.layers[number].read(input_BTI, self._rotary.at(index_BT, input_BTI.dtype, width))
 
-    def _look_at_themselves(self, batches: list[HeadBatch]) -> None:
-        """Set the first heads to attend to their own position, for any token of the vocabulary or the batches."""
+    def _set_own_heads(self, batches: list[HeadBatch]) -> None:
+        """Set up the own-position heads for the tokens of the vocabulary and of the batches."""
         like = self.embedding_norm.weight.float()
 
-        def normed_of(tokens: Tensor) -> Iterator[Tensor]:
-            return (normed(self.embedding_norm, self.embedded(part, like)) for part in torch.split(tokens, _BLOCK))
+        def embeddings(tokens: Tensor) -> Iterator[Tensor]:
+            return (
+                rms_norm(self.embedding_norm, self.embed_tokens(part, like)) for part in torch.split(tokens, _BLOCK)
+            )
 
-        kinds = [normed_of(torch.arange(len(self.target_embeddings)))]
+        sources = [embeddings(torch.arange(len(self.target_embeddings)))]
         if batches:
-            kinds.append(normed_of(torch.cat([batch.tokens_BT.flatten() for batch in batches])))
-        number_E, mean_E = own_position.number_of_all(*kinds)
+            sources.append(embeddings(torch.cat([batch.tokens_BT.flatten() for batch in batches])))
+        probe_E, mean_E = own_position.fit_constant_probe(*sources)
         cos_PR = self._cosines(own_position.FAR)[:, : self.config.head_dim // 2]
         cos_PR = cos_PR[1:] / cos_PR[0, 0]  # tables of long contexts may carry a factor
-        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E=number_E, mean_E=mean_E)
+        own_position.set_own_heads(self.layers[0], self.config.own_heads, cos_PR, probe_E=probe_E, mean_E=mean_E)
 
-    def _copy(self, batches: list[HeadBatch]) -> bool:
-        """Solve the fusion and the other heads' attention for copying; returns False if that is not possible."""
+    def _solve_induction(self, batches: list[HeadBatch]) -> bool:
+        """Make the other heads induction heads and add their codes to the fusion; False if that is not possible."""
         fused_EX = self.fc.weight.clone()
         aux_MX = self._aux_states(batches)
-        embedded_ME = torch.cat([self.embedded(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
-        embedded_ME = normed(self.embedding_norm, embedded_ME)
+        embedded_ME = torch.cat([self.embed_tokens(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
+        embedded_ME = rms_norm(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
         final_ME, spare = aux_MX @ fused_EX.T, self.config.own_heads
-        code = induction.solve(self.stack[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
+        code = induction.solve(self.layers[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)
-        self.fc.weight.copy_(code.into(fused_EX))
+        self.fc.weight.copy_(code.add_to(fused_EX))
         return True
 
     def _cosines(self, far: int) -> Tensor:
@@ -419,12 +422,12 @@ class Eagle3Head(RecurrentHead):
         return self._rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0]
 
     def _aux_states(self, batches: list[HeadBatch]) -> Tensor:
-        seen = (self.normed_states(self.select_states(batch.states)) for batch in batches)
+        seen = (self.norm_states(self.select_states(batch.states)) for batch in batches)
         return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
 
-    def _to_final_state(self, batches: list[HeadBatch]) -> Tensor:
-        """Map normed aux layers to the final state before its norm, scaled to the deepest of them, [E, X]: a ridge
-        regression of the last layers' update to that aux hidden state."""
+    def _fit_final_state_map(self, batches: list[HeadBatch]) -> Tensor:
+        """Return the map [E, X] of aux hidden states to the state before the final norm, at the scale of the deepest
+        one: a ridge regression of the last layers' update to that state."""
         size = self.config.hidden_size
         aux_MX = self._aux_states(batches)
         final_ME = torch.cat([batch.states[FINAL].flatten(0, 1).float() for batch in batches])
@@ -438,6 +441,6 @@ class Eagle3Head(RecurrentHead):
         return map_EX
 
 
-def _following(batch: HeadBatch) -> Tensor:
-    """The token after each position, [B, T]; arbitrary at the last one."""
+def _next_tokens(batch: HeadBatch) -> Tensor:
+    """Token after each position, [B, T]; arbitrary at the last one."""
     return F.pad(batch.tokens_BT[:, 1:], (0, 1))

@@ -14,8 +14,8 @@ head 0: state(b) c -> d
 head 1: state(b) c d -> e
 head 2: state(b) c d e -> f
 
-While drafting, a node keeps its head's input, and its children append their own embedding. (Partial sums would save
-FLOPs, but each level would then read the maps of all deeper heads, and reading weights dominates.)
+In drafting a node keeps its head's input, and its children append their own embedding. Partial sums would save FLOPs,
+but each level would then read the maps of all deeper heads, and reading weights dominates.
 
 Shape suffixes: B rows, W nodes of a level, E hidden size, F head inputs, D draft vocabulary, M predictions, L blocks of
 a head, X = B * T flat positions, K drafts down to a node.
@@ -33,14 +33,14 @@ from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.graphed import Level, Numbers
+from headstart.heads.parts.graphed import IntArray, Level
 from headstart.heads.parts.residual import (
     FinalMemory,
     FinalSession,
     LinearStart,
     ResidualConfig,
     ResidualHead,
-    embed,
+    embed_normalized,
     head_hidden,
 )
 from headstart.model.frozen import FrozenModel
@@ -50,8 +50,6 @@ from headstart.support.uploads import upload
 
 
 class HydraConfig(ResidualConfig):
-    """Settings of Hydra heads."""
-
     family: str = "hydra"
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's weights and a linear guess, or from random numbers."
@@ -59,7 +57,7 @@ class HydraConfig(ResidualConfig):
 
 
 class HydraMemory(FinalMemory):
-    """Adds the token paths, root first, to the nodes of the last level and of the level before."""
+    """Adds the token paths, root first, of the last level's nodes and of the level before."""
 
     def __init__(self, like_BE: Tensor, rows: int, capacity: int, steps: int) -> None:
         super().__init__(like_BE, rows, capacity)
@@ -96,7 +94,8 @@ class HydraHead(ResidualHead):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
-        self.heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
+        heads = nn.ModuleList(HydraStep(config, step) for step in range(config.num_heads))
+        self.heads = cast(list[HydraStep], heads)
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
@@ -104,19 +103,19 @@ class HydraHead(ResidualHead):
         self.bind(target)
         size = self.config.hidden_size
         if self.config.init == "random":
-            for head in self._heads():
+            for head in self.heads:
                 for weight in (head.input_EF, head.lm_head_DE):
                     if weight is not None:
                         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
             return
-        for head in self._heads():
+        for head in self.heads:
             head.input_EF[:, :size] = torch.eye(size)
             if head.lm_head_DE is not None:
                 head.lm_head_DE.copy_(self.first_lm_head(target))
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map by ridge regression to h_{t+k+1}: from it the target predicts head k's token."""
+        """Fit head k's input map by ridge regression to h_{t+k+1}, from which the target predicts the same token."""
         if self.config.init == "random":
             return
         size = self.config.hidden_size
@@ -129,33 +128,33 @@ class HydraHead(ResidualHead):
             return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)]
 
         maps = LinearStart(widths, size, self.target_embeddings.device).solve(batches, read)
-        for head, map_EF in zip(self._heads(), maps, strict=False):
+        for head, map_EF in zip(self.heads, maps, strict=False):
             head.input_EF.copy_(map_EF)
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)
-        for step, head in enumerate(self._heads()):
+        for step, head in enumerate(self.heads):
             origin_M = origins(batch, step)
-            hidden_ME = self.checkpointed(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
+            hidden_ME = self.run_checkpointed(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
         final_XE = batch.states[FINAL].flatten(0, 1)
-        return final_XE, embed(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
+        return final_XE, embed_normalized(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
 
     def draft_step(self, session: FinalSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         above_BWF = session.final_BE[:, None]
         if depth:
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
-            above_BWF = session.seen[rows_B1, upload(parents_BW, tokens_BW.device)]
-        session.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
-        return self._logits(session.seen, depth)
+            above_BWF = session.inputs[rows_B1, upload(parents_BW, tokens_BW.device)]
+        session.inputs = torch.cat([above_BWF, embed_normalized(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
+        return self._logits(session.inputs, depth)
 
     def new_memory(self, session: FinalSession, rows: int, capacity: int) -> HydraMemory:
         return HydraMemory(session.final_BE, rows, capacity, self.draft_steps)
 
     def level(
-        self, session: FinalSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+        self, session: FinalSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level:
         memory, (rows, width), padded = session.memory, tokens_BW.shape, next_power_of_two(tokens_BW.shape[1])
         assert isinstance(memory, HydraMemory), "captured levels have memory"
@@ -166,35 +165,32 @@ class HydraHead(ResidualHead):
         nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
         return Level(np.concatenate(nodes, axis=1), width, (depths.start, padded))
 
-    def draft_level(self, memory: HydraMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        (depth, width), rows = sizes, len(numbers_BX)
+    def draft_level(self, memory: HydraMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        (depth, width), rows = sizes, len(inputs_BX)
         paths_BWK = memory.root_B[:rows, None, None]
         if depth:
-            tokens_BW, parents_BW = numbers_BX.chunk(2, dim=1)
-            rows_B1 = torch.arange(rows, device=numbers_BX.device)[:, None]
+            tokens_BW, parents_BW = inputs_BX.chunk(2, dim=1)
+            rows_B1 = torch.arange(rows, device=inputs_BX.device)[:, None]
             above_BWK = memory.above_BWK[rows_B1, parents_BW, :depth]
             paths_BWK = torch.cat([above_BWK, tokens_BW[:, :, None]], dim=2)
         memory.paths_BWK[:rows, :width, : depth + 1] = paths_BWK
         final_BWE = memory.final_BE[:rows, None].expand(-1, width, -1)
-        embedded_BWKE = embed(paths_BWK, self.target_embeddings, final_BWE)
+        embedded_BWKE = embed_normalized(paths_BWK, self.target_embeddings, final_BWE)
         return self._logits(torch.cat([final_BWE, embedded_BWKE.flatten(2)], dim=-1), depth)
 
     def _logits(self, seen_BWF: Tensor, depth: int) -> Tensor:
-        head = cast(HydraStep, self.heads[depth])
-        return self.finished(linear(head(seen_BWF), self._lm_head(head), self.lm_bias_D))
-
-    def _heads(self) -> list[HydraStep]:
-        return [cast(HydraStep, head) for head in self.heads]
+        head = self.heads[depth]
+        return self.finish_logits(linear(head(seen_BWF), self._lm_head(head), self.lm_bias_D))
 
     def _lm_head(self, head: HydraStep) -> Tensor:
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE
 
 
 def read_positions(origin_M: Tensor, step: int) -> Tensor:
-    """Flat positions of the tokens that a step's head reads, [M, step + 1]: those after the origin."""
+    """Flat positions of the tokens after the origin that a step's head reads, [M, step + 1]."""
     return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
 
 
 def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
-    """Inputs of a step's head, [M, F]: the state at the origin, then the tokens' embeddings in order."""
+    """Inputs of a step's head, [M, F]: the origin's state, then the tokens' embeddings."""
     return torch.cat([final_XE[origin_M], embedded_XE[read_positions(origin_M, step)].flatten(1)], dim=-1)

@@ -1,8 +1,8 @@
 """Int8 weights for drafting on a CPU.
 
 Drafting is bound by memory bandwidth: it reads every weight for a few rows. Int8 with a scale per output halves the
-bytes. Products with many rows (prefill, training) use the full weights, which are faster there. Heads without int8
-weights draft from prepacked weights, as the target does (see `kernels.prepacked`).
+bytes. Products with many rows (prefill, training) use the full weights, which are faster there. Without int8 weights
+drafting uses prepacked weights, as the target does (see `kernels.prepacked`).
 
 Shape suffixes: M rows, N outputs, I inputs, K stacked matrices.
 """
@@ -25,7 +25,7 @@ from headstart.kernels.prepacked import prepacked_linear
 _MIN = 1 << 16
 """Smallest matrix (in elements) that is worth quantizing."""
 _BLOCK = 32
-"""Inputs must be a multiple: torch's kernel reads whole blocks, past the end of other rows. Outputs are padded."""
+"""Inputs must be a multiple: torch's kernel would read past the end of rows. Outputs are padded."""
 _ROWS = 4096
 """Output rows per quantization step, in float32."""
 _NAME = "int8"
@@ -46,8 +46,8 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`F.linear`, in int8 if the weight has it and x [..., I] has few rows; plain under autocast, which supports
-    neither the int8 nor the prepacked product."""
+    """Compute `F.linear`, in int8 if the weight has it and x [..., I] has few rows. Autocast supports neither the int8
+    nor the prepacked product."""
     if torch.is_autocast_enabled("cpu") and x.is_cpu:
         return F.linear(x, weight_NI, bias_N)
     int8 = packed(weight_NI, x)
@@ -64,15 +64,15 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
-    """The weight's int8 copy, if it is current and can multiply x [..., I]."""
+    """Return the weight's int8 copy, if it is current and can multiply x [..., I]."""
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
-    if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
+    if int8 is None or int8.version != _version(weight_NI):  # loading other weights keeps the old int8 copy
         return None
     return int8 if draft_kernels.has_few_rows(x) and x.dtype == int8.scale_N.dtype else None
 
 
 def in_panels(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
-    """The same, if the C kernels can multiply it."""
+    """Return `packed`, if the C kernels can multiply it."""
     int8 = packed(weight_NI, x)
     return int8 if int8 is not None and int8.in_panels else None
 
@@ -87,8 +87,8 @@ def unstack(weight_KNI: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(heads: nn.Module) -> bool:
-    """Add int8 copies to the large CPU matrices, and stacks of them; returns whether there are any. Current copies are
-    kept. Training mode drops them."""
+    """Add int8 copies to the large CPU matrices and stacks of them, where they are missing or outdated; return whether
+    there are any. Training mode drops them."""
     weights = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
     for weight in weights:
         known: Int8Weight | list[Int8Weight] | None = getattr(weight, _NAME, None)
@@ -122,7 +122,7 @@ def _version(weight: Tensor) -> int:
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this torch supports int8 products in this dtype; the operation is private."""
+    """Whether this torch has the private int8 product in this dtype."""
     try:
         x, ones = torch.ones(1, _BLOCK, dtype=dtype), torch.ones(_BLOCK, _BLOCK, dtype=torch.int8)
         product: Tensor = torch.ops.aten._weight_int8pack_mm(x, ones, x[0])

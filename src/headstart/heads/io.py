@@ -32,7 +32,7 @@ RUN_RECIPE, _RUN_HEADS = "recipe.yaml", "heads"
 
 
 def heads_folder(path: Path) -> Path:
-    """Resolve a user's folder to a folder of heads: itself, or the heads of a finished run."""
+    """Resolve a folder to heads: itself, or the heads of a finished run."""
     if (path / CONFIG).is_file() or not (path / RUN_RECIPE).is_file():
         return path
     if not (path / _RUN_HEADS / CONFIG).is_file():
@@ -55,19 +55,15 @@ def save_heads(heads: DraftHead, folder: Path) -> None:
 
 def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.device | str | None = None) -> DraftHead:
     """Load saved or exported heads from their folder or their run's, in their saved dtype, by default onto the target's
-    device, and bind them to the target if given.
-
-    Raises:
-        UserError: a file is missing or truncated, the settings are of another version, or the heads do not fit the
-            target.
-    """
+    device, and bind them to the target if given. Raises a UserError for damaged files, unknown settings, and heads that
+    do not fit the target."""
     folder = heads_folder(folder)
     config = read_json(folder / CONFIG, AGAIN)
     return build_heads(config.get("heads") if is_exported(config) else config, folder / WEIGHTS, target, device)
 
 
 def is_exported(config: Any) -> bool:
-    """Whether a config.json was written by an export (and names the target) rather than by training."""
+    """Whether a config.json is an export's (which names the target) instead of training's."""
     return isinstance(config, dict) and "format" in config
 
 
@@ -143,10 +139,10 @@ def _check_tensors(heads: DraftHead, state: Mapping[str, Tensor], weights: Path)
     """Check a file's names, shapes, dtypes and draft vocabulary against the heads."""
     expected, config = heads.state_dict(), heads.config
     for name in sorted(expected.keys() | state.keys()):
-        given, wanted = (_described(part[name]) if name in part else "missing" for part in (state, expected))
-        if given != wanted:
+        given, needed = (_describe(part[name]) if name in part else "missing" for part in (state, expected))
+        if given != needed:
             raise UserError(
-                f"{weights} does not belong to the {CONFIG} beside it: {name} is {given} in the file and {wanted} by "
+                f"{weights} does not belong to the {CONFIG} beside it: {name} is {given} in the file and {needed} by "
                 "the settings.",
                 AGAIN,
             )
@@ -159,7 +155,7 @@ def _check_tensors(heads: DraftHead, state: Mapping[str, Tensor], weights: Path)
         )
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     kind = "floats" if tensor.dtype in DTYPES.values() else dtype_name(tensor.dtype)
     return f"{list(tensor.shape)} {kind}"
 

@@ -36,14 +36,14 @@ from headstart.heads.base import (
 )
 from headstart.heads.exchange.published import LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear, unstack
-from headstart.heads.parts.graphed import Level, Numbers
+from headstart.heads.parts.graphed import IntArray, Level
 from headstart.heads.parts.residual import (
     FinalMemory,
     FinalSession,
     LinearStart,
     ResidualConfig,
     ResidualHead,
-    embed,
+    embed_normalized,
     head_hidden,
 )
 from headstart.model.frozen import FrozenModel
@@ -52,8 +52,6 @@ from headstart.replay.patch import FINAL
 
 
 class MedusaConfig(ResidualConfig):
-    """Settings of Medusa heads."""
-
     family: str = "medusa"
     see_root: bool = Field(
         False,
@@ -103,8 +101,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map (without maps, its LM head) by ridge regression to h_{t+k+1}: from it the target
-        predicts head k's token. Unfitted, a head confidently predicts the target's next token."""
+        """Fit head k's input map (or else its LM head) by ridge regression to h_{t+k+1}, from which the target predicts
+        the same token. Unfitted heads confidently predict the target's next token."""
         if self.input_KEF is None and self.config.shared_lm_head:
             return
         size = self.config.hidden_size
@@ -127,16 +125,15 @@ class MedusaHead(ResidualHead, OneForwardHead):
             self._embedding_VE = None
 
     def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
-        """Input of every head, [M, F]: the final state and, with `see_root`, the root's embedding."""
+        """Return the input of every head, [M, F]: the final state and, with `see_root`, the root's embedding."""
         if self._embedding_VE is None:
             return final_ME
-        return torch.cat([final_ME, embed(root_M, self._embedding_VE, final_ME)], dim=-1)
+        return torch.cat([final_ME, embed_normalized(root_M, self._embedding_VE, final_ME)], dim=-1)
 
     def parts(self) -> list[tuple[Tensor | None, Tensor, Tensor, Tensor]]:
-        """Input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
+        """Return input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
 
-        Unbound once: indexing head by head gives each a gradient of the whole stack, mostly zeros, which cost a fifth
-        of a training step.
+        Unbinds once. Indexing would give each head a gradient of the whole stack, a fifth of a training step.
         """
         lm_heads = [self.lm_head_DE] * self.draft_steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
@@ -149,7 +146,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
             origin_M = origins(batch, step)
             input_EF, weight_LEE, bias_LE, lm_head_DE = part
             seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
-            hidden_ME = self.checkpointed(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
+            hidden_ME = self.run_checkpointed(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
             yield self.prediction(hidden_ME, lm_head_DE, origin_M, step)
 
     @property
@@ -196,18 +193,18 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     def depth_logits(self, session: FinalSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
-            session.seen = self.read(session.final_BE, root_B)
-        return self._logits(session.seen, depths)
+            session.inputs = self.read(session.final_BE, root_B)
+        return self._logits(session.inputs, depths)
 
     def level(
-        self, session: FinalSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+        self, session: FinalSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level:
         assert session.memory is not None, "captured levels have memory"
         session.memory.begin(session, root_B)
         return Level(tokens_BW[:, :0], len(depths), (depths.stop,))
 
-    def draft_level(self, memory: FinalMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        (stop,), rows = sizes, len(numbers_BX)
+    def draft_level(self, memory: FinalMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        (stop,), rows = sizes, len(inputs_BX)
         return self._logits(self.read(memory.final_BE[:rows], memory.root_B[:rows]), range(stop))
 
     def _logits(self, seen_BF: Tensor, depths: range) -> Tensor:
@@ -215,4 +212,4 @@ class MedusaHead(ResidualHead, OneForwardHead):
         for input_EF, weight_LEE, bias_LE, lm_head_DE in self.parts()[depths.start : depths.stop]:
             hidden_BE = head_hidden(seen_BF, input_EF, weight_LEE, bias_LE)
             logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
-        return self.finished(torch.stack(logits, dim=1))
+        return self.finish_logits(torch.stack(logits, dim=1))

@@ -2,14 +2,14 @@
 
 The module norms the next token's embedding and the current state, joins them by a linear map (`eh_proj`), runs a
 decoder layer and norms its output for the target's frozen LM head. One module serves all draft steps, as in serving
-engines: its output replaces the next final state and is fed back, see `headstart.heads.parts.recurrent`. On tokens
-a b c d e (positions 0-4), the draft from the state after `b`:
+engines: its output is the next step's state, see `headstart.heads.parts.recurrent`. On tokens a b c d e (positions
+0-4), the draft from the state after `b`:
 
     step 0   state(b), emb(c) -> d               sees the entries of a, b (b's is step 0)
     step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and itself
 
 With `heads.init=native` it is the target's own module, with the target's layer type. Untrained, it is the drafter
-"mtp"; trained, it goes back into a copy of the checkpoint (`headstart export --format checkpoint`).
+"mtp"; `headstart export --format checkpoint` writes the trained module to a copy of the checkpoint.
 
 Shape suffixes: B rows, W entries, E hidden size, M predictions, D draft vocabulary.
 """
@@ -28,15 +28,11 @@ from headstart.heads.base import make_config, register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateHead
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_scale, normed_beside
-from headstart.heads.parts.native_module import (
-    Attend,
-    NativeModule,
-    NativeSettings,
-    native_fields,
-)
-from headstart.heads.parts.recurrent import RecurrentConfig, UnrolledText
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_and_concat, norm_scale
+from headstart.heads.parts.native_module import Attend, NativeModule, NativeSettings, native_fields
+from headstart.heads.parts.recurrent import RecurrentConfig
 from headstart.heads.parts.text_attention import attend, causal_attention
+from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.heads.settings import FromTarget
 from headstart.model.frozen import FrozenModel
 from headstart.model.shipped import shipped_files
@@ -44,8 +40,6 @@ from headstart.replay.patch import FINAL
 
 
 class MtpConfig(RecurrentConfig):
-    """Settings of MTP heads."""
-
     family: str = "mtp"
     init: Literal["target", "random", "native"] = Field(
         "target",
@@ -67,8 +61,8 @@ class MtpConfig(RecurrentConfig):
             return values
         if (count := len(shipped_files(target).joins)) > 1:
             raise UserError(
-                f"{target.name} ships {count} multi-token-prediction modules, one for each draft, and one that takes "
-                "every draft can be trained.",
+                f"{target.name} ships {count} multi-token-prediction modules, one per draft step, and only a single "
+                "module for all steps can be trained.",
                 "Decode with the first as it is (--drafter mtp), or leave out heads.init=native.",
             )
         return values | native_fields(target)
@@ -96,8 +90,8 @@ class MtpModule(DraftLayer):
 
 
 def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
-    """Wrap a target's own module as untrained heads, in its dtype and on its device. Of several modules (one per
-    draft), the first serves every draft."""
+    """Wrap a target's own module as untrained heads, in its dtype and on its device. The first of several modules (one
+    per draft step) serves all steps."""
     config = cast(MtpConfig, make_config({"family": "mtp", "draft_steps": draft_steps}, target))
     heads = MtpHead(config.model_copy(update={"init": "native", **native_fields(target)})).to(target.dtype)
     cast(NativeModule, heads.native).load(target)  # keeps transformers' float32 parameters
@@ -107,7 +101,7 @@ def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
 
 @register
 class MtpHead(FinalStateHead):
-    """One module; embeddings and LM head are the target's or the module's own."""
+    """One module, with the target's embeddings and LM head or its own."""
 
     Config: ClassVar[type[LayerConfig]] = MtpConfig
     config: MtpConfig
@@ -121,7 +115,7 @@ class MtpHead(FinalStateHead):
 
     @property
     def module(self) -> MtpModule:
-        return cast(MtpModule, self.stack[0])
+        return cast(MtpModule, self.layers[0])
 
     @property
     def native(self) -> NativeModule | None:
@@ -137,13 +131,13 @@ class MtpHead(FinalStateHead):
     def joining_map(self) -> Linear:
         return self.module.eh_proj
 
-    def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        return normed_beside([self.module.enorm, self.module.hnorm], [embedded, feedback])
+    def joining_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+        return norm_and_concat([self.module.enorm, self.module.hnorm], [embedded, feedback])
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().layer_input(feedback, embedded)
-        stream = self.native.joined(feedback, embedded)
+        stream = self.native.join(feedback, embedded)
         return stream, stream
 
     @property
@@ -184,23 +178,23 @@ class MtpHead(FinalStateHead):
             norm = self.module.norm
             norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
 
-    # -- the target's own layer type, which computes queries, keys and values itself -------------------------------
+    # -- the target's own layer type -----------------------------------------------------------------------------
 
-    def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def run_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         if self.native is None:
-            return super().over_text(text, tokens, rotary)
+            return super().run_text(text, tokens, rotary)
         first = not text.kv
 
         def attend_text(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             if first:
                 return causal_attention(queries, keys, values, text.starts_BT)
-            return attend(queries, *text.kv[0], text.sight, [*text.chains[0], (keys, values)])
+            return attend(queries, *text.kv[0], text.visible, [*text.chains[0], (keys, values)])
 
-        stream, keys, values = self.checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
+        stream, keys, values = self.run_checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
         (text.kv if first else text.chains[0]).append((keys, values))
-        return text.of_origins(stream) if first else stream
+        return text.gather_origins(stream) if first else stream
 
-    def _through(
+    def _run_layers(
         self,
         feedback_BWE: Tensor,
         tokens_BW: Tensor,
@@ -210,7 +204,7 @@ class MtpHead(FinalStateHead):
         last_B: Tensor | None,
     ) -> Tensor:
         if self.native is None:
-            return super()._through(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+            return super()._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
 
         def attend_kept(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             put(0, keys, values)
@@ -226,7 +220,7 @@ class MtpHead(FinalStateHead):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the target's own module; returns its stream, keys and values."""
         assert self.native is not None, "the module is the target's"
-        joined, _ = self.layer_input(feedback, self.embedded(tokens, feedback))
+        joined, _ = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
         kept: list[tuple[Tensor, Tensor]] = []
 
         def keep(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Base of the settings of heads and of all sections of a recipe, and marks on their fields.
+"""Base classes of head settings and recipe sections, and marks on their fields.
 
-Imports neither torch nor the families, so that recipes are listed at once.
+Imports neither torch nor the families, so that listing recipes is fast.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from headstart.errors import UserError
 
 
 class Role(Enum):
-    """Effect of a setting on artifacts, as a mark on its field: `Annotated[int, Role.AMOUNT]`.
+    """Effect of a changed setting on artifacts, as a mark on its field: `Annotated[int, Role.AMOUNT]`.
 
-    CONTENT, the default: another value makes another artifact.
-    AMOUNT: the stage runs again, and its artifact grows.
+    CONTENT, the default: another artifact.
+    AMOUNT: the stage runs again and extends its artifact.
     RUNTIME: finished artifacts stay valid.
     """
 
@@ -31,14 +31,14 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class DependsOn:
-    """Marks a setting that resets to its default when a variant or an override changes `key`."""
+    """Mark of a setting that resets to its default when a variant or an override changes `key`."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class FromTarget(DependsOn):
-    """Marks a head setting that defaults to the target's: `Annotated[int, FromTarget()]`. Recipes may override it if
+    """Mark of a head setting that defaults to the target's: `Annotated[int, FromTarget()]`. Recipes may set it if
     `settable`."""
 
     key: str = "target.spec"
@@ -46,12 +46,10 @@ class FromTarget(DependsOn):
 
 
 def from_target(field: FieldInfo) -> FromTarget | None:
-    """Return a field's `FromTarget` mark, if any."""
     return next((mark for mark in field.metadata if isinstance(mark, FromTarget)), None)
 
 
 def depends_on(field: FieldInfo) -> str | None:
-    """Return the key that a setting depends on, if any."""
     return next((mark.key for mark in field.metadata if isinstance(mark, DependsOn)), None)
 
 
@@ -91,10 +89,10 @@ class HeadSettings(Section):
     )
 
     def check(self) -> None:
-        """Raise a UserError for incompatible settings; settings still to come from the target are skipped."""
+        """Raise a UserError for incompatible settings, ignoring those that the target has not filled in yet."""
 
     def to_recipe(self) -> dict[str, Any]:
-        """Dump all settings except those left to the target."""
+        """Dump all settings except those that the target fills in."""
         left_to_target = {name for name, field in type(self).model_fields.items() if from_target(field)}
         return self.model_dump(mode="json", exclude=left_to_target - self.model_fields_set)
 
@@ -109,7 +107,7 @@ def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, t
 
 
 def recipe_error(error: ValidationError, at: tuple[str, ...] = (), family: str = "quickstart") -> UserError:
-    """Convert the first validation error of a section at this path of a recipe; `family` names a recipe to look at."""
+    """Convert the first validation error of a section at this path of a recipe; the remedy names recipe `family`."""
     first = error.errors()[0]
     if isinstance(own := first.get("ctx", {}).get("error"), UserError):
         return own

@@ -1,4 +1,4 @@
-"""Published layouts of draft heads, the interchange between families and engine formats.
+"""Published layouts of draft heads: the interchange format between families and serving engines.
 
 Tensors by layout, under the field's common names:
 
@@ -69,25 +69,26 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class Published:
-    """Heads in one of the published layouts; see the module's docstring for `tensors`.
+    """Heads in one of the published layouts.
 
     Attributes:
-        steps: number of tokens ahead that the heads were trained to draft.
+        steps: number of draft steps in training.
+        tensors: by layout, see the module's docstring.
         draft_ids_D: target token id of each draft token; None for the whole vocabulary.
         num_layers: decoder layers, or blocks of a Medusa head.
         aux_layers: fused indices of transformers' `hidden_states`; empty for the state after the final norm.
-        norm_before_residual: the first layer adds to the normed state instead of the raw state.
-        norm_output: the state that is fed back went through the final norm.
-        qk_norm: EAGLE-3 layers norm queries and keys per head; block layers always do.
-        aux_norms, norm_before_fc: aux states are normed before the fusion, one by one or concatenated.
-        normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
-        block_size: inputs of a block: the root, then `mask_token_id`; 0 for heads without blocks. DFlash's first output
-            drafts nothing, all of DSpark's draft.
-        sliding_window: number of tokens up to its own position that a block slot sees; 0 for all.
+        norm_before_residual: whether the residual stream of the first layer starts after the hidden norm.
+        norm_output: whether the final norm applies to the feedback too.
+        qk_norm: whether EAGLE-3 layers norm queries and keys per head; block layers always do.
+        aux_norms, norm_before_fc: whether norms precede the fusion, one per aux state or one for all.
+        normed_embeddings: whether `embed_tokens.weight` holds the target's embeddings, normalised.
+        block_size: inputs of a block: the root, then `mask_token_id`. DFlash's first slot drafts nothing. 0 without
+            blocks.
+        sliding_window: number of visible tokens of a block slot, itself included; 0 for all.
         full_layers: layers exempt from the window.
-        causal: slots do not see later ones, in the layers with a sliding window if there are any, else in all.
+        causal: whether slots do not see later ones, in the layers with a sliding window if there are any, else in all.
         markov_rank: rank of the map from each drafted token to the next one's logits.
-        confidence: there is a confidence head.
+        confidence: whether there is a confidence head.
     """
 
     layout: Layout
@@ -126,18 +127,8 @@ class Published:
         return [self.causal and slides == bool(self.sliding_window) for slides in self.sliding]
 
     @property
-    def head_settings(self) -> dict[str, Any]:
-        """Settings that all families share."""
-        return {
-            **({} if self.layer is None else asdict(self.layer)),
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": 0 if self.draft_ids_D is None else self.draft_width,
-        }
-
-    @property
     def settings(self) -> dict[str, Any]:
-        """Everything but the tensors that changes the output."""
+        """All settings that change the output."""
         names = (*_SETTINGS, *_OF_BLOCKS) if self.layout in BLOCKS else _SETTINGS
         given = {name: getattr(self, name) for name in names}
         return {**given, "layout": str(self.layout), "layer": None if self.layer is None else asdict(self.layer)}
@@ -146,7 +137,7 @@ class Published:
         return replace(self, tensors=tensors)
 
     def with_context(self, tokens: int) -> Published:
-        """Extend the context to at least `tokens`: rotary angles do not depend on the limit, except for yarn's, which
+        """Raise the longest context to at least `tokens`. Rotary angles do not depend on it, except for yarn's, which
         keep the original one."""
         if self.layer is None or self.layer.max_position_embeddings >= tokens:
             return self
@@ -165,11 +156,10 @@ class Published:
 
     @property
     def not_finite(self) -> list[str]:
-        """Names of tensors with infinities or NaNs."""
         return [name for name, tensor in self.tensors.items() if not tensor.isfinite().all()]
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors required by these settings."""
+        """Return names and shapes of the required tensors."""
         size, count = self.hidden_size, len(self.aux_layers)
         if self.layout is Layout.MEDUSA:
             heads = range(self.steps)
@@ -215,10 +205,7 @@ class Published:
         return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-_OF_BLOCKS = (
-    *("block_size", "mask_token_id", "sliding_window", "full_layers", "causal"),
-    *("markov_rank", "confidence"),
-)
+_OF_BLOCKS = ("block_size", "mask_token_id", "sliding_window", "full_layers", "causal", "markov_rank", "confidence")
 _LAYERS = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", "qk_norm")
 SHARED = (*_LAYERS, *_OF_BLOCKS)
 """Fields that family configs have under the same name."""
@@ -227,18 +214,12 @@ _ROUNDED = 0.01
 """Upper bound on the relative error of rounding to bfloat16."""
 
 
-def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
-def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy published tensors into the heads' own, in place; missing biases become zero."""
-    for name, place in places.items():
-        place.copy_(tensors[name] if name in tensors or not name.endswith("bias") else torch.zeros_like(place))
-
-
-def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
-    """Whether a checkpoint's embeddings or LM head, if any, equal the given ones up to bfloat16 rounding."""
+def nearly_equal(published_VE: Tensor | None, own_VE: Tensor) -> bool:
+    """Whether a checkpoint has no such embeddings or LM head, or equal ones up to bfloat16 rounding."""
     if published_VE is None:
         return True
     if published_VE.shape != own_VE.shape:
@@ -249,11 +230,11 @@ def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
 
 def check_embeddings(published: Published, own_VE: Tensor) -> None:
     """Raise a UserError if a checkpoint has token embeddings other than the target's."""
-    if not same_numbers(published.tensors.get(EMBEDDINGS), own_VE):
-        raise other_embeddings()
+    if not nearly_equal(published.tensors.get(EMBEDDINGS), own_VE):
+        raise embeddings_error()
 
 
-def other_embeddings() -> UserError:
+def embeddings_error() -> UserError:
     return UserError(
         "The checkpoint has token embeddings of its own, which are not the target's; heads of headstart read the "
         "target's.",
@@ -262,7 +243,7 @@ def other_embeddings() -> UserError:
 
 
 def digest(published: Published) -> str:
-    """Hash settings and tensors (in float32), without a file's copies of the target's embeddings and LM head."""
+    """Hash settings and tensors (in float32), without copies of the target's embeddings and LM head."""
     hashed = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
     ids_D = published.draft_ids_D
     tensors = dict(published.tensors)
@@ -274,7 +255,7 @@ def digest(published: Published) -> str:
         tensors["draft_ids"] = ids_D
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu()
-        whole = tensor.float() if tensor.is_floating_point() else tensor.to(torch.int64)
+        tensor = tensor.float() if tensor.is_floating_point() else tensor.to(torch.int64)
         hashed.update(f"{name} {tuple(tensor.shape)}".encode())
-        hashed.update(whole.contiguous().numpy().tobytes())
+        hashed.update(tensor.contiguous().numpy().tobytes())
     return hashed.hexdigest()[:32]

@@ -1,19 +1,19 @@
-"""Block drafters: one pass over a block, with the target's states as keys and values. The base of DFlash and DSpark.
+"""Base of block drafters (DFlash, DSpark): one forward over a block, with the target's states as keys and values.
 
 Every layer attends over a context and a block. The *context* is one vector per token that the target has read: outputs
-of some target layers, fused by a linear map and normed once, then read by each layer's key and value maps without the
-input norm. The *block* is the root (decided, not yet read by the target) and copies of one mask token; its slots see
-each other and the whole context, unless layers are `causal` or have a `sliding_window`. The output is normed for the
-target's frozen LM head. The layers are Qwen3's for every target, as in published heads.
+of some target layers, fused by a linear map and a norm. Each layer maps it to keys and values without the input norm.
+The *block* is the root (accepted, not yet read by the target) and copies of one mask token. Its slots see each other
+and the whole context, unless layers are `causal` or have a `sliding_window`. The target's frozen LM head reads the
+normed output. The layers are Qwen3's for every target, as in published heads.
 
-A window reaches back from each slot's own position, as in engines. The speculators library trains all slots with the
-window of the root, which reaches up to a block's length further back.
+A window ends at each slot's own position, as in engines. The speculators library trains all slots with the root's
+window, which starts up to a block's length earlier.
 
 Training runs one block per origin, or per sampled origin (`train.anchors`).
 
 Shape suffixes: B rows, T tokens, A origins of a row, K slots of a block, S drafted slots (K, or one fewer), M origins,
-E hidden size, X = A * K, P committed tokens, C cache slots in sight, N key heads, G query heads per key head,
-R = G * K, d head size, D draft vocabulary, V vocabulary.
+E hidden size, X = A * K, P committed tokens, C cache slots, N key heads, G query heads per key head, R = G * K, d head
+size.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, cast
 
 import numpy as np
@@ -29,12 +30,12 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction, origins
-from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, same_numbers
+from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, nearly_equal
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.block_layer import LAYERS, BlockConfig, BlockLayer
 from headstart.heads.parts.cache import LayerCache, cached_attention
-from headstart.heads.parts.graphed import GraphedHead, Numbers
-from headstart.heads.parts.layer import Rotary, angles, normed, refused_layers, start_from_last_layers
+from headstart.heads.parts.graphed import GraphedHead, IntArray
+from headstart.heads.parts.layer import Rotary, angles, aux_layers_error, rms_norm, start_from_last_layers
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks, by_row, positions_of
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
@@ -50,8 +51,7 @@ _ORIGINS = 1024
 
 @dataclass
 class BlockSession:
-    """Keys and values of the context, one slot per token that the target has read, and this round's LM head inputs and
-    (for DSpark) logits."""
+    """Keys and values of the context, and the round's LM head inputs and (DSpark) logits."""
 
     cache: LayerCache
     hidden_BSE: Tensor
@@ -60,7 +60,7 @@ class BlockSession:
 
 
 class BlockMemory(KVMemory):
-    """Keys and values of the context, rotary tables, and a block's output for the levels after the first."""
+    """Keys and values of the context, rotary tables, and the block's output for later levels."""
 
     def __init__(self, heads: BlockHead, like: Tensor, rows: int, capacity: int) -> None:
         super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), like), rows, capacity)
@@ -71,18 +71,19 @@ class BlockMemory(KVMemory):
 
 
 class BlockHead(GraphedHead):
-    """Fusion, layers and norm; families define which slots draft and how logits are corrected."""
+    """Fusion, layers and norm; families define the first drafting slot and the logits."""
 
     config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         if not config.aux_layers:
-            raise refused_layers((), LAYERS)
+            raise aux_layers_error((), LAYERS)
         size, count = config.hidden_size, len(config.aux_layers)
         self.fc = Linear(count * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config, number) for number in range(config.num_layers))
+        layers = nn.ModuleList(BlockLayer(config, number) for number in range(config.num_layers))
+        self.layers = cast(list[BlockLayer], layers)
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
@@ -102,16 +103,12 @@ class BlockHead(GraphedHead):
 
     @property
     def bytes_per_token(self) -> int:
-        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._item)
-
-    @property
-    def stack(self) -> list[BlockLayer]:
-        return cast(list[BlockLayer], list(self.layers))
+        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._dtype.itemsize)
 
     def bind(self, target: FrozenModel) -> None:
         if max(self.config.aux_layers) >= target.num_layers:
-            raise refused_layers(self.config.aux_layers, LAYERS)
-        self._embedding_VE = target.embedding_weight.detach()
+            raise aux_layers_error(self.config.aux_layers, LAYERS)
+        super().bind(target)
         mask = self.config.mask_token_id
         if target.blank(mask):
             raise UserError(
@@ -123,22 +120,22 @@ class BlockHead(GraphedHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """Copy the target's last layers and final norm; the context starts as the deepest aux state."""
+        """Copy the target's last layers and final norm. The context starts as the deepest aux state."""
         self.bind(target)
         if self.config.init == "random":
             return
-        start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
+        start_from_last_layers(target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
 
-    def read_states(self, states: Mapping[int, Tensor]) -> Tensor:
-        """The context [..., E]."""
+    def fuse_states(self, states: Mapping[int, Tensor]) -> Tensor:
+        """Return the context, [..., E]."""
         seen = torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
-        return normed(self.hidden_norm, self.fc(seen))
+        return rms_norm(self.hidden_norm, self.fc(seen))
 
-    def block(self, anchors: Tensor, like: Tensor) -> Tensor:
-        """Input of the first layer [..., K, E] for root tokens [...]: the target's raw embeddings."""
-        tokens = torch.full((*anchors.shape, self.config.block_size), self.config.mask_token_id, device=anchors.device)
-        tokens[..., 0] = anchors
-        return self.embedded(tokens, like)
+    def block(self, roots: Tensor, like: Tensor) -> Tensor:
+        """Return the first layer's input [..., K, E] for root tokens [...]: the target's raw embeddings."""
+        tokens = torch.full((*roots.shape, self.config.block_size), self.config.mask_token_id, device=roots.device)
+        tokens[..., 0] = roots
+        return self.embed_tokens(tokens, like)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -153,18 +150,18 @@ class BlockHead(GraphedHead):
             yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
-        """LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
-        context_BTE = self.read_states(batch.states)
+        """Return the LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
+        context_BTE = self.fuse_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
-        text = [self.checkpointed(layer.context, context_BTE, rotary) for layer in self.stack]
-        made = []
+        text = [self.run_checkpointed(layer.context, context_BTE, rotary) for layer in self.layers]
+        outputs = []
         for part_M in [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS):
-            run = Blocks(self, batch, part_M, context_BTE)
-            for layer, (keys, values) in zip(self.stack, text, strict=True):
-                run.stream_BXE = self.checkpointed(layer.write, run.stream_BXE, run.mix(layer, keys, values))
-            made.append(normed(self.norm, run.drafted(run.stream_BXE)))
-        return torch.cat(made)
+            blocks = Blocks(self, batch, part_M, context_BTE)
+            for layer, kv in zip(self.layers, text, strict=True):
+                blocks.stream_BXE = self.run_checkpointed(layer.write, blocks.stream_BXE, blocks.attend(layer, *kv))
+            outputs.append(rms_norm(self.norm, blocks.drafting_slots(blocks.stream_BXE)))
+        return torch.cat(outputs)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -174,14 +171,14 @@ class BlockHead(GraphedHead):
             "hidden_norm.weight": self.hidden_norm.weight,
             "norm.weight": self.norm.weight,
         }
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             tensors |= layer.by_published_name(number)
         return tensors
 
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
         check_embeddings(published, target.embedding_weight)
-        if not same_numbers(published.tensors.get(LM_HEAD), target.lm_head_weight):
+        if not nearly_equal(published.tensors.get(LM_HEAD), target.lm_head_weight):
             raise UserError(
                 "The checkpoint has an LM head of its own, which is not the target's; block drafters of headstart "
                 "draft through the target's.",
@@ -195,49 +192,46 @@ class BlockHead(GraphedHead):
         some_BPE = states[self.config.aux_layers[0]]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=some_BPE.shape[1], like=some_BPE)
         session = BlockSession(cache, some_BPE[:, :0])
-        for start in range(0, some_BPE.shape[1], CHUNK):  # so that memory does not grow with all states at once
+        for start in range(0, some_BPE.shape[1], CHUNK):  # bounds memory
             piece = {layer: states[layer][:, start : start + CHUNK] for layer in self.config.aux_layers}
-            self._remember(session, piece, [min(max(len(prompt) - start, 0), CHUNK) for prompt in prompts])
+            self._append_context(session, piece, [min(max(len(prompt) - start, 0), CHUNK) for prompt in prompts])
         return session
 
     def commit(self, session: BlockSession, committed: Committed) -> None:
-        self._remember(session, committed.states, committed.counts)
+        self._append_context(session, committed.states, committed.counts)
 
     def reorder(self, session: BlockSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
         session.hidden_BSE, session.logits_BSD = session.hidden_BSE[upload(rows, session.hidden_BSE.device)], None
 
-    def _remember(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
-        """Append keys and values of newly committed tokens; a row's padding is overwritten later."""
-        cache, context_BPE = session.cache, self.read_states(states)
+    def _append_context(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
+        """Append keys and values of newly committed tokens. Later ones overwrite a row's padding."""
+        cache, context_BPE = session.cache, self.fuse_states(states)
         width = context_BPE.shape[1]
         slots = max(cache.lengths) + width
         cache.reserve(slots)
         rotary = self._rotary.at(self._positions(cache, width, context_BPE.device), context_BPE.dtype, slots)
-        for number, layer in enumerate(self.stack):
-            cache.put(number, cache.lengths, *layer.context(context_BPE, rotary))
+        for number, layer in enumerate(self.layers):
+            cache.put(cache.lengths, number, *layer.context(context_BPE, rotary))
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
     def run_block(self, session: BlockSession, root_B: Tensor) -> None:
-        """Run the block after each row's root, into `session.hidden_BSE`."""
+        """Run each row's block, into `session.hidden_BSE`."""
         cache, slots = session.cache, self.config.block_size
         total = max(cache.lengths) + slots
         cache.reserve(total)
         stream_BKE = self.block(root_B, cache.kv[0][0])
-        places_BK = self._positions(cache, slots, stream_BKE.device)
-        rotary = self._rotary.at(places_BK, stream_BKE.dtype, total)
+        positions_BK = self._positions(cache, slots, stream_BKE.device)
+        rotary = self._rotary.at(positions_BK, stream_BKE.dtype, total)
         alike = len(set(cache.lengths)) == 1
         seen = {
-            (layer.window, layer.causal): self._seen(layer, places_BK, total)
-            for layer in self.stack
+            (layer.window, layer.causal): self._seen(layer, positions_BK, total)
+            for layer in self.layers
             if layer.window or layer.causal or not alike
         }
 
-        def put(number: int, keys: Tensor, values: Tensor) -> None:
-            cache.put(number, cache.lengths, keys, values)
-
         def mix(number: int, queries: Tensor) -> Tensor:
-            layer, count = self.stack[number], queries.shape[3]
+            layer, count = self.layers[number], queries.shape[3]
             seen_BKC = seen.get((layer.window, layer.causal))
             if seen_BKC is None:
                 return cached_attention(queries, cache.kv[number], total, None)
@@ -245,31 +239,31 @@ class BlockHead(GraphedHead):
             keys, values = (part[:, :, first:] for part in cache.kv[number])
             return cached_attention(queries, (keys, values), total - first, seen_BKC[:, -count:, first:])
 
-        session.hidden_BSE = self._through(stream_BKE, rotary, put, mix)
+        session.hidden_BSE = self._run_layers(stream_BKE, rotary, partial(cache.put, cache.lengths), mix)
 
     @staticmethod
-    def _seen(layer: BlockLayer, places_BK: Tensor, total: int) -> Tensor:
-        """Mask of the cache slots that each block slot sees in a layer, bool [B, K, C]."""
-        place_C = torch.arange(total, device=places_BK.device)
-        last_BK = places_BK if layer.causal else places_BK[:, -1:].expand_as(places_BK)
-        seen_BKC = place_C <= last_BK[:, :, None]
-        return seen_BKC & (place_C > places_BK[:, :, None] - layer.window) if layer.window else seen_BKC
+    def _seen(layer: BlockLayer, positions_BK: Tensor, total: int) -> Tensor:
+        """Return the mask of cache slots that each block slot sees in a layer, bool [B, K, C]."""
+        slot_C = torch.arange(total, device=positions_BK.device)
+        last_BK = positions_BK if layer.causal else positions_BK[:, -1:].expand_as(positions_BK)
+        seen_BKC = slot_C <= last_BK[:, :, None]
+        return seen_BKC & (slot_C > positions_BK[:, :, None] - layer.window) if layer.window else seen_BKC
 
-    def _through(
+    def _run_layers(
         self,
         stream_BKE: Tensor,
         rotary: tuple[Tensor, Tensor],
         put: Callable[[int, Tensor, Tensor], None],
         mix: Callable[[int, Tensor], Tensor],
     ) -> Tensor:
-        """LM head inputs of a block, [B, S, E]: `put` writes keys and values, `mix` attends."""
-        for number, layer in enumerate(self.stack):
+        """Return the LM head inputs of a block, [B, S, E]. `put` writes keys and values, `mix` attends."""
+        for number, layer in enumerate(self.layers):
             queries, keys, values = layer.read(stream_BKE, rotary)
             put(number, keys, values)
             if number == len(self.layers) - 1:  # slots that draft nothing only serve as keys and values
                 queries, stream_BKE = queries[:, :, :, self.first_slot :], stream_BKE[:, self.first_slot :]
             stream_BKE = layer.write(stream_BKE, mix(number, queries))
-        return normed(self.norm, stream_BKE)
+        return rms_norm(self.norm, stream_BKE)
 
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
 
@@ -283,17 +277,16 @@ class BlockHead(GraphedHead):
         session.cache.move(memory)
         session.memory = memory
 
-    def first_level(self, session: BlockSession, tokens_BW: Numbers) -> tuple[Numbers, int]:
-        """Inputs of `captured_block`, and the slots in sight."""
+    def first_level(self, session: BlockSession, tokens_BW: IntArray) -> tuple[IntArray, int]:
         assert session.memory is not None, "captured levels have memory"
         lengths = session.cache.lengths
         seen = bucket_slots(max(lengths) + self.config.block_size, session.memory)
         return np.stack([tokens_BW[:, 0], lengths], axis=1), seen
 
-    def captured_block(self, memory: BlockMemory, numbers_BX: Tensor, seen: int) -> Tensor:
-        """`run_block` for CUDA graphs; returns the hidden states."""
-        root_B, length_B = numbers_BX.unbind(1)
-        device, slots = numbers_BX.device, self.config.block_size
+    def graph_block(self, memory: BlockMemory, inputs_BX: Tensor, seen: int) -> Tensor:
+        """Run the block like `run_block`, in a CUDA graph; return its LM head inputs."""
+        root_B, length_B = inputs_BX.unbind(1)
+        device, slots = inputs_BX.device, self.config.block_size
         rows_B1 = torch.arange(len(root_B), device=device)[:, None]
         slots_BK = length_B[:, None] + torch.arange(slots, device=device)
 
@@ -301,11 +294,11 @@ class BlockHead(GraphedHead):
             memory.write(number, rows_B1, slots_BK, keys, values)
 
         def mix(number: int, queries: Tensor) -> Tensor:
-            seen_BKC = self._seen(self.stack[number], slots_BK, seen)[:, -queries.shape[3] :]
+            seen_BKC = self._seen(self.layers[number], slots_BK, seen)[:, -queries.shape[3] :]
             return cached_attention(queries, memory.layer(number), seen, seen_BKC)
 
         stream_BKE = self.block(root_B, memory.logits_BSD)
-        return self._through(stream_BKE, angles(memory.rotary, slots_BK), put, mix)
+        return self._run_layers(stream_BKE, angles(memory.rotary, slots_BK), put, mix)
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:
@@ -313,34 +306,34 @@ class BlockHead(GraphedHead):
 
 
 class Blocks:
-    """Blocks of some origins of a batch on their way through the layers, with residual stream `stream_BXE`."""
+    """Blocks of some origins of a batch, with their residual stream."""
 
     def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor, like: Tensor) -> None:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
         self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape, slots)
         starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
-        self.sights = {
+        self.visible = {
             layer.window: VisibleRange(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))
-            for layer in heads.stack
+            for layer in heads.layers
         }
         first_BA = 1 + (self.index_BA if starts_BA is None else self.index_BA - starts_BA)
         positions_BAK = first_BA[:, :, None] + torch.arange(slots, device=first_BA.device)
         self.rotary = heads._rotary.at(positions_BAK.flatten(1), like.dtype, tokens_BT.shape[1] + slots)
         self.stream_BXE = heads.block(tokens_BT.gather(1, self.index_BA + 1), like).flatten(1, 2)
 
-    def mix(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
-        """Attention output of every slot in a layer, [B, N, G, X, d]."""
-        queries, own_keys, own_values = self.heads.checkpointed(layer.read, self.stream_BXE, self.rotary)
+    def attend(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
+        """Return the attention output of every slot in a layer, [B, N, G, X, d]."""
+        queries, own_keys, own_values = self.heads.run_checkpointed(layer.read, self.stream_BXE, self.rotary)
         slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
         own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))
         queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
-        sight = self.sights[layer.window]
-        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, sight, own, causal=layer.causal)
+        visible = self.visible[layer.window]
+        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, visible, own, causal=layer.causal)
         mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
         return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
 
-    def drafted(self, x_BXF: Tensor) -> Tensor:
+    def drafting_slots(self, x_BXF: Tensor) -> Tensor:
         """Select the drafting slots of real (unpadded) origins, [M, S, F]."""
         x_BAKF = x_BXF.view(*self.index_BA.shape, self.heads.config.block_size, -1)
         return x_BAKF[:, :, self.heads.first_slot :][self.real_BA]

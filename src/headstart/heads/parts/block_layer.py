@@ -1,6 +1,6 @@
 """Settings and decoder layer of block drafters (see `block`).
 
-Shape suffixes: B rows, T tokens, E hidden size, H heads, N key heads, d head size, X width of keys and values.
+Shape suffixes: B rows, T tokens, E hidden size, N key heads, d head size, X width of keys and values.
 """
 
 from __future__ import annotations
@@ -14,12 +14,20 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, linear_of, norm_scale, normed, refused_layers, rotate
+from headstart.heads.parts.layer import (
+    DraftLayer,
+    LayerConfig,
+    aux_layers_error,
+    linear_of,
+    norm_scale,
+    rms_norm,
+    rotate,
+)
 from headstart.heads.settings import FromTarget
 from headstart.model.frozen import FrozenModel
 
 _NEWEST, _ROOT = 2 / 3, 1 / 3
-"""Rank, as a fraction of the hidden size, of the heads that attend to the newest state and to the root."""
+"""Width, as a fraction of the hidden size, of the positional heads for the newest state and for the root."""
 LAYERS = "ascending, from 1 to the last but one"
 """Target layers that blocks can read."""
 
@@ -58,10 +66,10 @@ class BlockConfig(LayerConfig):
         values = super().of_target(target, settings)
         last = target.num_layers - 1
         if (layers := settings.get("aux_layers")) and max(layers) > last:
-            raise refused_layers(layers, f"ascending, from 1 to {last}")
+            raise aux_layers_error(layers, f"ascending, from 1 to {last}")
         values["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
         if settings.get("init") == "linear":
-            heads = values["num_key_value_heads"] + sum(looking(target.hidden_size, values["head_dim"]))
+            heads = values["num_key_value_heads"] + sum(positional_heads(target.hidden_size, values["head_dim"]))
             values |= {"num_attention_heads": heads, "num_key_value_heads": heads}
         if "mask_token_id" in settings:
             return values
@@ -77,7 +85,7 @@ class BlockConfig(LayerConfig):
         return self.num_layers
 
     def window(self, layer: int) -> int:
-        """Number of tokens up to its own position that a layer's slot sees; 0 for all."""
+        """Number of visible tokens of a slot in a layer, itself included; 0 for all."""
         return 0 if layer in self.full_layers else self.sliding_window
 
     def check(self) -> None:
@@ -98,7 +106,7 @@ class BlockConfig(LayerConfig):
             )
         layers = self.aux_layers
         if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
-            raise refused_layers(layers, LAYERS)
+            raise aux_layers_error(layers, LAYERS)
         if self.vocab_size and self.mask_token_id >= self.vocab_size:
             raise UserError(
                 f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
@@ -106,13 +114,13 @@ class BlockConfig(LayerConfig):
             )
 
 
-def looking(size: int, width: int) -> tuple[int, int]:
-    """Numbers of key heads that attend to the newest state and to the root."""
-    return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
+def positional_heads(hidden_size: int, head_dim: int) -> tuple[int, int]:
+    """Numbers of key heads that attend to the newest state and to the root, with `heads.init=linear`."""
+    return max(1, round(_NEWEST * hidden_size / head_dim)), max(1, round(_ROOT * hidden_size / head_dim))
 
 
 class BlockLayer(DraftLayer):
-    """A decoder layer with per-head query and key norms that reads a context beside its stream."""
+    """Decoder layer with per-head query and key norms that also attends to a context."""
 
     q_norm: nn.RMSNorm
     k_norm: nn.RMSNorm
@@ -123,20 +131,17 @@ class BlockLayer(DraftLayer):
         self.causal = config.causal and self.window == config.sliding_window
 
     def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, N, T, d] of the context."""
+        """Return keys and values [B, N, T, d] of the context."""
         config = self.config
         queries = config.num_attention_heads * config.head_dim
         read_BTX = F.linear(context_BTE, self.qkv.weight[queries:])
         keys, values = read_BTX.view(*context_BTE.shape[:2], -1, config.head_dim).transpose(1, 2).chunk(2, dim=1)
-        return rotate(normed(self.k_norm, keys), *rotary), values
+        return rotate(rms_norm(self.k_norm, keys), *rotary), values
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
+        """Also copy the target's queries, keys and values to the last heads of a layer with more heads."""
         super().warm_start(target, number, offset)
-        self._last_heads(target, number)
-
-    def _last_heads(self, target: FrozenModel, number: int) -> None:
-        """If this layer has more heads than the target's, copy the target's queries, keys, values to its last ones."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention = getattr(layer, "self_attn", None)
         given = [linear_of(attention, f"{name}_proj") for name in "qkv"]

@@ -1,7 +1,7 @@
 """KV cache of draft layers, and attention over it.
 
-Shape suffixes: B rows, T tokens, W nodes, K further slots, F fields of an entry, S cache slots in sight, N key heads,
-G query heads per key head, d head size.
+Shape suffixes: B rows, T tokens, W nodes, K further slots, F fields of an entry, S cache slots, N key heads, G query
+heads per key head, d head size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.heads.parts.graphed import Numbers
+from headstart.heads.parts.graphed import IntArray
 from headstart.heads.parts.layer import LayerConfig
 from headstart.kernels.draft_kernels import FIELDS
 from headstart.replay.attention import causal_attention
@@ -31,57 +31,57 @@ _QUERIES = 512
 
 @dataclass(frozen=True)
 class Entries:
-    """Slots and visible ranges of new cache entries, from a draft level or pending text.
+    """Slots and visible ranges of new cache entries: a draft level, or pending text.
 
     Attributes:
-        numbers: flat fields of each entry: row, cache slot (consecutive in a row), rotary position, length of the
+        fields: flat fields of each entry: row, cache slot (consecutive in a row), rotary position, length of the
             visible prefix, and K further visible slots.
-        shape: (B, W, F) of `numbers`.
+        shape: (B, W, F) of `fields`.
         stop: required number of slots.
     """
 
-    numbers: array[int]
+    fields: array[int]
     shape: tuple[int, int, int]
     stop: int
 
     @classmethod
     def of_text(cls, lengths: Sequence[int], width: int) -> Entries:
-        """The next entries of each row, causally masked."""
+        """Return the next entries of each row, causally masked."""
         texts = (range(length, length + width) for length in lengths)
         return cls.of([[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)])
 
     @classmethod
     def of(cls, entries: Sequence[Sequence[Sequence[int]]]) -> Entries:
         """Build from the fields of each entry, by row."""
-        numbers = array("q", chain.from_iterable(chain.from_iterable(entries)))
+        fields = array("q", chain.from_iterable(chain.from_iterable(entries)))
         shape = (len(entries), len(entries[0]), len(entries[0][0]))
-        return cls(numbers, shape, 1 + max(of_row[-1][1] for of_row in entries))
+        return cls(fields, shape, 1 + max(of_row[-1][1] for of_row in entries))
 
     @property
-    def numbers_BWF(self) -> Numbers:
-        return np.frombuffer(self.numbers, dtype=np.int64).reshape(self.shape)
+    def fields_BWF(self) -> IntArray:
+        return np.frombuffer(self.fields, dtype=np.int64).reshape(self.shape)
 
     @property
-    def slots_BW(self) -> Numbers:
-        return self.numbers_BWF[..., 1]
+    def slots_BW(self) -> IntArray:
+        return self.fields_BWF[..., 1]
 
     @property
-    def further_BWK(self) -> Numbers:
-        return self.numbers_BWF[..., FIELDS:]
+    def further_BWK(self) -> IntArray:
+        return self.fields_BWF[..., FIELDS:]
 
     def allowed(self, device: torch.device) -> Tensor | None:
-        """Mask of visible slots, bool [B, W, slots]; None for all."""
+        """Return the mask of visible slots, bool [B, W, S]; None for all."""
         rows, width, further = self.further_BWK.shape
-        if rows == width == 1 and int(self.numbers_BWF[0, 0, 3]) + further == self.stop:
+        if rows == width == 1 and int(self.fields_BWF[0, 0, 3]) + further == self.stop:
             return None
-        seen_BWX = upload(torch.from_numpy(self.numbers_BWF[..., 3:]), device)
+        seen_BWX = upload(torch.from_numpy(self.fields_BWF[..., 3:]), device)
         slots_S = torch.arange(self.stop, device=device)
         return (slots_S < seen_BWX[..., :1]).scatter_(2, seen_BWX[..., 1:], True)
 
 
 class LayerCache:
-    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels leave
-    own-position heads at 0, a negligible score."""
+    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels write no
+    keys of own-position heads: zeros have a negligible score."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
@@ -90,30 +90,30 @@ class LayerCache:
 
     @staticmethod
     def layers_like(config: LayerConfig, layers: int, like: Tensor) -> list[KVLayout]:
-        """Cache layout for `KVMemory`."""
+        """Return the layout for `KVMemory`."""
         kind = (config.num_key_value_heads, config.head_dim)
         return [KVLayout(kind, kind, like.dtype, like.device)] * layers
 
     @staticmethod
     def bytes_per_token(config: LayerConfig, layers: int, item: int) -> int:
-        """Bytes per token of a row for `item`-byte elements, with the up to twofold over-allocation of `reserve`."""
+        """Return the bytes per token of a row of `item`-byte elements, with `reserve`'s twofold over-allocation."""
         return 2 * 2 * layers * config.num_key_value_heads * config.head_dim * item
 
     def move(self, memory: KVMemory) -> None:
-        """Continue in this memory, which must be large enough."""
+        """Move to this memory, which must be large enough."""
         rows, longest = len(self.lengths), max(self.lengths)
         moved = [tuple(store[:rows] for store in memory.layer(number)) for number in range(len(self.kv))]
-        for store, held in zip(chain.from_iterable(moved), chain.from_iterable(self.kv), strict=True):
-            store[:, :, :longest] = held[:, :, :longest]
+        for store, own in zip(chain.from_iterable(moved), chain.from_iterable(self.kv), strict=True):
+            store[:, :, :longest] = own[:, :, :longest]
         self.kv = [(keys, values) for keys, values in moved]
 
     def reserve(self, slots: int) -> None:
-        held = self.kv[0][0].shape[2]
-        if slots > held:
-            more = max(slots, 2 * held) - held
+        capacity = self.kv[0][0].shape[2]
+        if slots > capacity:
+            more = max(slots, 2 * capacity) - capacity
             self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
 
-    def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
+    def put(self, starts: Sequence[int], layer: int, keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
         """Write at each row's slots `starts`, `starts` + 1, ..."""
         (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
         if len(set(starts)) == 1:
@@ -139,8 +139,8 @@ class LayerCache:
 def cached_attention(
     queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
 ) -> Tensor:
-    """Attend over the first `slots` slots of a cache, which may have more rows, [B, N, G, W, d]. Query heads that share
-    a key head are rows of one attention, which avoids copies of keys and values."""
+    """Attend over the first `slots` slots of a cache, which may have more rows, [B, N, G, W, d]. Queries that share a
+    key head are rows of one attention, which avoids copies of keys and values."""
     shape = queries_BNGWd.shape
     mask = None
     if allowed_BWS is not None:
@@ -160,10 +160,10 @@ def text_attention(
     """Causal `cached_attention` of text entries, written from `starts` on and visible up to `index_BW`. Mask memory is
     linear in the text."""
     width = queries_BNGWd.shape[3]
-    alike = len(set(starts)) == 1
-    if alike and starts[0] + width == slots and width == 1:
+    same_start = len(set(starts)) == 1
+    if same_start and starts[0] + width == slots and width == 1:
         return cached_attention(queries_BNGWd, kv, slots, None)
-    if alike and width > _QUERIES:
+    if same_start and width > _QUERIES:
         keys, values = (cached[:, :, :slots] for cached in kv)
         return causal_attention(queries_BNGWd.flatten(1, 2), keys, values).view(queries_BNGWd.shape)
     slots_S = torch.arange(slots, device=index_BW.device)

@@ -1,7 +1,7 @@
-"""Heads that predict the target's next final state from the current one: EAGLE-1 and MTP.
+"""Base of EAGLE-1 and MTP: feature-level autoregression on the target's final hidden states.
 
-A linear map joins a final state and the following token's embedding; a decoder layer predicts the next final state,
-which goes to the target's frozen LM head and is fed back.
+A linear map joins a final state and the next token's embedding. A decoder layer predicts the next final state. The
+target's frozen LM head reads it, and the next draft step gets it as input.
 
 Shape suffixes: E hidden size, D draft vocabulary, M predictions, J inputs of the joining map, X = B * T flat positions.
 """
@@ -25,7 +25,7 @@ from headstart.replay.patch import FINAL
 
 
 class FinalStateHead(RecurrentHead):
-    """Joining map and decoder layer; families define the map's inputs and the use of the layer's output."""
+    """Joining map and decoder layer; families define the map's inputs."""
 
     drafts_features: ClassVar[bool] = True
 
@@ -36,10 +36,10 @@ class FinalStateHead(RecurrentHead):
     @property
     @abstractmethod
     def joining_map(self) -> Linear:
-        """Linear map from `joined_inputs` to the stream."""
+        """Map from `joining_inputs` to the stream."""
 
     @abstractmethod
-    def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+    def joining_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         """Inputs of the joining map, [..., J], embedding first."""
 
     @property
@@ -57,8 +57,8 @@ class FinalStateHead(RecurrentHead):
         if self.config.init == "random":
             return
         size, joining_map = self.config.hidden_size, self.joining_map
-        self.stack[0].warm_start(target)
-        self.stack[0].zero_init()  # the joined state is already a final one
+        self.layers[0].warm_start(target)
+        self.layers[0].zero_init()  # the joined state is a final state already
         joining_map.weight.zero_()
         joining_map.weight[:, size:] = torch.eye(size)
         if joining_map.bias is not None:
@@ -73,9 +73,9 @@ class FinalStateHead(RecurrentHead):
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
             origin_M = supervised_origins(batch.supervised_BT, 0)
-            joined_MJ = self.joined_inputs(final_XE[origin_M], self.embedded(tokens_X[origin_M + 1], final_XE))
-            wanted_ME, norm = final_XE[origin_M + 1], self.output_norm
-            return joined_MJ, [wanted_ME if norm is None else wanted_ME / norm.weight.float()]
+            joined_MJ = self.joining_inputs(final_XE[origin_M], self.embed_tokens(tokens_X[origin_M + 1], final_XE))
+            label_ME, norm = final_XE[origin_M + 1], self.output_norm
+            return joined_MJ, [label_ME if norm is None else label_ME / norm.weight.float()]
 
         joining_map = self.joining_map
         start = LinearStart([joining_map.in_features], joining_map.out_features, self.target_embeddings.device)
@@ -89,5 +89,5 @@ class FinalStateHead(RecurrentHead):
         return seen
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        stream: Tensor = self.joining_map(self.joined_inputs(feedback, embedded))
+        stream: Tensor = self.joining_map(self.joining_inputs(feedback, embedded))
         return stream, stream

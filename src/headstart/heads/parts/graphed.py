@@ -1,8 +1,7 @@
-"""The contract of families with drafts captured as CUDA graphs, see `drafters.captured`.
+"""Interface of families that draft with CUDA graphs, see `drafters.captured`.
 
-A draft level is one graph. Its host inputs are uploaded once, as integers; everything else is at fixed addresses in
-the session's memory. `draft_step` and `depth_logits` are the reference, with the same logits from tensors of exact
-sizes, and the fallback.
+A draft level is one graph. Its host inputs are uploaded once, as integers; all other tensors have fixed addresses in
+the session's memory. `draft_step` and `depth_logits` are the reference with unpadded tensors, and the fallback.
 
 Shape suffixes: B rows, W nodes of a level, X integers of a row, D draft vocabulary.
 """
@@ -21,7 +20,7 @@ from torch import Tensor
 from headstart.heads.base import DraftHead
 from headstart.kernels.memory import Memory
 
-Numbers = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -29,22 +28,22 @@ class Level:
     """Inputs of one level's graph.
 
     Attributes:
-        numbers_BX: host inputs; no upload if X is 0. After the first level the nodes' tokens come first, and tokens
-            sampled on the device are filled in there.
-        width: number of real (unpadded) nodes, or depths.
+        inputs_BX: host inputs; no upload if X is 0. After the first level the nodes' tokens come first: tokens sampled
+            on the device overwrite them there.
+        width: unpadded number of nodes, or of depths.
         sizes: shape parameters besides the number of rows; each combination has its own graph.
     """
 
-    numbers_BX: Numbers
+    inputs_BX: IntArray
     width: int
     sizes: tuple[int, ...]
 
 
 class GraphedHead(DraftHead):
-    """A family with capturable drafts. Its sessions have a `memory`, None until `move`."""
+    """Base class of families that draft with CUDA graphs. Their sessions have a `memory`, None until `move`."""
 
     def weights(self) -> Iterator[Tensor]:
-        """All tensors that drafting reads outside the session."""
+        """Yield all tensors that drafting reads outside the session."""
         yield from (*self.parameters(), *self.buffers())
         if self._embedding_VE is not None:
             yield self._embedding_VE
@@ -55,25 +54,24 @@ class GraphedHead(DraftHead):
 
     @abstractmethod
     def slots(self, session: Any) -> int:
-        """Slots needed by the next round's first level; each later node takes one more."""
+        """Return the slots that the next round's first level needs; each later node takes one more."""
 
     @abstractmethod
     def move(self, session: Any, memory: Any) -> None:
-        """Continue in this memory, between two rounds."""
+        """Move the session to this memory, between two rounds."""
 
-    def reading(self, session: Any) -> Iterator[Level]:
-        """Yield the levels that read pending text before the first level; each updates the session after it has run.
-        None by default."""
+    def pending_levels(self, session: Any) -> Iterator[Level]:
+        """Yield the levels that read pending text before the first level, and update the session after each."""
         return iter(())
 
     @abstractmethod
     def level(
-        self, session: Any, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+        self, session: Any, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level | None:
-        """Prepare a level of `draft_step`, or the `depths` of a `OneForwardHead`: update the session, and write the
-        graph's device inputs to its memory. None if this level cannot be captured; `draft_step` then drafts it."""
+        """Prepare a level of `draft_step`, or the `depths` of a `OneForwardHead`: update the session and write the
+        graph's device inputs to its memory. None leaves the level to `draft_step`."""
 
     @abstractmethod
-    def draft_level(self, memory: Any, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """The captured function: logits [B, W, D] of a level for the rows of `numbers_BX`. It must not synchronise or
-        upload, must not overwrite its inputs, and must be repeatable."""
+    def draft_level(self, memory: Any, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return the logits [B, W, D] of a level; runs under capture. It must be repeatable, must not synchronise or
+        upload, and must not overwrite its inputs."""

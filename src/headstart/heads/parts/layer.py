@@ -1,7 +1,7 @@
-"""The draft decoder layer: Llama's architecture, warm-started from a layer of the target.
+"""Decoder layer of draft heads: Llama's architecture, warm-started from a layer of the target.
 
-Training reads complete conversations (`text_attention`); drafting reads tree levels with a KV cache (`cache`), with
-equal results.
+Attention is the caller's: over complete conversations in training (`text_attention`), with a KV cache in drafting
+(`cache`), with equal results.
 
 Shape suffixes: B rows, T tokens, E hidden size, I inputs of queries, keys and values, G query heads per key head, N key
 heads, H all heads, d head size, F width of the MLP, R rows of a weight.
@@ -45,7 +45,7 @@ _MIN_POSITIONS = 256
 
 
 class LayerConfig(HeadConfig):
-    """Settings of families with decoder layers of their own. Settings that a recipe omits come from the target."""
+    """Settings of families with decoder layers."""
 
     intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, le=1 << 24, description="Width of a layer's MLP.")
     num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, le=4096, description="Query heads.")
@@ -108,7 +108,7 @@ class LayerConfig(HeadConfig):
 
 
 class Rotary:
-    """Rotary tables that grow on demand, from transformers' rotary module for Llama or from `build`."""
+    """Rotary tables that grow on demand, from transformers' rotary module for Llama or the one from `build`."""
 
     def __init__(self, config: LayerConfig, build: Callable[[], nn.Module] | None = None) -> None:
         self._config, self._build = config, build or partial(_llama_rotary, config)
@@ -155,18 +155,17 @@ def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, 
 
 
 class DraftLayer(nn.Module):
-    """Attention and MLP around a residual stream; attention's input (`inputs` wide) may be wider than the stream.
+    """Attention and MLP around a residual stream.
 
-    Families that mix several inputs norm them without the `input_norm`. With `qk_norm` queries and keys are normed per
-    head before the rotation, as in Qwen3.
+    Args:
+        inputs: width of attention's input, which may be wider than the stream.
+        input_norm: false if the family norms the input.
+        qk_norm: norm queries and keys per head before the rotation, as in Qwen3.
 
     Attributes:
         own_heads: number of leading own-position key heads (`own_position`). Training freezes their queries and keys,
             and their output is their value.
-        has_target_norms: whether it has query and key norms that were copied from the target.
-
-    Raises:
-        UserError: the numbers of query and key heads do not fit.
+        has_target_norms: whether its query and key norms are copies of the target's.
     """
 
     def __init__(self, config: LayerConfig, inputs: int, input_norm: bool = True, qk_norm: bool = False) -> None:
@@ -192,45 +191,45 @@ class DraftLayer(nn.Module):
 
     @property
     def groups(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.config.num_attention_heads // self.config.num_key_value_heads
 
     def read(
-        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
+        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], trained_RI: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]; with `learning_RI` (from
-        `learning`) without the queries and keys of the first `own_heads`."""
-        kv_heads = self.config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
-        all_BHTd = self.unturned(x_BTI, learning_RI).transpose(1, 2)
+        """Return rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]. With the rows from
+        `trained_qkv`, queries and keys exclude the `own_heads`."""
+        kv_heads = self.config.num_key_value_heads - (0 if trained_RI is None else self.own_heads)
+        all_BHTd = self.project_qkv(x_BTI, trained_RI).transpose(1, 2)
         heads = self.groups * kv_heads
         rotated_BHTd = rotate(all_BHTd[:, : heads + kv_heads], *rotary)
         queries_BHTd = rotated_BHTd[:, :heads]
         queries = queries_BHTd.reshape(len(x_BTI), kv_heads, self.groups, *queries_BHTd.shape[2:])
         return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
 
-    def unturned(self, x_BTI: Tensor, learning_RI: Tensor | None = None) -> Tensor:
-        """Queries, keys and values of each token before the rotation, [B, T, H, d]."""
+    def project_qkv(self, x_BTI: Tensor, trained_RI: Tensor | None = None) -> Tensor:
+        """Return queries, keys and values of each token before the rotation, [B, T, H, d]."""
         if self.input_norm is not None:
-            x_BTI = normed(self.input_norm, x_BTI)
-        read_BTR: Tensor = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
+            x_BTI = rms_norm(self.input_norm, x_BTI)
+        read_BTR: Tensor = self.qkv(x_BTI) if trained_RI is None else F.linear(x_BTI, trained_RI)
         all_BTHd = read_BTR.view(*x_BTI.shape[:2], -1, self.config.head_dim)
         if self.q_norm is None or self.k_norm is None:
             return all_BTHd
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         queries, keys, values = torch.split(all_BTHd, [heads, kv_heads, kv_heads], dim=2)
-        return torch.cat([normed(self.q_norm, queries), normed(self.k_norm, keys), values], dim=2)
+        return torch.cat([rms_norm(self.q_norm, queries), rms_norm(self.k_norm, keys), values], dim=2)
 
     @torch.no_grad()
-    def keep_sizes(self, x_BTI: Tensor) -> None:
-        """Scale the query and key norms to preserve the RMS that unnormed ones have on these inputs."""
+    def match_qk_rms(self, x_BTI: Tensor) -> None:
+        """Set the scale of the query and key norms so that they preserve the RMS on these inputs."""
         if self.input_norm is not None:
-            x_BTI = normed(self.input_norm, x_BTI)
+            x_BTI = rms_norm(self.input_norm, x_BTI)
         for norm, rows in zip((self.q_norm, self.k_norm), self.head_rows()[:2], strict=True):
             if norm is not None:
                 norm.weight.fill_(F.linear(x_BTI, rows).square().mean().sqrt())
 
-    def learning(self) -> Tensor | None:
-        """In training mode, the trained rows of queries, keys and values, [R, I]; None for all."""
+    def trained_qkv(self) -> Tensor | None:
+        """Return the trained rows of queries, keys and values, [R, I]; None for all, and outside of training."""
         if not self.own_heads or not self.training:
             return None
         slices, where = self.learning_rows()["qkv.weight"], self.qkv.weight.device
@@ -240,7 +239,7 @@ class DraftLayer(nn.Module):
         return weight_RI.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight_RI
 
     def learning_rows(self) -> dict[str, list[slice]]:
-        """Row ranges of the matrices stacked in each weight; rows outside all ranges do not learn."""
+        """Return the row ranges of the matrices stacked in each weight. Other rows are frozen."""
         config = self.config
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         own_heads = self.own_heads
@@ -252,7 +251,7 @@ class DraftLayer(nn.Module):
         return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in matrices.items()}
 
     def by_published_name(self, number: int) -> dict[str, Tensor]:
-        """Views of the weights under the published names of layer `number`."""
+        """Return views of the weights under the published names of layer `number`."""
         queries, keys, values = self.head_rows()
         gate, up = self.gate_up.weight.chunk(2)
         tensors = {
@@ -279,18 +278,18 @@ class DraftLayer(nn.Module):
         return torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
-        """Finish the layer: the next stream from the residual and the attention output."""
-        return self.write_found(residual_BTE, by_token(mixed_BNGTd))
+        """Return the next stream from the residual and the attention output."""
+        return self.write_concat(residual_BTE, concat_heads(mixed_BNGTd))
 
-    def write_found(self, residual_BTE: Tensor, found_BTH: Tensor) -> Tensor:
+    def write_concat(self, residual_BTE: Tensor, mixed_BTH: Tensor) -> Tensor:
         """`write` for an attention output with concatenated heads."""
-        x_BTE = residual_BTE + self.o(found_BTH)
-        stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
+        x_BTE = residual_BTE + self.o(mixed_BTH)
+        stream_BTE: Tensor = x_BTE + self.down(self.mlp_inner(x_BTE))
         return stream_BTE
 
-    def in_8_bits(self, like: Tensor, own_heads: int = 0) -> draft_kernels.Layer | None:
-        """This layer for the C kernels, with `own_heads` own-position key heads; None if its weights are not int8 or
-        its activation is unsupported."""
+    def kernel_layer(self, like: Tensor, own_heads: int = 0) -> draft_kernels.Layer | None:
+        """Return this layer for the C kernels, which skip the attention of `own_heads`; None if its weights are not
+        int8 or its activation is unsupported."""
         maps = [in_panels(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]
         if self.config.hidden_act != "silu" or not all(maps):
             return None
@@ -298,34 +297,34 @@ class DraftLayer(nn.Module):
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
         return draft_kernels.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
-    def inside(self, stream_BTE: Tensor) -> Tensor:
-        """Input of the MLP's down projection, [B, T, F]."""
-        gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
-        inside_BTF: Tensor = self._act(gate_BTF) * up_BTF
-        return inside_BTF
+    def mlp_inner(self, stream_BTE: Tensor) -> Tensor:
+        """Return the input of the MLP's down projection, [B, T, F]."""
+        gate_BTF, up_BTF = self.gate_up(rms_norm(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
+        inner_BTF: Tensor = self._act(gate_BTF) * up_BTF
+        return inner_BTF
 
     @torch.no_grad()
     def zero_init(self) -> None:
-        """Zero the output projections: the layer starts as the identity and keeps its other weights."""
+        """Zero the output projections, so that the layer is the identity."""
         self.o.weight.zero_()
         self.down.weight.zero_()
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
-        """Copy the compatible parts of a target layer; other parts, and the first `offset` input columns (unknown to
-        the target's layer), start without effect."""
+        """Copy the compatible parts of a target layer. Other parts, and the first `offset` columns of attention's input
+        (which the target's layer does not have), start without effect."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         # Layers with norms on their output (Gemma 2 and 3, OLMo 2, GLM 4) cannot be copied by weights alone.
         plain = not any(hasattr(layer, f"post_{name}_layernorm") for name in ("feedforward", "self_attn", "mlp"))
-        share = float(getattr(layer, "residual_multiplier", 1.0))  # of what is added (Granite)
+        multiplier = float(getattr(layer, "residual_multiplier", 1.0))  # Granite's
 
         query, key, value, out = (linear_of(attention, f"{name}_proj") for name in "qkvo")
         sizes = [part.out_features for part in (query, key, value) if part is not None]
         heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         norm = getattr(layer, "input_layernorm", None)
         scale = getattr(attention, "scaling", config.head_dim**-0.5) / config.head_dim**-0.5
-        self._start_norms(attention, scale)
+        self._copy_qk_norms(attention, scale)
         self.o.weight.zero_()
         if query and key and value and sizes == [count * config.head_dim for count in heads]:
             self.qkv.weight[:, :offset] = 0
@@ -333,22 +332,22 @@ class DraftLayer(nn.Module):
             if self.input_norm is not None:
                 self.input_norm.weight.copy_(norm_scale(norm, self.input_norm.weight))
             # Query and key norms that only this layer has are harmless: they change the sharpness of attention.
-            plain_heads = self.q_norm is not None or not hasattr(attention, "q_norm")
-            alike = plain and plain_heads and _is_rms(norm) and _without_bias(query, key, value, out)
-            if out and alike and self._rotary_as(target, attention):
-                self.o.weight.copy_(share * out.weight)
+            same_qk_norms = self.q_norm is not None or not hasattr(attention, "q_norm")
+            same = plain and same_qk_norms and _is_rms(norm) and _without_bias(query, key, value, out)
+            if out and same and self._has_rotary_of(target, attention):
+                self.o.weight.copy_(multiplier * out.weight)
 
         gate, up, down = (linear_of(mlp, f"{name}_proj") for name in ("gate", "up", "down"))
         norm = getattr(layer, "post_attention_layernorm", None)
-        alike = plain and _is_rms(norm) and type(getattr(mlp, "act_fn", None)) is type(self._act)
+        same = plain and _is_rms(norm) and type(getattr(mlp, "act_fn", None)) is type(self._act)
+        same = same and _without_bias(gate, up, down)
         self.down.weight.zero_()
-        alike = alike and _without_bias(gate, up, down)
-        if gate and up and down and alike and down.weight.shape == self.down.weight.shape:
+        if gate and up and down and same and down.weight.shape == self.down.weight.shape:
             self.gate_up.weight.copy_(torch.cat([gate.weight, up.weight]))
-            self.down.weight.copy_(share * down.weight)
+            self.down.weight.copy_(multiplier * down.weight)
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
 
-    def _start_norms(self, attention: object, scale: float) -> None:
+    def _copy_qk_norms(self, attention: object, scale: float) -> None:
         """Copy the target's query and key norms if they have the same shape."""
         for name, own_norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             norm = getattr(attention, name, None)
@@ -359,7 +358,7 @@ class DraftLayer(nn.Module):
             if own_norm is not None and self.has_target_norms:
                 own_norm.weight.copy_(norm_scale(norm, own_norm.weight) * (scale if name == "q_norm" else 1))
 
-    def _rotary_as(self, target: FrozenModel, attention: object) -> bool:
+    def _has_rotary_of(self, target: FrozenModel, attention: object) -> bool:
         """Whether the target has the same rotary positions."""
         rotary = getattr(sys.modules[type(attention).__module__], "rotate_half", rotate_half)
         x_4 = torch.arange(4.0)
@@ -367,14 +366,14 @@ class DraftLayer(nn.Module):
 
 
 def _rope(target: FrozenModel) -> dict[str, Any]:
-    """The target's rotary settings, of full attention if layer types differ; empty without RoPE."""
+    """Return the target's rotary settings, of full attention if layer types differ; empty without RoPE."""
     rope = getattr(target.config, "rope_parameters", None) or {}
     rope = rope if "rope_theta" in rope else rope.get("full_attention", {})
     return {"rope_type": "default", **rope} if rope else {}
 
 
 def linear_of(module: Any, name: str) -> nn.Linear | None:
-    """The linear layer of this name, if it exists and is not quantized."""
+    """Return the linear layer of this name; None if it does not exist or is quantized."""
     part = getattr(module, name, None)
     if not isinstance(part, nn.Linear) or not part.weight.is_floating_point() or is_quantized(part.weight):
         return None
@@ -389,19 +388,12 @@ def _is_rms(norm: Any) -> bool:
     return "RMSNorm" in type(norm).__name__
 
 
-def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor) -> Tensor:
-    """Attention output of all heads, [B, N, G, T, d]: the values of `own_heads`, then the other heads' output."""
-    if not own_BNTd.shape[1]:
-        return mixed_BNGTd
-    return torch.cat([own_BNTd[:, :, None].expand(-1, -1, mixed_BNGTd.shape[2], -1, -1), mixed_BNGTd], dim=1)
-
-
-def by_token(mixed_BNGTd: Tensor) -> Tensor:
+def concat_heads(mixed_BNGTd: Tensor) -> Tensor:
     """Concatenate the heads of each token, [B, T, N * G * d]."""
     return mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2)
 
 
-def normed(norm: nn.Module, x: Tensor) -> Tensor:
+def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Apply an RMS norm in the dtype of its input, as the fused operation requires."""
     assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
     weight = norm.weight.to(x.dtype)
@@ -410,15 +402,15 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
-def normed_beside(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
-    """Norm and concatenate parts of one size; the norms share one epsilon."""
+def norm_and_concat(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
+    """Norm and concatenate parts of equal size and epsilon."""
     eps = norms[0].eps
     if eps is not None and (functions := draft_kernels.kernels_for(parts[0])):
         return draft_kernels.norms(functions, parts, [norm.weight.to(parts[0].dtype) for norm in norms], eps)
-    return torch.cat([normed(norm, part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
+    return torch.cat([rms_norm(norm, part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 
 
-def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
+def aux_layers_error(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
     return UserError(
         f"The heads would read layers {list(aux_layers)} of the target, which must be different ones, {which}.",
         "Name them, for example heads.aux_layers=[1,2,3]; a target of few layers needs it.",
@@ -433,8 +425,8 @@ def start_from_last_layers(
     norm: nn.RMSNorm,
     before: int = 0,
 ) -> None:
-    """Warm-start layers and norms from the target's last ones, with `fc` passing on the deepest fused state, which has
-    `before` columns in front of it in the first layer's input."""
+    """Warm-start layers and norms from the target's last ones, and let `fc` select the deepest aux state, which is
+    preceded by `before` columns in the first layer's input."""
     if len(stack) > target.num_layers:
         raise UserError(
             f"heads.num_layers is {len(stack)} and the target has {target.num_layers} layers to start from.",
@@ -451,7 +443,7 @@ def start_from_last_layers(
 
 
 def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
-    """Effective scale of an RMS norm, stored as such or as a difference to 1; ones for other norms."""
+    """Return the effective scale of an RMS norm, stored as such or as a difference to 1; ones for other norms."""
     if not _is_rms(norm):
         return torch.ones_like(like)
     rms = cast(nn.Module, norm)

@@ -1,8 +1,8 @@
-"""A target's own multi-token-prediction module, trainable as a draft head.
+"""The multi-token-prediction module of a target's checkpoint (DeepSeek-V3 and others), trainable as a draft head.
 
-Its decoder layer is the target's own transformers class (latent attention, gates, experts), so that every checkpoint
-tensor has its place. The layer computes queries, keys and values itself and calls the `attend` passed with each call:
-over a text in training, over a tree and the KV cache in drafting.
+Its decoder layer is the target's own transformers class (latent attention, gates, experts), which holds every tensor of
+the checkpoint. The layer computes queries, keys and values and calls the `attend` passed to it: over a text in
+training, over a tree and the KV cache in drafting.
 
 Shape suffixes: B rows, W entries, E hidden size, N key heads, G query heads per key head, d head size.
 """
@@ -45,8 +45,8 @@ def _attention(
     attend: Attend,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Adapt `attend` to transformers' interface. Latent attention has values shorter than keys and its own scale, so
-    both are padded to one head size and queries are rescaled."""
+    """Adapt `attend` to transformers' interface. Latent attention has shorter values than keys and its own scale: pad
+    both to one head size and rescale queries."""
     size = max(key_BNWd.shape[-1], value_BNWd.shape[-1])
     parts = (query_BQWd * (scaling * size**0.5), key_BNWd, value_BNWd)
     query, key, value = (F.pad(part.to(value_BNWd.dtype), (0, size - part.shape[-1])) for part in parts)
@@ -76,7 +76,7 @@ class NativeSettings:
 
     @classmethod
     def of(cls, target: FrozenModel) -> NativeSettings:
-        """Describe the target's first module; a UserError if it has none."""
+        """Describe the target's first module. Raises a UserError if it has none."""
         files = shipped_files(target)
         config = files.layer_config(0)
         # Remote-code configs derive from one of transformers' classes: use that class's layer.
@@ -109,12 +109,12 @@ class NativeSettings:
         with torch.device("meta"):
             kind = type(self.model().get_decoder().rotary_emb)
         rotary: nn.Module = kind(self.config())
-        if hasattr(rotary, "mrope_section"):  # wants time, height and width positions, which are equal in text
+        if hasattr(rotary, "mrope_section"):  # expects time, height and width positions, equal in text
             rotary.register_forward_pre_hook(lambda _, given: (given[0], given[1].expand(3, -1, -1)))
         return rotary
 
     def cache_shape(self) -> tuple[int, int]:
-        """Number of key heads and cached size per head, the larger of key and value."""
+        """Return the number of key heads and the cached size per head, the larger of key and value."""
         rotary = self.rotary()(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
         shapes: list[torch.Size] = []
 
@@ -145,18 +145,18 @@ class NativeModule(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = decoder.layers[0]
 
-    def learning(self) -> None:
-        """See `DraftLayer.learning`: all rows learn."""
+    def trained_qkv(self) -> None:
+        """See `DraftLayer.trained_qkv`: all rows are trained."""
 
-    def joined(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+    def join(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         parts = [self.enorm(embedded), self.hnorm(feedback)]
         joined: Tensor = self.eh_proj(torch.cat(parts[::-1] if self.settings.arranged.state_first else parts, dim=-1))
         return joined
 
     def run(self, joined_BWE: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Run the layer; returns its stream, [B, W, E]."""
-        made = self.layer(joined_BWE, position_embeddings=rotary, attention_mask=None, attend=attend)
-        stream: Tensor = made[0] if isinstance(made, tuple) else made
+        output = self.layer(joined_BWE, position_embeddings=rotary, attention_mask=None, attend=attend)
+        stream: Tensor = output[0] if isinstance(output, tuple) else output
         return stream
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class NativeModule(nn.Module):
             part.weight.copy_(weight)
 
     def by_checkpoint_name(self) -> dict[str, Tensor]:
-        """Trained tensors by their checkpoint names, with experts unstacked."""
+        """Return the trained tensors by their checkpoint names, with experts unstacked."""
         arranged = self.settings.arranged
         parts = (self.enorm, self.hnorm, self.eh_proj, self.norm)
         tensors = {
@@ -183,15 +183,15 @@ class NativeModule(nn.Module):
         }
         with torch.device("meta"):
             model = self.settings.model()
-        before = f"{model.base_model_prefix}.{_LAYER}"
-        held = {before + name: weight.detach() for name, weight in self.layer.named_parameters()}
-        below = self.settings.head + arranged.layer.format(number=0)
-        split = revert_weight_conversion(model, held)
-        return tensors | {below + name.removeprefix(before): weight for name, weight in split.items()}
+        prefix = f"{model.base_model_prefix}.{_LAYER}"
+        weights = {prefix + name: weight.detach() for name, weight in self.layer.named_parameters()}
+        checkpoint_prefix = self.settings.head + arranged.layer.format(number=0)
+        split = revert_weight_conversion(model, weights)
+        return tensors | {checkpoint_prefix + name.removeprefix(prefix): weight for name, weight in split.items()}
 
 
 def native_fields(target: FrozenModel) -> dict[str, Any]:
-    """Head settings that follow from the target's module."""
+    """Return the head settings for the target's module."""
     settings = NativeSettings.of(target)
     heads, size = settings.cache_shape()
     return {"native": settings, "num_key_value_heads": heads, "head_dim": size}

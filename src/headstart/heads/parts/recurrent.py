@@ -1,24 +1,24 @@
-"""The base of autoregressive heads: unrolling in training, drafting level by level.
+"""Base of autoregressive heads (EAGLE-1, EAGLE-3, MTP): unrolling in training, drafting level by level.
 
 Entry t of such a head reads the target's state after token t and the embedding of token t + 1, and drafts token t + 2.
-The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output replaces the
-next state: with the drafted token's embedding it is the entry of the next step. On tokens a b c d e (positions 0-4),
-the draft from the state after `b` (origin 1):
+The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output and the drafted
+token's embedding are the entry of the next step. On tokens a b c d e (positions 0-4), the draft from the state after
+`b` (origin 1):
 
     step 0   state(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
     step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
 
-If the target wrote c d e, step 0 learns from origins 1 and 2, step 1 from 1. Origin 0 is excluded: the target did not
-write its root `b`, as it does in decoding:
+If the target generated c d e, step 0 trains on origins 1 and 2, step 1 on origin 1. Origin 0 is excluded because the
+target did not generate its root `b`, as it does in decoding:
 
 >>> from headstart.heads.base import supervised_origins
 >>> supervised = torch.tensor([[False, False, True, True, True]])
 >>> [supervised_origins(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
-The entry of step k is at position t + k. Training computes step k of all origins of a conversation at once; an origin
-sees the text's entries up to itself (its step 0) and its own steps up to k, never another origin's, exactly as in
-drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
+The entry of step k is at position t + k. Training computes step k of all origins of a conversation at once. An origin
+sees the text's entries up to itself (its step 0) and its own steps up to k, never another origin's, as in drafting (the
+"training-time test" of EAGLE-3, arXiv 2503.01840).
 
 Shape suffixes: B rows, T tokens, A origins of a row, M predictions, P pending entries, W nodes of a level, S cache
 slots, K draft steps, E hidden size, I attention inputs, X a family's inputs from the target, D draft vocabulary.
@@ -29,7 +29,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -41,31 +42,22 @@ from torch import Tensor, nn
 from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import in_panels, linear
 from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
-from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, normed, with_own
-from headstart.heads.parts.text_attention import (
-    VisibleRange,
-    attend,
-    by_row,
-    causal_attention,
-    positions_of,
-    rounded_up,
-)
+from headstart.heads.parts.graphed import GraphedHead, IntArray, Level
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, rms_norm
+from headstart.heads.parts.recurrent_session import RecurrentMemory, RecurrentSession
+from headstart.heads.parts.text_attention import attend, causal_attention
+from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.kernels import draft_kernels
-from headstart.model.frozen import FrozenModel
 from headstart.replay.attention import CHUNK
-from headstart.replay.cache import KVMemory
 from headstart.replay.cuda_graphs import WIDTHS, bucket_slots, next_power_of_two
 from headstart.support.uploads import upload
 from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
 _FEW_PENDING = 8
-"""Pending entries, over all rows, that small rounds are padded to: otherwise each count would need its own graph."""
+"""Minimum padded number of pending entries, over all rows: otherwise each count would need its own graph."""
 _MOST_READ = 1024
-"""Most pending entries to read with graphs, in pieces of the widest one; beyond, an uncaptured forward is faster."""
-_WORTH_A_COPY = 0.9
-"""Origins are compacted when fewer than this fraction continue and the padded size shrinks."""
+"""Most pending entries to read with graphs, in pieces of the widest one. Beyond, a forward without graphs is faster."""
 
 
 class RecurrentConfig(LayerConfig):
@@ -75,104 +67,14 @@ class RecurrentConfig(LayerConfig):
     init: str = Field("target", description="Initial weights, see each family.")
 
 
-@dataclass
-class RecurrentSession:
-    """Drafting state of a batch. Growing a tree in one call does not update `feedback_BWE`, `paths` and `nodes`.
-
-    Attributes:
-        seen_BPX: target states of pending tokens (committed, not cached yet), `counts` per row, with spare room.
-        tokens: the token after each pending state except a row's last one, which precedes the root.
-        drafted: whether the pending entries were computed (with the root) in this round.
-        base: cache slot of each row's root entry: (state before the root, root).
-        feedback_BWE: feedback of the last level's nodes.
-        memory: buffers of CUDA graphs, if drafts are captured.
-        paths: per row and node of the last level, the cache slots on its path after the root's.
-        nodes: number of nodes of the levels after the first in this round.
-        in_8_bits: the heads for the C kernels, see `RecurrentHead.in_8_bits`; weights do not change while drafting.
-    """
-
-    cache: LayerCache
-    seen_BPX: Tensor
-    tokens: list[list[int]]
-    counts: list[int]
-    base: list[int]
-    feedback_BWE: Tensor
-    drafted: bool = False
-    memory: RecurrentMemory | None = None
-    paths: list[list[list[int]]] = field(default_factory=list)
-    nodes: int = 0
-    in_8_bits: draft_kernels.Recurrent | None = None
-
-    def begin_round(self) -> None:
-        """Start a round; its first level is the pending entries, ending with the root's."""
-        self.base = [length + count - 1 for length, count in zip(self.cache.lengths, self.counts, strict=True)]
-        self.paths, self.nodes = [[[]] for _ in self.base], 0
-        self.drafted = True
-
-    def pending_tokens(self, roots_B1: Tensor, width: int, last: Sequence[int]) -> Tensor:
-        """Tokens after the pending states, [B, P]: each row's root at index `last`, then zeros."""
-        device = roots_B1.device
-        if device.type == "cpu":
-            return torch.tensor(self.numbers_of_pending(roots_B1[:, 0].tolist(), width))
-        texts = self.numbers_of_pending([0] * len(last), width)
-        return upload(texts, device).scatter_(1, upload(last, device)[:, None], roots_B1)
-
-    def go_past(self, read: Sequence[int]) -> None:
-        """Drop the first `read` pending entries of each row, which are in the cache now."""
-        width, device = self.seen_BPX.shape[1], self.seen_BPX.device
-        left = max(pending - count for pending, count in zip(self.counts, read, strict=True))
-        if len(set(read)) == 1:
-            self.seen_BPX = self.seen_BPX[:, read[0] :]
-        else:
-            rows_B1 = torch.arange(len(read), device=device)[:, None]
-            index_BP = upload(read, device)[:, None] + torch.arange(left, device=device)
-            self.seen_BPX = self.seen_BPX[rows_B1, index_BP.clamp(max=width - 1)]
-        self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, read, strict=True)]
-        self.counts = [pending - count for pending, count in zip(self.counts, read, strict=True)]
-        self.tokens = [tokens[count:] for tokens, count in zip(self.tokens, read, strict=True)]
-
-    def numbers_of_pending(self, roots: Sequence[int], width: int) -> list[list[int]]:
-        """`pending_tokens` on the host."""
-        rows = ([*tokens, root] for tokens, root in zip(self.tokens, roots, strict=True))
-        return [row + [0] * (width - len(row)) for row in rows]
-
-    def next_entries(self, parents_BW: Numbers) -> Entries:
-        """Entries of the next level's nodes, which see the text, their ancestors, and themselves."""
-        entries = []
-        for row, (base, above, parents) in enumerate(zip(self.base, self.paths, parents_BW.tolist(), strict=True)):
-            slots = range(base + 1 + self.nodes, base + 1 + self.nodes + len(parents))
-            self.paths[row] = [[*above[parent], slot] for slot, parent in zip(slots, parents, strict=True)]
-            entries.append([(row, path[-1], base + len(path), base + 1, *path) for path in self.paths[row]])
-        self.nodes += len(entries[0])
-        return Entries.of(entries)
-
-
-class RecurrentMemory(KVMemory):
-    """Inputs of graphs: keys and values, pending states, the last level's feedback `fed_BWE`, and rotary tables; and
-    their output `feedback_BWE`."""
-
-    def __init__(self, heads: RecurrentHead, seen_BPX: Tensor, rows: int, capacity: int) -> None:
-        super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), seen_BPX), rows, capacity)
-        size, widest, (_, _, read) = heads.config.hidden_size, WIDTHS[-1], seen_BPX.shape
-        with torch.inference_mode(False):
-            self.seen_BPX = torch.zeros(rows, widest, read, dtype=seen_BPX.dtype, device=seen_BPX.device)
-            self.fed_BWE, self.feedback_BWE = self.seen_BPX.new_zeros(2, rows, widest, size).unbind()
-        self.rotary = heads._rotary.table(capacity, seen_BPX.device, seen_BPX.dtype)
-
-    def clear(self) -> None:
-        super().clear()
-        for buffer in (self.seen_BPX, self.fed_BWE):
-            buffer.zero_()
-
-
 class RecurrentHead(GraphedHead):
-    """A stack of decoder layers over (state, next token's embedding); families define inputs and outputs."""
+    """Decoder layers over (state, next token's embedding); families define the layers' inputs and outputs."""
 
     config: RecurrentConfig
 
     def __init__(self, config: RecurrentConfig, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(layers)
+        self.layers = cast(list[DraftLayer], nn.ModuleList(layers))
         self._rotary = Rotary(config)
 
     @property
@@ -181,50 +83,43 @@ class RecurrentHead(GraphedHead):
 
     @property
     def bytes_per_token(self) -> int:
-        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._item)
-
-    @property
-    def stack(self) -> list[DraftLayer]:
-        return cast(list[DraftLayer], list(self.layers))
-
-    def bind(self, target: FrozenModel) -> None:
-        self._embedding_VE = target.embedding_weight.detach()
+        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._dtype.itemsize)
 
     # -- defined by families -------------------------------------------------------------------------------------
 
     @abstractmethod
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        """The head's inputs from the target's states, [..., X]."""
+        """Select the head's inputs [..., X] from the target's states."""
 
     @abstractmethod
     def project(self, seen: Tensor) -> Tensor:
-        """Map `select_states` to the form of the feedback, [..., E]."""
+        """Map the selected states to the size of the feedback, [..., E]."""
 
     @abstractmethod
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention input of the first layer [..., I], and its residual stream [..., E]."""
+        """Return the attention input of the first layer [..., I], and its residual stream [..., E]."""
 
     @property
     def output_norm(self) -> nn.RMSNorm | None:
-        """The norm between the last layer's stream and the LM head, if any."""
+        """Norm between the last layer's stream and the LM head, if any."""
         return None
 
     @property
     def feeds_normed(self) -> bool:
-        """Whether the stream is fed back after that norm."""
+        """Whether the feedback is the stream after that norm."""
         return False
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """LM head input and feedback from the last layer's stream, both [..., E]."""
-        hidden = stream if self.output_norm is None else normed(self.output_norm, stream)
+        """Return LM head input and feedback, both [..., E], from the last layer's stream."""
+        hidden = stream if self.output_norm is None else rms_norm(self.output_norm, stream)
         return hidden, hidden if self.feeds_normed else stream
 
     def embedding_input(self, like: Tensor) -> draft_kernels.EmbeddingInput | None:
-        """`layer_input` for the C kernels, with weights in the dtype of `like`; None to leave it to torch."""
+        """Return `layer_input` for the C kernels, with weights in the dtype of `like`; None to leave it to torch."""
         return None
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
-        """Number of a layer's leading own-position heads; the C kernels skip their attention."""
+        """Number of a layer's leading own-position heads. The C kernels skip their attention."""
         return 0
 
     @property
@@ -234,12 +129,11 @@ class RecurrentHead(GraphedHead):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def enter(
+    def _read_first_layer(
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`DraftLayer.read` of the first layer, and its residual stream."""
-        attended, stream = self.layer_input(feedback, self.embedded(tokens, feedback))
-        return *self.stack[0].read(attended, rotary, learning), stream
+        attended, stream = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
+        return *self.layers[0].read(attended, rotary, learning), stream
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         text: UnrolledText | None = None
@@ -248,100 +142,109 @@ class RecurrentHead(GraphedHead):
             if not len(origin_M):
                 return
             if text is None:
-                text = UnrolledText(self, self.project(self.select_states(batch.states)), batch, origin_M)
+                text = UnrolledText(self.layers, self.project(self.select_states(batch.states)), batch, origin_M)
             else:
-                text.keep(origin_M)
-            hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
+                text.select(origin_M)
+            tokens, positions = text.entries(step)
+            rotary = self._rotary.at(positions, text.feedback_BAE.dtype, batch.tokens_BT.shape[1] + step)
+            hidden_BAE, text.feedback_BAE = self.layer_output(self.run_text(text, tokens, rotary))
             feature_ME = text.feedback_BAE[text.real_BA] if self.drafts_features else None
             yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
 
-    def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Run the layers over the next training step of every origin and append keys and values to `text`; returns the
+    def run_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Run the layers over the next training step of every origin and append keys and values to `text`. Returns the
         last layer's stream, [B, A, E]."""
-        first, index_BA = not text.kv, text.sight.index_BA
-        inputs = text.feedback_BAE, tokens, rotary, text.learning[0]
-        queries, keys, values, stream = self.checkpointed(self.enter, *inputs)
-        for number, layer in enumerate(self.stack):
+        first, index_BA = not text.kv, text.visible.index_BA
+        inputs = text.feedback_BAE, tokens, rotary, text.trained_qkv[0]
+        queries, keys, values, stream = self.run_checkpointed(self._read_first_layer, *inputs)
+        for number, layer in enumerate(self.layers):
             if number:
-                queries, keys, values = self.checkpointed(layer.read, stream, rotary, text.learning[number])
-            alone = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
-            own_values, values = values[:, :alone], values[:, alone:]
+                queries, keys, values = self.run_checkpointed(layer.read, stream, rotary, text.trained_qkv[number])
+            own = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
+            own_values, values = values[:, :own], values[:, own:]
             if first:
                 text.kv.append((keys, values))
                 if number == len(self.layers) - 1:  # after the last layer only the origins matter
-                    stream = text.of_origins(stream)
+                    stream = text.gather_origins(stream)
                     index_BA1 = index_BA[:, :, None]
-                    own_values = own_values.gather(2, index_BA1[:, None].expand(-1, alone, -1, own_values.shape[3]))
+                    own_values = own_values.gather(2, index_BA1[:, None].expand(-1, own, -1, own_values.shape[3]))
                     index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
-                    mixed = attend(queries.gather(3, index), keys, values, text.sight)
+                    mixed = attend(queries.gather(3, index), keys, values, text.visible)
                 else:
                     mixed = causal_attention(queries, keys, values, text.starts_BT)
             else:
                 text.chains[number].append((keys, values))
-                mixed = attend(queries, *text.kv[number], text.sight, text.chains[number])
-            stream = self.checkpointed(layer.write, stream, with_own(own_values, mixed))
+                mixed = attend(queries, *text.kv[number], text.visible, text.chains[number])
+            if own:
+                mixed = torch.cat([own_values[:, :, None].expand(-1, -1, mixed.shape[2], -1, -1), mixed], dim=1)
+            stream = self.run_checkpointed(layer.write, stream, mixed)
         return stream
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentSession:
-        seen_BPX = self.select_states(states)
-        width = seen_BPX.shape[1]
-        cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=width, like=seen_BPX)
+        pending_BPX = self.select_states(states)
+        width = pending_BPX.shape[1]
+        cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=width, like=pending_BPX)
         following, counts = [list(prompt[1:]) for prompt in prompts], [len(prompt) for prompt in prompts]
-        none, in_8_bits = seen_BPX[:, :0], self.in_8_bits(seen_BPX[:1, :1])
-        return RecurrentSession(cache, seen_BPX, following, counts, base=[], feedback_BWE=none, in_8_bits=in_8_bits)
+        kernel_heads = self._kernel_heads(pending_BPX[:1, :1])
+        return RecurrentSession(
+            cache, pending_BPX, following, counts, [], pending_BPX[:, :0], kernel_heads=kernel_heads
+        )
 
     def read_text(self, session: RecurrentSession, check: Callable[[], None] | None) -> None:
         while max(session.counts) > CHUNK:
             if check is not None:
                 check()
-            read, device = [min(CHUNK, count - 1) for count in session.counts], session.seen_BPX.device
-            # The row's next entries overwrite padding.
-            texts = zip(session.tokens, read, strict=True)
-            tokens_BW = upload([tokens[:count] + [0] * (CHUNK - count) for tokens, count in texts], device)
+            read, tokens = session.next_piece(CHUNK)
+            tokens_BW = upload(tokens, session.pending_BPX.device)
             entries = Entries.of_text(session.cache.lengths, CHUNK)
             session.cache.reserve(entries.stop)
-            feedback_BWE = self.project(session.seen_BPX[:, :CHUNK])
+            feedback_BWE = self.project(session.pending_BPX[:, :CHUNK])
             self._run(session, feedback_BWE, tokens_BW, entries, [max(count, 1) - 1 for count in read])
-            session.go_past(read)
+            session.drop_pending(read)
 
-    def in_8_bits(self, like: Tensor) -> draft_kernels.Recurrent | None:
-        """The heads for the C kernels, in the dtype of `like`; None without int8 weights or with unsupported layers."""
+    def _kernel_heads(self, like: Tensor) -> draft_kernels.Recurrent | None:
+        """Return the heads for the C kernels, in the dtype of `like`; None without int8 weights."""
         layers = [
-            layer.in_8_bits(like, self.own_heads(layer, like)) if isinstance(layer, DraftLayer) else None
+            layer.kernel_layer(like, self.own_heads(layer, like)) if isinstance(layer, DraftLayer) else None
             for layer in self.layers
         ]
         if not all(layers) or (lm_head := in_panels(self.lm_head_DE, like)) is None:
             return None
         norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
-        known, eps = cast(list[draft_kernels.Layer], layers), self.config.rms_norm_eps
-        return draft_kernels.Recurrent(known, lm_head, norm_E, self.feeds_normed, eps, self.embedding_input(like))
+        kernel_layers, eps = cast(list[draft_kernels.Layer], layers), self.config.rms_norm_eps
+        return draft_kernels.Recurrent(kernel_layers, lm_head, norm_E, self.feeds_normed, eps, self.embedding_input(like))
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         last = None
         if depth == 0:
             session.begin_round()
             pending, last = max(session.counts), [count - 1 for count in session.counts]
-            entries, above_BWX = Entries.of_text(session.cache.lengths, pending), session.seen_BPX.narrow(1, 0, pending)
+            entries, above_BWX = (
+                Entries.of_text(session.cache.lengths, pending),
+                session.pending_BPX.narrow(1, 0, pending),
+            )
             if pending > 1:
-                tokens_BW = session.pending_tokens(tokens_BW, pending, last)
+                device, roots_B1 = tokens_BW.device, tokens_BW
+                tokens_BW = upload(session.pending_tokens([0] * len(last), pending), device)
+                tokens_BW.scatter_(1, upload(last, device)[:, None], roots_B1)
         else:
             entries, above_BWX = session.next_entries(parents_BW.numpy()), session.feedback_BWE
         session.cache.reserve(entries.stop)
         functions = draft_kernels.kernels_for(above_BWX) if tokens_BW.numel() <= draft_kernels.ROWS else None
-        if functions and session.in_8_bits is not None:
-            of_nodes = tokens_BW, None if depth == 0 else parents_BW
-            logits_BWD, session.feedback_BWE = self._level_in_c(functions, session, above_BWX, of_nodes, entries, last)
-            return self.finished(logits_BWD if self.lm_bias_D is None else logits_BWD + self.lm_bias_D)
-        fed_BWE = _fed(above_BWX, parents_BW) if depth else self.project(above_BWX)
+        if functions and session.kernel_heads is not None:
+            nodes = tokens_BW, parents_BW if depth else None
+            logits_BWD, session.feedback_BWE = self._run_kernels(functions, session, above_BWX, nodes, entries, last)
+            return self.finish_logits(logits_BWD if self.lm_bias_D is None else logits_BWD + self.lm_bias_D)
+        fed_BWE = _parent_feedback(above_BWX, parents_BW) if depth else self.project(above_BWX)
         stream_BWE = self._run(session, fed_BWE, tokens_BW, entries, last)
         hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
-        return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
+        return self.finish_logits(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
     def draft_tree(self, session: RecurrentSession, root: int, request: Request, ranks: int) -> Tree | None:
         (pending, *others), levels = session.counts, min(self.draft_steps, request.max_nodes - 1)
-        above_1PX, heads = session.seen_BPX.narrow(1, 0, pending), session.in_8_bits
+        above_1PX, heads = session.pending_BPX.narrow(1, 0, pending), session.kernel_heads
         functions = draft_kernels.kernels_for(above_1PX) if pending <= draft_kernels.ROWS else None
         if others or functions is None or heads is None or not heads.grows:
             return None
@@ -350,38 +253,38 @@ class RecurrentHead(GraphedHead):
         if self.lm_bias_D is not None or self.finish is not None:
             return None
         session.begin_round()
-        (base,) = session.base
+        (base,) = session.root_slots
         entries = Entries.of_text(session.cache.lengths, pending)
         entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
         session.cache.reserve(entries.stop)
-        views = self._views(session.cache, entries, [pending - 1], above_1PX)
+        views = self._kv_views(session.cache, entries, [pending - 1], above_1PX)
         how = draft_kernels.Growth(request, self.draft_to_target_D, levels, ranks, base)
         return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, views, how)
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
-        seen_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
-        if session.drafted:  # the pending entries are in the cache, with the root that is now committed
+        pending_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
+        if session.drafted:  # the pending entries are in the cache, with the root
             session.cache.lengths = [a + b for a, b in zip(session.cache.lengths, session.counts, strict=True)]
-            session.seen_BPX, session.counts, session.drafted = seen_BPX, counts, False
+            session.pending_BPX, session.counts, session.drafted = pending_BPX, counts, False
             session.tokens = [of_row[1:] for of_row in tokens]
             return
         old, session.counts = session.counts, [a + b for a, b in zip(session.counts, counts, strict=True)]
-        width = session.seen_BPX.shape[1]
-        if max(session.counts) > width:  # twice as wide, so that a long pause copies each state about once
+        width = session.pending_BPX.shape[1]
+        if max(session.counts) > width:  # double the room: a long pause copies each state about once
             more = max(max(session.counts) - width, width)
-            session.seen_BPX = F.pad(session.seen_BPX, (0, 0, 0, more))
+            session.pending_BPX = F.pad(session.pending_BPX, (0, 0, 0, more))
         for row, (start, count) in enumerate(zip(old, counts, strict=True)):
-            session.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
+            session.pending_BPX[row, start : start + count] = pending_BPX[row, :count]
             session.tokens[row] = session.tokens[row] + tokens[row]
 
     def reorder(self, session: RecurrentSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
-        session.seen_BPX = session.seen_BPX[upload(rows, session.seen_BPX.device)]
+        session.pending_BPX = session.pending_BPX[upload(rows, session.pending_BPX.device)]
         session.tokens = [session.tokens[row] for row in rows]
         session.counts = [session.counts[row] for row in rows]
         session.drafted = False
 
-    def _level_in_c(
+    def _run_kernels(
         self,
         functions: Any,
         session: RecurrentSession,
@@ -390,15 +293,15 @@ class RecurrentHead(GraphedHead):
         entries: Entries,
         last: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, W, D] and feedback [B, W, E] of new entries, given their tokens and parents and the level above's
-        feedback. For text entries (parents None) `above_BWX` has the target's states, and only each row's `last` entry
-        is returned."""
-        heads, (tokens_BW, parents_BW) = session.in_8_bits, nodes
-        assert heads is not None, "weights are in 8 bits"
-        views = self._views(session.cache, entries, last, above_BWX)
+        """Return logits [B, W, D] and feedback [B, W, E] of new entries, given `nodes` (tokens and parents) and the
+        previous level's feedback `above_BWX`. Text entries have no parents: `above_BWX` are then the target's states,
+        and only each row's `last` entry is returned."""
+        heads, (tokens_BW, parents_BW) = session.kernel_heads, nodes
+        assert heads is not None, "weights are int8"
+        views = self._kv_views(session.cache, entries, last, above_BWX)
         if heads.embedding_input is None or (parents_BW is None and heads.embedding_input.fusion is None):
-            fed_BWE = self.project(above_BWX) if parents_BW is None else _fed(above_BWX, parents_BW)
-            return heads.read(functions, *self.layer_input(fed_BWE, self.embedded(tokens_BW, fed_BWE)), views)
+            fed_BWE = self.project(above_BWX) if parents_BW is None else _parent_feedback(above_BWX, parents_BW)
+            return heads.read(functions, *self.layer_input(fed_BWE, self.embed_tokens(tokens_BW, fed_BWE)), views)
         index = None
         if parents_BW is not None:
             count, rows = above_BWX.shape[1], enumerate(parents_BW.tolist())
@@ -407,17 +310,15 @@ class RecurrentHead(GraphedHead):
             )
         return heads.enter(functions, tokens_BW, index, above_BWX, views)
 
-    def _views(
+    def _kv_views(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
     ) -> list[draft_kernels.KVView]:
-        """Each layer's view of the cache; the last layer only queries each row's `last` entry, if given."""
+        """Return each layer's view of the cache. The last layer only queries each row's `last` entry, if given."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
-        asked_B = None if last is None else array("q", last)
-        numbers, heads, final = (entries.numbers, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
-        return [
-            draft_kernels.KVView(numbers, asked_B if number == final else None, kv, table, heads)
-            for number, kv in enumerate(cache.kv)
-        ]
+        queries = [*[None] * (len(cache.kv) - 1), None if last is None else array("q", last)]
+        fields, heads = (entries.fields, entries.shape), self.config.num_attention_heads
+        views = zip(queries, cache.kv, strict=True)
+        return [draft_kernels.KVView(fields, query_B, kv, table, heads) for query_B, kv in views]
 
     def _run(
         self,
@@ -427,19 +328,19 @@ class RecurrentHead(GraphedHead):
         entries: Entries,
         last: Sequence[int] | None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries, or of each row's `last` entry of the text."""
+        """Return the last layer's stream [B, W, E] of new entries, or of each row's `last` entry of the text."""
         cache, slots, like = session.cache, entries.stop, feedback_BWE
         if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.kernels_for(like)):
-            read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
-            for layer, view in zip(self.stack, self._views(cache, entries, last, like), strict=True):
-                found_BWH = draft_kernels.attend(functions, layer.unturned(read_BWI), view)
+            read_BWI, stream_BWE = self.layer_input(like, self.embed_tokens(tokens_BW, like))
+            for layer, view in zip(self.layers, self._kv_views(cache, entries, last, like), strict=True):
+                mixed_BWH = draft_kernels.attend(functions, layer.project_qkv(read_BWI), view)
                 if view.last_B is not None:
                     stream_BWE = stream_BWE[range(len(stream_BWE)), view.last_B.tolist()][:, None]
-                read_BWI = stream_BWE = layer.write_found(stream_BWE, found_BWH)
+                read_BWI = stream_BWE = layer.write_concat(stream_BWE, mixed_BWH)
             return stream_BWE
         table = self._rotary.table(slots, like.device, like.dtype)
         starts = entries.slots_BW[:, 0].tolist()
-        positions_BW = upload(torch.from_numpy(entries.numbers_BWF[..., 2]), like.device)
+        positions_BW = upload(torch.from_numpy(entries.fields_BWF[..., 2]), like.device)
         last_B = None if last is None else upload(last, like.device)
         allowed_BWS = None if last_B is not None else entries.allowed(like.device)
 
@@ -449,12 +350,10 @@ class RecurrentHead(GraphedHead):
             index_BW = positions_BW if rows_B is None else positions_BW[rows_B, last_B][:, None]
             return text_attention(queries, cache.kv[number], slots, index_BW, starts)
 
-        def put(number: int, keys: Tensor, values: Tensor) -> None:
-            cache.put(number, starts, keys, values)
+        put = partial(cache.put, starts)
+        return self._run_layers(feedback_BWE, tokens_BW, angles(table, positions_BW), put, mix, last_B)
 
-        return self._through(feedback_BWE, tokens_BW, angles(table, positions_BW), put, mix, last_B)
-
-    def _through(
+    def _run_layers(
         self,
         feedback_BWE: Tensor,
         tokens_BW: Tensor,
@@ -463,15 +362,15 @@ class RecurrentHead(GraphedHead):
         mix: Callable[[int, Tensor, Tensor | None], Tensor],
         last_B: Tensor | None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries: `put` writes keys and values, `mix` attends. With
-        `last_B` only that entry of each row is returned (W = 1)."""
-        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
+        """Return the last layer's stream [B, W, E] of new entries, or of each row's `last_B` entry alone. `put` writes
+        keys and values, `mix` attends."""
+        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embed_tokens(tokens_BW, feedback_BWE))
         rows_B = None
-        for number, layer in enumerate(self.stack):
+        for number, layer in enumerate(self.layers):
             queries, keys, values = layer.read(attended_BWI, rotary)
             put(number, keys, values)
             if last_B is not None and number == len(self.layers) - 1:
-                # Only the root's entry is drafted from: past its keys and values, the last layer runs for it alone.
+                # Drafts read the root's entry alone. The others only need keys and values in the last layer.
                 rows_B = torch.arange(len(last_B), device=last_B.device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
@@ -482,7 +381,7 @@ class RecurrentHead(GraphedHead):
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
 
     def new_memory(self, session: RecurrentSession, rows: int, capacity: int) -> RecurrentMemory:
-        return RecurrentMemory(self, session.seen_BPX, rows, capacity)
+        return RecurrentMemory(self.config, len(self.layers), self._rotary, session.pending_BPX, rows, capacity)
 
     def slots(self, session: RecurrentSession) -> int:
         pending = zip(session.cache.lengths, session.counts, strict=True)
@@ -492,68 +391,65 @@ class RecurrentHead(GraphedHead):
         session.cache.move(memory)
         session.memory = memory
 
-    def reading(self, session: RecurrentSession) -> Iterator[Level]:
+    def pending_levels(self, session: RecurrentSession) -> Iterator[Level]:
         memory, widest = session.memory, WIDTHS[-1]
         assert memory is not None, "captured levels have memory"
         while widest < max(session.counts) <= _MOST_READ:
-            read, lengths = [min(widest, count - 1) for count in session.counts], session.cache.lengths
-            memory.seen_BPX[: len(read)] = session.seen_BPX[:, :widest]
-            # The row's next entries overwrite padding.
-            texts = zip(session.tokens, read, strict=True)
-            tokens_BW = [tokens[:count] + [0] * (widest - count) for tokens, count in texts]
-            numbers_BX = np.concatenate([tokens_BW, np.stack([read, lengths], axis=1)], axis=1)
-            yield Level(numbers_BX, 1, (0, widest, bucket_slots(max(lengths) + widest, memory)))
-            session.go_past(read)
+            (read, tokens), lengths = session.next_piece(widest), session.cache.lengths
+            memory.pending_BPX[: len(read)] = session.pending_BPX[:, :widest]
+            inputs_BX = np.concatenate([tokens, np.stack([read, lengths], axis=1)], axis=1)
+            yield Level(inputs_BX, 1, (0, widest, bucket_slots(max(lengths) + widest, memory)))
+            session.drop_pending(read)
 
     def level(
-        self, session: RecurrentSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+        self, session: RecurrentSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level | None:
         if depths.start == 0:
             return self._first_level(session, tokens_BW)
         memory, (rows, width), padded = session.memory, tokens_BW.shape, next_power_of_two(tokens_BW.shape[1])
         assert memory is not None, "captured levels have memory"
-        base_B1, entries = np.array(session.base)[:, None], session.next_entries(parents_BW)
+        base_B1, entries = np.array(session.root_slots)[:, None], session.next_entries(parents_BW)
         starts_B1 = entries.slots_BW[:, :1]
         # Pad with the root's slot, which is visible anyway.
         seen_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
         seen_BWK[:, :width, : depths.start] = entries.further_BWK
         nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
-        numbers_BX = np.concatenate([*nodes, seen_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1)
+        inputs_BX = np.concatenate([*nodes, seen_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1)
         above = session.feedback_BWE.shape[1]
         memory.fed_BWE[:rows, :above] = session.feedback_BWE
         session.feedback_BWE = memory.feedback_BWE[:rows, :width]
-        return Level(numbers_BX, width, (1, padded, bucket_slots(int(starts_B1.max()) + padded, memory)))
+        return Level(inputs_BX, width, (1, padded, bucket_slots(int(starts_B1.max()) + padded, memory)))
 
-    def _first_level(self, session: RecurrentSession, tokens_BW: Numbers) -> Level | None:
+    def _first_level(self, session: RecurrentSession, tokens_BW: IntArray) -> Level | None:
         memory, lengths, counts = session.memory, session.cache.lengths, session.counts
         assert memory is not None, "captured levels have memory"
         rows, pending = len(counts), max(counts)
         if pending > WIDTHS[-1]:
             return None
-        memory.seen_BPX[:rows, :pending] = session.seen_BPX[:, :pending]
+        memory.pending_BPX[:rows, :pending] = session.pending_BPX[:, :pending]
         session.begin_round()
         session.feedback_BWE = memory.feedback_BWE[:rows, :1]
         padded = next_power_of_two(max(pending, _FEW_PENDING // memory.rows))
-        tokens = session.numbers_of_pending(tokens_BW[:, 0].tolist(), padded)
-        numbers_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
-        return Level(numbers_BX, 1, (0, padded, bucket_slots(max(lengths) + padded, memory)))
+        tokens = session.pending_tokens(tokens_BW[:, 0].tolist(), padded)
+        inputs_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
+        return Level(inputs_BX, 1, (0, padded, bucket_slots(max(lengths) + padded, memory)))
 
-    def draft_level(self, memory: RecurrentMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def draft_level(self, memory: RecurrentMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
         after_first, width, seen = sizes
-        rows, device = len(numbers_BX), numbers_BX.device
+        rows, device = len(inputs_BX), inputs_BX.device
         rows_B1, index_W = torch.arange(rows, device=device)[:, None], torch.arange(width, device=device)
         slots_S, last_B = torch.arange(seen, device=device), None
         if after_first:
             parts = [width, width, width * self.draft_steps, 1, 1, 1]
-            tokens_BW, parents_BW, seen_BX, base_B1, start_B1, position_B1 = torch.split(numbers_BX, parts, dim=1)
+            tokens_BW, parents_BW, seen_BX, base_B1, start_B1, position_B1 = torch.split(inputs_BX, parts, dim=1)
             feedback_BWE = memory.fed_BWE[rows_B1, parents_BW]
             slots_BW, positions_BW = start_B1 + index_W, position_B1.expand(-1, width)
             allowed_BWS = (slots_S <= base_B1)[:, None].repeat(1, width, 1)
             allowed_BWS.scatter_(2, seen_BX.view(rows, width, -1), True)
         else:
-            tokens_BW, (count_B, length_B) = numbers_BX[:, :width], numbers_BX[:, width:].unbind(1)
+            tokens_BW, (count_B, length_B) = inputs_BX[:, :width], inputs_BX[:, width:].unbind(1)
             last_B = count_B - 1
-            feedback_BWE = self.project(memory.seen_BPX[:rows, :width])
+            feedback_BWE = self.project(memory.pending_BPX[:rows, :width])
             slots_BW = positions_BW = length_B[:, None] + index_W
             allowed_BWS = slots_S <= slots_BW[:, :, None]
 
@@ -565,64 +461,14 @@ class RecurrentHead(GraphedHead):
             return cached_attention(queries, memory.layer(number), seen, allowed)
 
         rotary = angles(memory.rotary, positions_BW)
-        stream_BWE = self._through(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+        stream_BWE = self._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
         hidden_BWE, feedback_BWE = self.layer_output(stream_BWE)
         memory.feedback_BWE[:rows, : feedback_BWE.shape[1]] = feedback_BWE
-        return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
+        return self.finish_logits(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
 
-def _fed(above_BWE: Tensor, parents_BW: Tensor) -> Tensor:
-    """Feedback of the parents of a level's nodes, [B, W, E]."""
+def _parent_feedback(above_BWE: Tensor, parents_BW: Tensor) -> Tensor:
     if above_BWE.shape[1] == 1:  # after the root, and in chains
         return above_BWE.expand(-1, parents_BW.shape[1], -1)
     rows_B1 = torch.arange(len(above_BWE), device=above_BWE.device)[:, None]
     return above_BWE[rows_B1, upload(parents_BW, above_BWE.device)]
-
-
-class UnrolledText:
-    """A batch being unrolled: entries of the text and of each origin. `real_BA` masks padding, `feedback_BAE` is the
-    previous step's feedback (at step 0 the text's states, [B, T, E])."""
-
-    def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
-        self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE
-        self.starts_BT = batch.starts_BT
-        index_BA, self.real_BA = by_row(origin_M, self.tokens_BT.shape)
-        self.kv: list[tuple[Tensor, Tensor]] = []
-        self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in heads.layers]
-        self.learning = [layer.learning() for layer in heads.stack]
-        starts_BA = None if self.starts_BT is None else self.starts_BT.gather(1, index_BA)
-        self.sight = VisibleRange(index_BA, self.tokens_BT.shape[1], starts_BA)
-
-    def keep(self, origin_M: Tensor) -> None:
-        """Continue with these origins only; the rest is dropped when compaction is worth a copy."""
-        index_BA = self.sight.index_BA
-        rows, maximum = index_BA.shape
-        row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
-        wanted_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
-        wanted_X[origin_M] = True
-        wanted_BA = wanted_X[index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
-        count = int(wanted_BA.sum(1).max())
-        if count > _WORTH_A_COPY * maximum or rounded_up(count, origin_M.device.type) >= maximum:
-            self.real_BA = wanted_BA
-            return
-        column_BA, self.real_BA = by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))
-        self.sight, self.feedback_BAE = self.sight.columns(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
-        at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
-        self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
-
-    def of_origins(self, stream_BTE: Tensor) -> Tensor:
-        """Gather the text's entries at the origins, [B, A, E]."""
-        return stream_BTE.gather(1, self.sight.index_BA[:, :, None].expand(-1, -1, stream_BTE.shape[2]))
-
-    def step(self, step: int) -> Tensor:
-        """The last layer's stream [B, A, E] of each origin's entry with token origin + step + 1, at position
-        origin + step."""
-        heads, index_BA = self.heads, self.sight.index_BA
-        if step == 0:
-            positions = positions_of(self.tokens_BT, self.starts_BT)
-            tokens = F.pad(self.tokens_BT[:, 1:], (0, 1))
-        else:
-            tokens = self.tokens_BT.gather(1, (index_BA + step + 1).clamp(max=self.tokens_BT.shape[1] - 1))
-            positions = (index_BA if self.sight.starts_BA is None else index_BA - self.sight.starts_BA) + step
-        rotary = heads._rotary.at(positions, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
-        return heads.over_text(self, tokens, rotary)

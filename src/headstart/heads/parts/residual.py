@@ -1,4 +1,4 @@
-"""The base of Medusa and Hydra heads: settings, residual blocks, sessions, and the linear start.
+"""Base of Medusa and Hydra: settings, residual blocks and sessions; and ridge regressions for closed-form starts.
 
 Shape suffixes: B rows, T tokens, E hidden size, V vocabulary, F head inputs, M predictions, L blocks per head, K heads.
 """
@@ -25,7 +25,7 @@ from headstart.tree.tree import Committed
 _RIDGE = 1e-3
 """Ridge of the linear start, relative to the mean square of the inputs."""
 _ENOUGH = 12
-"""Positions per input dimension that the linear start reads at most; more reduce the loss by a tenth at most."""
+"""Most positions per input dimension; more reduce the loss by at most a tenth."""
 
 
 class ResidualConfig(HeadConfig):
@@ -40,16 +40,16 @@ class ResidualConfig(HeadConfig):
 
 @dataclass
 class FinalSession:
-    """Each row's final state after its last committed token, and the round's last head inputs: [B, F] for all heads, or
-    [B, W, F] at the nodes of a level."""
+    """Each row's final state after its last committed token, and the inputs of the round's last heads: [B, F] for all
+    heads, or [B, W, F] at the nodes of a level."""
 
     final_BE: Tensor
-    seen: Tensor
+    inputs: Tensor
     memory: FinalMemory | None = None
 
 
 class FinalMemory(Memory):
-    """A session's final states and roots at fixed addresses."""
+    """Final states and roots of a session, at fixed addresses."""
 
     def __init__(self, like_BE: Tensor, rows: int, capacity: int) -> None:
         super().__init__(rows, capacity)
@@ -77,7 +77,7 @@ class ResidualHead(GraphedHead):
             self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, config.hidden_size), persistent=False)
 
     def bind(self, target: FrozenModel) -> None:
-        self._embedding_VE = target.embedding_weight.detach()
+        super().bind(target)
         if self.config.shared_lm_head:
             self.lm_head_DE = self.frozen_lm_head(target, next(self.parameters()))
 
@@ -106,8 +106,8 @@ class ResidualHead(GraphedHead):
         session.final_BE = session.final_BE[upload(rows, session.final_BE.device)]
 
 
-def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
-    """Normalised target embeddings of tokens of any shape, in the dtype and on the device of `like`; raw ones are an
+def embed_normalized(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
+    """Normalised target embeddings [..., E] of tokens [...], in the dtype and on the device of `like`. Raw ones are an
     order of magnitude smaller than final states."""
     embedded = F.embedding(tokens.to(embedding_VE.device), embedding_VE).float()
     return F.rms_norm(embedded, embedded.shape[-1:]).to(like)
@@ -117,28 +117,35 @@ def _last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:
     return states_BTE[torch.arange(len(counts_B), device=counts_B.device), counts_B - 1]
 
 
-def head_hidden(seen_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
+def head_hidden(input_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
     """LM head input of one head, [..., E], from its inputs, [..., F]; F is E without an input map."""
-    x_ME = seen_MF if input_EF is None else linear(seen_MF, input_EF)
+    x_ME = input_MF if input_EF is None else linear(input_MF, input_EF)
     for weight_EE, bias_E in zip(unstack(weight_LEE), bias_LE, strict=True):
         x_ME = x_ME + F.silu(linear(x_ME, weight_EE, bias_E))
     return x_ME
 
 
-def map_by_direction(read_MX: Tensor, wanted_ME: Tensor) -> Tensor:
-    """Ridge regression [E, X] on normalised rows: a few tokens have some components a hundred times as large as the
-    rest."""
-    columns_X = read_MX.abs().median(0).values.clamp(min=1e-6)
-    scaled_MX = read_MX / columns_X
-    sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
-    start = LinearStart([read_MX.shape[1]], wanted_ME.shape[1], read_MX.device)
-    start.add(scaled_MX / sizes_M1, [wanted_ME / sizes_M1])
-    return start.maps()[0] / columns_X
+def principal_outputs(map_EI: Tensor, gram_II: Tensor, rank: int) -> Tensor:
+    """Return the output directions of a linear map with the largest variance, [E, rank]; `gram_II` are the second
+    moments of its inputs."""
+    axes_EE = torch.linalg.eigh((map_EI @ gram_II @ map_EI.T).double())[1].flip(1).to(map_EI)
+    return axes_EE[:, :rank]
+
+
+def map_by_direction(read_MX: Tensor, label_ME: Tensor) -> Tensor:
+    """Return the ridge regression [E, X] on normalised rows: some components of a few tokens are a hundred times as
+    large as the rest."""
+    scale_X = read_MX.abs().median(0).values.clamp(min=1e-6)
+    scaled_MX = read_MX / scale_X
+    rms_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
+    start = LinearStart([read_MX.shape[1]], label_ME.shape[1], read_MX.device)
+    start.add(scaled_MX / rms_M1, [label_ME / rms_M1])
+    return start.maps()[0] / scale_X
 
 
 class LinearStart:
-    """Ridge regression from head inputs to wanted states of size E, batch by batch. Head k reads the first `widths[k]`
-    inputs of the last head."""
+    """Ridge regression from head inputs to states of size E, batch by batch. Head k reads the first `widths[k]` inputs
+    of the last head."""
 
     def __init__(self, widths: Sequence[int], size: int, device: torch.device | str = "cpu") -> None:
         self.gram_FF = torch.zeros(widths[-1], widths[-1], device=device)
@@ -148,7 +155,7 @@ class LinearStart:
     def solve(
         self, batches: Iterable[HeadBatch], read: Callable[[HeadBatch], tuple[Tensor, Sequence[Tensor]]]
     ) -> list[Tensor]:
-        """`add` batches read by `read` until more would hardly change the maps; returns `maps`."""
+        """Add batches, converted by `read`, until there is enough data; return `maps`."""
         for batch in batches:
             self.add(*read(batch))
             if self.rows >= _ENOUGH * len(self.gram_FF):
@@ -156,16 +163,16 @@ class LinearStart:
         return self.maps()
 
     @torch.no_grad()
-    def add(self, seen_MF: Tensor, wanted_KME: Sequence[Tensor]) -> None:
-        """Add the last head's inputs at some positions, and the state wanted from each head."""
-        seen_MF = seen_MF.to(self.gram_FF)
-        self.gram_FF.addmm_(seen_MF.T, seen_MF)
-        for cross_FE, wanted_ME in zip(self.cross_KFE, wanted_KME, strict=True):
-            cross_FE.addmm_(seen_MF[:, : len(cross_FE)].T, wanted_ME.to(cross_FE))
-        self.rows += len(seen_MF)
+    def add(self, input_MF: Tensor, label_KME: Sequence[Tensor]) -> None:
+        """Add the last head's inputs at some positions, and each head's label."""
+        input_MF = input_MF.to(self.gram_FF)
+        self.gram_FF.addmm_(input_MF.T, input_MF)
+        for cross_FE, label_ME in zip(self.cross_KFE, label_KME, strict=True):
+            cross_FE.addmm_(input_MF[:, : len(cross_FE)].T, label_ME.to(cross_FE))
+        self.rows += len(input_MF)
 
     def maps(self) -> list[Tensor]:
-        """Solve the input map [E, F] of each head; an empty list without data."""
+        """Return the input map [E, F] of each head; an empty list without data."""
         scale = self.gram_FF.diagonal().mean()
         if not scale > 0:
             return []

@@ -1,13 +1,13 @@
-"""Training attention over complete texts, with memory linear in their length.
+"""Masked training attention over complete texts, with memory linear in their length.
 
-Short texts attend at once, with a table of all scores. Longer ones attend in parts of a few queries: each part reads
-only the positions visible to its queries and recomputes its scores in the backward pass.
+Short texts materialise all scores at once. Longer ones are split into parts of a few queries: each part reads only the
+positions visible to its queries and recomputes its scores in the backward pass.
 
-Besides the text, queries see their own tokens: each origin its draft so far (`chain_attention`), or its block
-(`block_attention`, one query per slot). On CPUs two products and a softmax are faster than torch's fused masked kernel;
-elsewhere the `_fused` twins run, which append own tokens as positions visible to their query alone.
+Besides the text, an origin's queries see its own draft steps so far (`chain_attention`) or the slots of its block
+(`block_attention`). On CPUs two products and a softmax are faster than torch's fused masked kernel. Elsewhere the
+`_fused` variants run, which append the origins' own tokens to the text and mask them for other origins.
 
-Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S positions in sight, G query heads per key
+Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S visible positions, G query heads per key
 head, N key heads, d head size, K slots of a block, R query rows of an origin (G * K), M origins.
 """
 
@@ -26,16 +26,13 @@ from torch.autograd.function import once_differentiable
 Kernel = Callable[..., Tensor]
 """Takes queries, keys and values of the text, the mask of hidden positions, and the queries' own tensors."""
 
-_IN_ONE = {"cpu": 1 << 22}
-"""Most scores to compute at once; beyond, parts are also faster, since they fit the cache."""
-_IN_ONE_ELSEWHERE = 1 << 25
-_PART = {"cpu": 1 << 22}
+_MAX_SCORES, _MAX_SCORES_GPU = 1 << 22, 1 << 25
+"""Most scores to compute at once. Beyond, parts are also faster on a CPU, since they fit its cache."""
+_PART_SCORES, _PART_SCORES_GPU = 1 << 22, 1 << 28
 """Most scores of a part."""
-_PART_ELSEWHERE = 1 << 28
-_QUERIES, _FEWEST = 128, 32
-"""Most and fewest query rows of a part; a part of the fewest may exceed `_PART`."""
-_QUERIES_ELSEWHERE = 512
-_ALIKE = 64
+_MIN_ROWS, _MAX_ROWS, _MAX_ROWS_GPU = 32, 128, 512
+"""Fewest and most query rows of a part; a part of the fewest may exceed `_PART_SCORES`."""
+_MULTIPLE = 64
 """Multiple that queries and positions are rounded to for oneDNN, which compiles a kernel per shape in bfloat16."""
 
 
@@ -49,11 +46,11 @@ class Part:
 
 @dataclass(eq=False)
 class VisibleRange:
-    """Visible range of each query: positions `starts_BA` (default 0) to `index_BA` of a row of `length` T; `index_BA`
-    ascends in each row up to its padding.
+    """Visible range of each query in a row of `length` T: positions `starts_BA` (default 0) to `index_BA`, ascending
+    up to the row's padding.
 
-    With a `window` (size, slots of a block), each slot after the position sees that many tokens up to itself, other
-    slots included; size 0 is no window.
+    With a `window` (size, slots of a block) of size > 0, each slot sees only that many tokens, itself and other slots
+    included.
     """
 
     index_BA: Tensor
@@ -64,7 +61,7 @@ class VisibleRange:
     _parts: list[Part] = field(default_factory=list)
 
     def hidden(self, part: Part) -> Tensor:
-        """Positions hidden from each query of a part, bool [B, C, S]; with a window per slot, [B, C, K, S]."""
+        """Mask of positions hidden from each query of a part, bool [B, C, S]; with a window, per slot [B, C, K, S]."""
         seen_S = torch.arange(part.seen.start, part.seen.stop, device=self.index_BA.device)
         hidden_BCS = seen_S > self.index_BA[:, part.queries, None]
         if self.starts_BA is not None:
@@ -84,30 +81,30 @@ class VisibleRange:
 
     def is_short(self, heads: int) -> bool:
         """Whether the scores of this many query heads may all exist at once."""
-        return self.index_BA.numel() * heads * self.length <= _IN_ONE.get(self.index_BA.device.type, _IN_ONE_ELSEWHERE)
+        most = _MAX_SCORES if self.index_BA.device.type == "cpu" else _MAX_SCORES_GPU
+        return self.index_BA.numel() * heads * self.length <= most
 
     def parts(self, heads: int, slots: int = 1) -> list[Part]:
-        """Split the queries into parts, with `slots` score rows per query and head; synchronises on the first call."""
+        """Split the queries into parts, with `slots` score rows per query and head. Synchronises on the first call."""
         if not self._parts:
             (rows, width), kind = self.index_BA.shape, self.index_BA.device.type
-            fitting = _PART.get(kind, _PART_ELSEWHERE) // max(1, rows * heads * slots * self.length)
-            most = (_QUERIES if kind == "cpu" else _QUERIES_ELSEWHERE) // slots
-            size = max(1, _FEWEST // slots, min(most, fitting))
+            most_scores, most_rows = (_PART_SCORES, _MAX_ROWS) if kind == "cpu" else (_PART_SCORES_GPU, _MAX_ROWS_GPU)
+            fitting = most_scores // max(1, rows * heads * slots * self.length)
+            size = max(1, _MIN_ROWS // slots, min(most_rows // slots, fitting))
             queries = [slice(first, min(first + size, width)) for first in range(0, width, size)]
             stops = [self.index_BA[:, columns].max() + 1 for columns in queries]
             first_BA = torch.zeros_like(self.index_BA) if self.starts_BA is None else self.starts_BA
             if self.window[0]:
                 first_BA = torch.maximum(first_BA, self.index_BA + 2 - self.window[0])
             starts = [first_BA[:, columns].min() for columns in queries]
-            bounds, alike = torch.stack([*starts, *stops]).view(2, -1).T.tolist(), _alike(kind)
+            bounds, multiple = torch.stack([*starts, *stops]).view(2, -1).T.tolist(), _multiple(kind)
             self._parts = [
-                Part(columns, slice(start // alike * alike, min(self.length, rounded_up(stop, kind))))
+                Part(columns, slice(start // multiple * multiple, min(self.length, round_up(stop, kind))))
                 for columns, (start, stop) in zip(queries, bounds, strict=True)
             ]
         return self._parts
 
-    def columns(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
-        """Select queries."""
+    def select(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
         starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
         hidden_BAT = None if self._hidden_BAT is None else self._hidden_BAT[row_B1, column_BA]
         return VisibleRange(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window, hidden_BAT)
@@ -120,8 +117,8 @@ def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
 
 
 def by_row(origin_M: Tensor, shape: torch.Size, each: int = 1) -> tuple[Tensor, Tensor]:
-    """Group origins by row: positions [B, A], with short rows padded by their last one, and the mask of real ones. Each
-    origin has `each` queries.
+    """Group origins, of `each` queries, by row: positions [B, A], padded by the row's last one, and the mask of real
+    ones.
 
     >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
     [[[1, 2], [1, 1]], [[True, True], [True, False]]]
@@ -129,21 +126,21 @@ def by_row(origin_M: Tensor, shape: torch.Size, each: int = 1) -> tuple[Tensor, 
     valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
     valid_BT.view(-1)[origin_M] = True
     counts_B = valid_BT.sum(1)
-    width = min(shape[1], rounded_up(int(counts_B.max()), origin_M.device.type, each))
+    width = min(shape[1], round_up(int(counts_B.max()), origin_M.device.type, each))
     index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :width]
     real_BA = torch.arange(width, device=origin_M.device) < counts_B[:, None]
     last_B1 = index_BA.gather(1, (counts_B[:, None] - 1).clamp(min=0))
     return torch.where(real_BA, index_BA, last_B1), real_BA
 
 
-def rounded_up(count: int, kind: str, each: int = 1) -> int:
-    """Round up to the device's shape multiple, see `_ALIKE`."""
-    alike = max(1, _alike(kind) // each)
-    return -(-count // alike) * alike
+def round_up(count: int, kind: str, each: int = 1) -> int:
+    """Round a number of origins of `each` queries up to the device's `_MULTIPLE`."""
+    multiple = max(1, _multiple(kind) // each)
+    return -(-count // multiple) * multiple
 
 
-def _alike(kind: str) -> int:
-    return _ALIKE if kind == "cpu" and torch.is_autocast_enabled(kind) else 1
+def _multiple(kind: str) -> int:
+    return _MULTIPLE if kind == "cpu" and torch.is_autocast_enabled(kind) else 1
 
 
 def causal_attention(
@@ -166,64 +163,64 @@ def attend(
     queries_BNGAd: Tensor,
     keys_BNTd: Tensor,
     values_BNTd: Tensor,
-    sight: VisibleRange,
+    visible: VisibleRange,
     chain: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Attend from each query (a column of the sight) to its visible text and draft so far, [B, N, G, A, d]. `chain` has
-    keys and values [B, N, A, d] of the drafted tokens, including this step's."""
+    """Attend from each query to its visible text and its draft, [B, N, G, A, d]. `chain` has keys and values
+    [B, N, A, d] of the draft steps so far, the query's own included."""
     columns = [(queries_BNGAd, 3), *((tensor, 2) for step in chain for tensor in step)]
     scores = (queries_BNGAd.shape[1] * queries_BNGAd.shape[2], 1)
-    return _attend((chain_attention, chain_attention_fused), sight, scores, (keys_BNTd, values_BNTd), columns=columns)
+    return _attend((chain_attention, chain_attention_fused), visible, scores, (keys_BNTd, values_BNTd), columns=columns)
 
 
 def attend_blocks(
     queries_BNARd: Tensor,
     keys_BNTd: Tensor,
     values_BNTd: Tensor,
-    sight: VisibleRange,
+    visible: VisibleRange,
     own: tuple[Tensor, Tensor],
     causal: bool = False,
 ) -> Tensor:
-    """Attend from each row of each origin's block to its visible text and its block, [B, N, A, R, d]. `own` are keys
-    and values [B, N, A, K, d] of the block's slots, which see each other, or if `causal` none after themselves."""
+    """Attend from each query row of each origin's block to its visible text and its block, [B, N, A, R, d]. `own` are
+    keys and values [B, N, A, K, d] of the block's slots, which see each other, except later ones if `causal`."""
     columns = [(tensor, 2) for tensor in (queries_BNARd, *own)]
     scores = (queries_BNARd.shape[1], queries_BNARd.shape[3])
     kernels = (partial(block_attention, causal=causal), partial(block_attention_fused, causal=causal))
-    return _attend(kernels, sight, scores, (keys_BNTd, values_BNTd), columns=columns)
+    return _attend(kernels, visible, scores, (keys_BNTd, values_BNTd), columns=columns)
 
 
 def _attend(
     kernels: tuple[Kernel, Kernel],
-    sight: VisibleRange,
+    visible: VisibleRange,
     scores: tuple[int, int],
     text: tuple[Tensor, Tensor],
     columns: Sequence[tuple[Tensor, int]],
 ) -> Tensor:
-    """Attend with the first kernel on a CPU or for short texts, else with the second. `scores` are heads and rows per
-    column, `text` keys and values, `columns` the queries and other per-column tensors, with their column dimension."""
+    """Attend with the first kernel on a CPU or for short texts, else with the second. `scores` are heads and score rows
+    per column, `text` keys and values, `columns` the queries and other tensors with their dimension A."""
     (heads, rows), (queries, *own) = scores, (tensor for tensor, _ in columns)
-    if sight.is_short(heads * rows):
-        return kernels[0](queries, *text, sight.hidden_BAT, *own)
+    if visible.is_short(heads * rows):
+        return kernels[0](queries, *text, visible.hidden_BAT, *own)
     apply: Kernel = _InParts.apply
-    how = (kernels[queries.device.type != "cpu"], sight, sight.parts(heads, rows))
+    how = (kernels[queries.device.type != "cpu"], visible, visible.parts(heads, rows))
     return apply(how, [dim for _, dim in columns], *text, queries, *own)
 
 
 def chain_attention(
     queries_BNGAd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *chain: Tensor
 ) -> Tensor:
-    """Attention of one draft step of all origins, [B, N, G, A, d]: `hidden_BAS` masks the text, `chain` alternates keys
-    and values [B, N, A, d] of the origins' drafted tokens."""
+    """Attention of one draft step of all origins, [B, N, G, A, d]. `hidden_BAS` masks the text. `chain` alternates keys
+    and values [B, N, A, d] of the origins' draft steps."""
     rows, kv_heads, groups, origins, size = queries_BNGAd.shape
     queries_BNGAd = queries_BNGAd * size**-0.5
     scores = (queries_BNGAd.flatten(2, 3) @ keys_BNSd.transpose(2, 3)).view(rows, kv_heads, groups, origins, -1)
     scores = scores.masked_fill(hidden_BAS[:, None, None], float("-inf"))
     drafted = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd in chain[::2]]
     text = keys_BNSd.shape[2]
-    shares = torch.cat([scores, *drafted], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
-    mixed = (shares[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
+    weights = torch.cat([scores, *drafted], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    mixed = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
     for step, values_BNAd in enumerate(chain[1::2]):
-        mixed = mixed + shares[..., text + step, None] * values_BNAd[:, :, None]
+        mixed = mixed + weights[..., text + step, None] * values_BNAd[:, :, None]
     return mixed
 
 
@@ -248,8 +245,8 @@ def chain_attention_fused(
 def block_attention(
     queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden: Tensor, *own: Tensor, causal: bool = False
 ) -> Tensor:
-    """Attention of the blocks of all origins, [B, N, A, R, d]; `own` are keys and values [B, N, A, K, d], `hidden`
-    masks the text for each origin, [B, A, S], or slot, [B, A, K, S]."""
+    """Attention of the blocks of all origins, [B, N, A, R, d]. `own` are keys and values [B, N, A, K, d]. `hidden`
+    masks the text by origin, [B, A, S], or slot, [B, A, K, S]."""
     (own_keys_BNAKd, own_values_BNAKd), shape, text = own, queries_BNARd.shape, keys_BNSd.shape[2]
     slots = own_keys_BNAKd.shape[3]
     queries_BNARd = queries_BNARd * shape[-1] ** -0.5
@@ -261,9 +258,9 @@ def block_attention(
         later_RK = _later(slots, queries_BNARd).repeat(shape[3] // slots, 1)
         of_block_BNARK = of_block_BNARK.masked_fill(later_RK, float("-inf"))
     scores = torch.cat([scores_BNAGKS.view(*shape[:4], text), of_block_BNARK], dim=-1)
-    shares = scores.softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
-    mixed = (shares[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
-    out: Tensor = mixed + shares[..., text:] @ own_values_BNAKd
+    weights = scores.softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    mixed = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
+    out: Tensor = mixed + weights[..., text:] @ own_values_BNAKd
     return out
 
 
@@ -297,8 +294,8 @@ def block_attention_fused(
 
 
 class _InParts(torch.autograd.Function):
-    """Attention in parts, forward and backward. Nothing of a part is kept, and gradients of keys and values are
-    accumulated in place: autograd would hold them for all parts, with memory quadratic in the text."""
+    """Attention in parts. The backward pass recomputes each part and accumulates gradients of keys and values in place:
+    autograd would hold them for all parts, with memory quadratic in the text."""
 
     @staticmethod
     def forward(
@@ -309,7 +306,7 @@ class _InParts(torch.autograd.Function):
         values_BNTd: Tensor,
         *columns: Tensor,
     ) -> Tensor:
-        kernel, sight, parts = ctx.how = how
+        kernel, visible, parts = ctx.how = how
         ctx.dims, kind = dims, keys_BNTd.device.type
         ctx.autocast = {
             "device_type": kind,
@@ -317,18 +314,18 @@ class _InParts(torch.autograd.Function):
             "enabled": torch.is_autocast_enabled(kind),
         }
         ctx.save_for_backward(keys_BNTd, values_BNTd, *columns)
-        made = []
+        outputs = []
         for part in reversed(parts):  # largest first: the smaller ones reuse its memory
             queries, *own = (_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True))
             keys, values = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
-            made.append(kernel(queries, keys, values, sight.hidden(part), *own))
-        return torch.cat(made[::-1], dim=dims[0])
+            outputs.append(kernel(queries, keys, values, visible.hidden(part), *own))
+        return torch.cat(outputs[::-1], dim=dims[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (keys_BNTd, values_BNTd, *columns), dims = ctx.saved_tensors, ctx.dims
-        kernel, sight, parts = ctx.how
+        kernel, visible, parts = ctx.how
         text = [
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (keys_BNTd, values_BNTd)
         ]
@@ -338,13 +335,13 @@ class _InParts(torch.autograd.Function):
             pieces += [_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True)]
             keys, values, queries, *own = (piece.detach().requires_grad_() for piece in pieces)
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                made = kernel(queries, keys, values, sight.hidden(part), *own)
-            of_part = torch.autograd.grad(made, (keys, values, queries, *own), _columns(upstream, dims[0], part))
-            for whole, gradient in zip(text, of_part[:2], strict=True):
-                whole[:, :, part.seen] += gradient
-            for whole, dim, gradient in zip(gradients, dims, of_part[2:], strict=True):
-                _columns(whole, dim, part).copy_(gradient)
-        of_text = (whole.to(x.dtype) for whole, x in zip(text, (keys_BNTd, values_BNTd), strict=True))
+                output = kernel(queries, keys, values, visible.hidden(part), *own)
+            of_part = torch.autograd.grad(output, (keys, values, queries, *own), _columns(upstream, dims[0], part))
+            for total, gradient in zip(text, of_part[:2], strict=True):
+                total[:, :, part.seen] += gradient
+            for total, dim, gradient in zip(gradients, dims, of_part[2:], strict=True):
+                _columns(total, dim, part).copy_(gradient)
+        of_text = (total.to(x.dtype) for total, x in zip(text, (keys_BNTd, values_BNTd), strict=True))
         return None, None, *of_text, *gradients
 
 
