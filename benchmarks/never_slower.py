@@ -104,7 +104,7 @@ def verify(factor: Callable[[int], float]) -> Callable[[Tuning], Tuning]:
     """Set the cost of a tree to a multiple of the cost of one token."""
     return lambda tuning: {
         **tuning,
-        "verify_ms": [tuning["verify_ms"][0] * factor(width) for width in tuning["widths"]],
+        "verify_ms": [tuning["verify_ms"][0] * factor(nodes) for nodes in tuning["node_counts"]],
     }
 
 

@@ -182,6 +182,6 @@ def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 @pytest.fixture(autouse=True)
-def tuned_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def costs_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the stored costs of heads, so that no test depends on this machine's speed; a module may override this."""
-    monkeypatch.setattr("headstart.decoder.tuned_here", lambda tuning, *_: tuning)
+    monkeypatch.setattr("headstart.decoder.with_local_costs", lambda tuning, *_: tuning)

@@ -75,14 +75,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) ->
 def costs_stand() -> Iterator[None]:
     """Keep the stored costs: costs measured on a busy machine would stop drafting."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headstart.decoder.tuned_here", lambda tuning, *_: tuning)
+        patch.setattr("headstart.decoder.with_local_costs", lambda tuning, *_: tuning)
         yield
 
 
 def drafting_pays(heads: Path) -> None:
     """Store costs that make drafts free."""
     tuning = json.loads((heads / "calibration.json").read_text())
-    free = {"verify_ms": [1.0] * len(tuning["widths"]), "draft_ms": 0.0, "level_ms": 0.0, "read_ms": 0.0}
+    free = {"verify_ms": [1.0] * len(tuning["node_counts"]), "draft_ms": 0.0, "level_ms": 0.0, "read_ms": 0.0}
     write_json(heads / "calibration.json", {**tuning, **free, "curve": []})
     write_json(heads / "tree.json", {"paths": [[0], [0, 0]]})
 

@@ -168,7 +168,7 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
         "dynamic": "dynamic", "static": "static", "chain": "static", None: "dynamic",
     }  # fmt: skip
     assert kinds["chain"][0].max_nodes == 2
-    assert tuned.costs is not None and tuned.costs.widths == (1, 2, 4)
+    assert tuned.costs is not None and tuned.costs.node_counts == (1, 2, 4)
     assert tuned.loop("heads", "chain") is tuned.loop("heads", "chain"), "made once"
     words = {tuple(tuned.generate("Hello", max_new_tokens=12, tree=tree).tokens) for tree in kinds}
     assert len(words) == 1
@@ -177,7 +177,7 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
     (alone,) = untuned.drafters()
     assert isinstance(alone, HeadDrafter) and (alone.tree, alone.max_nodes) == ("static", shape.size)
     with pytest.raises(UserError, match=r"Tuning.paths: Field required"):
-        Decoder(tiny_target, heads, shape, {"widths": [1]})
+        Decoder(tiny_target, heads, shape, {"node_counts": [1]})
 
 
 @pytest.mark.drafter_fails

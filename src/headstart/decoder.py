@@ -20,9 +20,9 @@ from headstart.data.prompts.chat import (
 )
 from headstart.data.served.log import RequestLog, Served, template_version
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.decode.kept_text import KeptText
 from headstart.decode.loop import Check, DecodeLoop, Drafter, Generation, OnTokens, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
+from headstart.decode.prefix_cache import PrefixCache
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.memory import MemoryDrafter
@@ -32,7 +32,7 @@ from headstart.model.model import Target
 from headstart.streaming import Answer, Stream, warn_of_failures
 from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.tree.tree import TreeShape
-from headstart.tuning.here import tuned_here, tuned_there
+from headstart.tuning.local_costs import warn_of_stored_costs, with_local_costs
 from headstart.tuning.tune import Tuning
 
 TREES = get_args(TreeKind)
@@ -73,8 +73,8 @@ class Decoder:
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
         self._models: dict[str, Drafter] = {}  # drafters that loaded a model
         self._conditions: Conditions | None = None
-        self._here: Tuning | None = None  # the tuning with costs for these conditions
-        self._there: Tuning | None = None  # the tuning with stored costs, once requested
+        self._local: Tuning | None = None  # the tuning with costs for these conditions
+        self._warned = False  # of stored costs
         self._lock = threading.RLock()
         self.swap(heads, shape or TreeShape.chain(0), calibration or {}, answers)
         self.log: RequestLog | None = None
@@ -99,28 +99,27 @@ class Decoder:
         tuning = Tuning.from_json(calibration) if calibration else None
         with self._lock:
             same = self._loaded is not None and heads is not None and self._loaded.config == heads.config
-            here = self._here
-            self._here = None
+            local, self._local = self._local, None
             if not same or tuning is None:
                 self._conditions = None
-            elif here is not None:
-                self._here = tuning.under(Measured(here.costs, here.packed))
+            elif local is not None:
+                self._local = tuning.at_costs(Measured(local.costs, local.packed))
             self._loaded, self.shape, self.calibration, self.tuning = heads, shape, calibration, tuning
-            self.answers, self._there = answers, None
+            self.answers, self._warned = answers, False
             self._loops.clear()
 
     @property
     def costs(self) -> Costs | None:
         """Costs on this machine, measured at first use; None without a calibration."""
-        here = self._tuned_here()
-        return here.costs if here else None
+        tuning = self._local_tuning()
+        return tuning.costs if tuning else None
 
     def drafters(self, name: str = "heads", tree: TreeKind | None = None) -> tuple[Drafter, ...]:
         """The drafters of a name, see `DecodeOptions`; none for plain decoding. A UserError if it cannot draft here."""
         _check_drafting(name, tree)
         if "heads" in parts_of(name):
             _ = self.heads
-        return self._drafters(name, tree, self.tuning if name == "none" else self._tuned_here())
+        return self._drafters(name, tree, self.tuning if name == "none" else self._local_tuning())
 
     def loop(
         self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True, deterministic: bool = False
@@ -136,9 +135,9 @@ class Decoder:
         drafts = drafts and drafter != "none"
         with self._lock:
             if drafts:
-                tuning = self._tuned_there() if deterministic else self._tuned_here()
+                tuning = self._stored_tuning() if deterministic else self._local_tuning()
             else:
-                tuning = self._here or self.tuning
+                tuning = self._local or self.tuning
             key = (drafter, tree, drafts, deterministic)
             if key not in self._loops:
                 costs = tuning.costs if tuning and drafts else None
@@ -169,12 +168,14 @@ class Decoder:
             )
         return self._answers(prompts, options)
 
-    def stream(self, prompt: Prompt, kept_text: KeptText | None = None, **options: Unpack[DecodeKeywords]) -> Stream:
+    def stream(
+        self, prompt: Prompt, prefix_cache: PrefixCache | None = None, **options: Unpack[DecodeKeywords]
+    ) -> Stream:
         """Answer one prompt, piece by piece; raises the errors of `generate`.
 
         Args:
             prompt: see `generate`.
-            kept_text: the conversation so far, which is not read again; updated with each answer.
+            prefix_cache: the conversation so far, which is not read again; updated with each answer.
             **options: see `DecodeOptions`.
 
         Returns:
@@ -189,7 +190,7 @@ class Decoder:
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens, self.target.markup)
 
         def run(on_tokens: OnTokens, check: Check) -> Answer:
-            generations = loop.generate(tokens, asked, on_tokens, check, kept_text)
+            generations = loop.generate(tokens, asked, on_tokens, check, prefix_cache)
             self.remember(loop, tokens, generations)
             return self._answer(tokens[0], generations[0], asked, loop)
 
@@ -277,7 +278,7 @@ class Decoder:
             except (UserError, OSError, RuntimeError) as error:  # RuntimeError: out of memory
                 warnings.warn(f"New heads cannot be used: {error} The old ones go on.", RuntimeWarning, stacklevel=5)
 
-    def _tuned_here(self) -> Tuning | None:
+    def _local_tuning(self) -> Tuning | None:
         """The tuning with costs for the current conditions, measured once each."""
         if self.tuning is None:
             return None
@@ -286,15 +287,17 @@ class Decoder:
             if conditions != self._conditions:
                 self.target.record()  # measure recorded forwards, which later calls use
                 conditions = Conditions.of(self.target)
-                self._here = tuned_here(self.tuning, self.heads, self.target, conditions)
+                self._local = with_local_costs(self.tuning, self.heads, self.target, conditions)
                 self._conditions = conditions
                 self._loops.clear()
-            return self._here
+            return self._local
 
-    def _tuned_there(self) -> Tuning | None:
-        if self.tuning is not None and self._there is None:
-            self._there = tuned_there(self.tuning, Conditions.of(self.target))
-        return self._there
+    def _stored_tuning(self) -> Tuning | None:
+        """Return the tuning with stored costs; logs once if they were measured elsewhere."""
+        if self.tuning is not None and not self._warned:
+            warn_of_stored_costs(self.tuning, Conditions.of(self.target))
+            self._warned = True
+        return self.tuning
 
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = parts_of(name)

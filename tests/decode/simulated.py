@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from headstart.decode.budget import Budget
 from headstart.decode.costs import Costs
-from headstart.decode.learned import Experience, size_of
+from headstart.decode.experience import Experience, size_of
 from headstart.tree.tree import Tree
 
 LEVELS = 5
@@ -124,7 +124,7 @@ class SimulatedLoop:
             emitted = [self._accept(tree) for tree in trees]
             if self.fixed is None:
                 seen_ms = self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms)
-                budget.note(trees, emitted, seen_ms)
+                budget.record(trees, emitted, seen_ms)
             left = [have - got for have, got in zip(left, emitted, strict=True)]
             kept = [row for row, have in enumerate(left) if have > 0]
             if len(kept) < len(left):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headstart.decode.budget import Budget, Costs
-from headstart.decode.learned import Experience, RoundTimes, size_of
+from headstart.decode.experience import Experience, RoundTimes, size_of
 from headstart.tree.tree import Drawn, Tree, TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))
@@ -60,7 +60,8 @@ def test_the_best_width_equals_exhaustive_search() -> None:
         budget = Budget(REAL, "on", 1)
         accept_probs = [1.0, *sorted((rng.random() ** 2 for _ in range(20)), reverse=True)]
         drafted = trees([accept_probs], [[-1, *[0] * 20]])
-        rate = budget._rate(21)
+        assert budget._corrected is not None
+        rate = budget._rate(budget._corrected, 21)
         net = [sum(accept_probs[:nodes]) - rate * REAL.verify(nodes) for nodes in range(1, 22)]
         assert sizes(budget.prune(drafted)) == [net.index(max(net)) + 1]
 
@@ -80,9 +81,9 @@ def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
     for _ in range(300):
         if budget.drafts:
             drafted += 1
-            budget.note(filled(shape), [1 + accepted])
+            budget.record(filled(shape), [1 + accepted])
         else:
-            budget.note(roots(1), [1])
+            budget.record(roots(1), [1])
     assert drafted == 300 if accepted else 0.14 * drafted < 0.03 * 300
 
 
@@ -91,11 +92,11 @@ def test_a_few_rounds_without_luck_are_forgiven() -> None:
     budget = Budget(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
     drafted = filled(TreeShape.chain(4))
     for number in range(60):
-        budget.note(drafted, [1 + number % 2])
+        budget.record(drafted, [1 + number % 2])
     unlucky = 0
     while budget.drafts:
         unlucky += 1
-        budget.note(drafted, [1])
+        budget.record(drafted, [1])
     assert unlucky == 27
 
 
@@ -104,7 +105,7 @@ def test_expensive_drafts_that_fail_are_given_up_early() -> None:
     rounds = 0
     while budget.drafts:
         rounds += 1
-        budget.note(filled(TreeShape.chain(4)), [1])
+        budget.record(filled(TreeShape.chain(4)), [1])
     assert rounds == 3, "three such rounds cost its stake of two tokens"
 
 
@@ -116,9 +117,9 @@ def test_drafting_returns_when_it_pays_again() -> None:
         history.append(budget.drafts)
         if budget.drafts:
             emitted = 1 if number < 100 else 3
-            budget.note(filled(shape), [emitted])
+            budget.record(filled(shape), [emitted])
         else:
-            budget.note(roots(1), [1])
+            budget.record(roots(1), [1])
     assert not all(history[20:100])
     assert all(history[200:])
 
@@ -130,7 +131,7 @@ def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, cha
     drafted = trees([[1.0, 0.9, 0.8, 0.7]], [[-1, 0, 1, 2]])
     drafted[0].levels = levels
     for _ in range(200):
-        budget.note(budget.prune(drafted), [1])
+        budget.record(budget.prune(drafted), [1])
     assert budget._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
 
 
@@ -149,7 +150,7 @@ def test_short_answers_are_drafted_once_they_earned_a_try(limit: int, draft_ms: 
             emitted = min(left, nodes if nodes < 6 else 5)
             chain = Tree([0] * nodes, list(range(-1, nodes - 1)), [0.9**depth for depth in range(nodes)])
             spent_ms = (draft_ms if nodes > 1 else 0.0, costs.verify(nodes))
-            budget.note([chain], [emitted], spent_ms)
+            budget.record([chain], [emitted], spent_ms)
             left, rounds, drafted = left - emitted, rounds + 1, drafted + (nodes > 1)
         plain_rounds += rounds if not later and not drafted else 0
         later += [drafted / rounds] if drafted or later else []
@@ -162,8 +163,8 @@ def test_rounds_that_could_not_draft_are_no_loss_of_drafting() -> None:
     experience = Experience()
     full = Budget(REAL, "auto", 1, 200, prompt=8000, experience=experience)
     for _ in range(100):
-        full.note(roots(1), [1], (0.0, 20.0), could_draft=False)
-    assert full.drafts and experience.account == Experience().account and not experience.lost_tries
+        full.record(roots(1), [1], (0.0, 20.0), could_draft=False)
+    assert full.drafts and experience.account == Experience().account and not experience.lost_trials
     assert Budget(REAL, "auto", 1, 200, prompt=30, experience=experience).drafts
 
 
@@ -187,7 +188,7 @@ def test_a_token_counts_for_the_time_that_it_saves() -> None:
     budget = Budget(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
     assert budget.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
     for _ in range(20):
-        budget.note(roots(2), [3, 1])
+        budget.record(roots(2), [3, 1])
     first, second = budget.weights
     assert first == pytest.approx(2 * 1 / 12, abs=0.01), "its own share of the forward"
     assert second == pytest.approx(2 * 11 / 12, abs=0.01)
@@ -203,12 +204,12 @@ def test_a_batch_whose_slowest_row_gains_nothing_is_decoded_plainly() -> None:
     assert sizes(alike.prune(drafted)) == [2] * 4
     uneven = Budget(costs, "on", 4, limit=200)
     for _ in range(30):
-        uneven.note(roots(4), [2, 2, 2, 1])
+        uneven.record(roots(4), [2, 2, 2, 1])
     assert sizes(uneven.prune(drafted)) == [1] * 4
 
 
 def verifying(pairs: dict[int, tuple[float, ...]], nodes: int) -> float:
-    return float(np.interp(log2(nodes), *RoundTimes(ratios=pairs).verifying))
+    return float(np.interp(log2(nodes), *RoundTimes(ratios=pairs).verify_slowdown))
 
 
 def test_sizes_of_trees_differ_by_what_chance_leaves() -> None:
@@ -223,28 +224,28 @@ def test_sizes_of_trees_differ_by_what_chance_leaves() -> None:
 def test_sizes_that_are_seldom_seen_are_compared_later_than_others() -> None:
     rounds = RoundTimes()
     for _ in range(2):
-        rounds.note(1, 1.0, None)
+        rounds.add(1, 1.0, None)
     for number in range(40):
-        rounds.note(16 if number in (10, 20, 30) else 4, 1.1, 1.0)
+        rounds.add(16 if number in (10, 20, 30) else 4, 1.1, 1.0)
     assert {kind: len(pairs) for kind, pairs in rounds.ratios.items()} == {0: 4, 2: 4, 4: 2}
     rounds.ratios, rounds.fresh = {}, False  # the next call: its rounds may be an hour later
-    rounds.note(1, 1.0, None)
+    rounds.add(1, 1.0, None)
     rounds.fresh = False
     for nodes in (4, 4, 4, 4, 8, 8, 8):
-        rounds.note(nodes, 1.1, 1.0)
+        rounds.add(nodes, 1.1, 1.0)
     assert {kind: len(pairs) for kind, pairs in rounds.ratios.items()} == {0: 4, 2: 4}
-    assert not rounds.wants_plain
+    assert not rounds.plain_rounds_due
     for _ in range(17):
-        rounds.note(4, 1.1, 1.0)
-    assert rounds.wants_plain, "a size is not known that one of 24 rounds verified"
+        rounds.add(4, 1.1, 1.0)
+    assert rounds.plain_rounds_due, "a size is not known that one of 24 rounds verified"
 
 
 def test_a_size_that_is_not_verified_any_more_is_forgotten() -> None:
     rounds = RoundTimes()
     for session in range(3):
         for _ in range(2):
-            rounds.note(1, 1.0, None)
+            rounds.add(1, 1.0, None)
         for number in range(10):
-            rounds.note(16 if not session and number < 2 else 4, 3.0 if number < 2 else 1.0, 1.0)
+            rounds.add(16 if not session and number < 2 else 4, 3.0 if number < 2 else 1.0, 1.0)
     assert len(rounds.ratios[4]) < 2 <= len(rounds.ratios[2]), "both when a neighbour was busy"
     assert len(rounds.ratios[0]) == 12

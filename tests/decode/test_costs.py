@@ -53,7 +53,7 @@ def test_on_a_device_its_name_counts_and_threads_do_not(monkeypatch: pytest.Monk
         there = Conditions.of(Target(tiny_model("llama").to(CUDA)))
     assert (there.machine, there.device, there.threads) == ("H200 number 0", "cuda", 0)
     assert (here.device, here.threads) == ("cpu", torch.get_num_threads()) and here.machine.endswith(" cores")
-    assert there.beside(here).startswith("machine=H200 number 0, device=cuda")
+    assert there.difference(here).startswith("machine=H200 number 0, device=cuda")
     assert Conditions.from_json(there.to_json()) == there
 
 

@@ -19,7 +19,7 @@ from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.model.model import Target, TargetOutput
 from headstart.support.detokenizer import AnswerMarkup
-from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
+from headstart.tree.tree import Committed, TreeBatch, TreeShape, build_commit
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, LONG, tiny_model
 
@@ -181,7 +181,7 @@ class _AcceptsEverything(Verifier):
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         choice = out.logits_BTV.argmax(-1).tolist()
-        return decided(batch, [[0, 1] for _ in choice], [row[1] for row in choice], {}, out.logits_BTV)
+        return build_commit(batch, [[0, 1] for _ in choice], [row[1] for row in choice], {}, out.logits_BTV)
 
 
 def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:

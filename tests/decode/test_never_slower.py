@@ -12,7 +12,7 @@ from headstart.decode.costs import Costs
 from tests.decode.simulated import BF16, FAIR, FP32, GOOD, LEVELS, NONE, Machine, SimulatedLoop, best_fixed
 
 FLAT = replace(BF16, verify_ms=(23.7,) * 7)
-STEEP = replace(BF16, verify_ms=tuple(23.7 + 8 * (width - 1) for width in BF16.widths))
+STEEP = replace(BF16, verify_ms=tuple(23.7 + 8 * (nodes - 1) for nodes in BF16.node_counts))
 CHEAP = replace(BF16, draft_ms=0.6, level_ms=0.1)
 DEAR = replace(BF16, draft_ms=60.0, level_ms=10.0)
 TOLD = {"right": BF16, "a GPU's": FLAT, "steep": STEEP, "cheap drafts": CHEAP, "dear drafts": DEAR}
@@ -27,7 +27,7 @@ SHAPES = {
 ONE_THREAD = Costs((1, 2, 4, 8, 16, 32, 64), (40.0, 42.0, 45.0, 53.0, 70.0, 110.0, 195.0), 10.0, 1.8, LEVELS, 0.1)
 CLAIMS = {
     "a GPU's trees": (BF16, FLAT, 64),
-    "dear trees": (BF16, replace(BF16, verify_ms=tuple(23.7 * width for width in BF16.widths)), 64),
+    "dear trees": (BF16, replace(BF16, verify_ms=tuple(23.7 * nodes for nodes in BF16.node_counts)), 64),
     "cheap drafts": (BF16, CHEAP, 64),
     "dear drafts": (BF16, DEAR, 64),
 }
@@ -95,8 +95,10 @@ def test_the_benchmarks_table(truth: Costs, told: Costs, tokens: int, rows: int,
     "truth",
     [
         replace(FP32, draft_ms=63.0, level_ms=12.0),  # 8-bit weights in float32
-        replace(FP32, verify_ms=tuple(46.0 * width for width in FP32.widths)),
-        replace(FP32, verify_ms=tuple(46.0 + 12.0 * (width - 1) for width in FP32.widths), draft_ms=30.0, level_ms=6.0),
+        replace(FP32, verify_ms=tuple(46.0 * nodes for nodes in FP32.node_counts)),
+        replace(
+            FP32, verify_ms=tuple(46.0 + 12.0 * (nodes - 1) for nodes in FP32.node_counts), draft_ms=30.0, level_ms=6.0
+        ),
     ],
 )
 @pytest.mark.parametrize("told", [FP32, replace(FP32, verify_ms=(46.0,) * 7)])

@@ -11,9 +11,9 @@ import pytest
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
-from headstart.decode.kept_text import common_beginning
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.decode.prefix_cache import common_prefix_length
 from headstart.doctor.examination import examine
 from headstart.doctor.findings import Finding
 from headstart.doctor.subject import Subject
@@ -109,7 +109,7 @@ def varied_text(target: Target) -> Conversation:
         start = item.supervised.index(True)
         final_TE = target.hidden_states([item.tokens], [FINAL])[0][FINAL]
         choices = target.lm_head(final_TE[start - 1 : -1]).argmax(-1).tolist()
-        end = start + max(1, common_beginning([choices, item.tokens[start:]]))
+        end = start + max(1, common_prefix_length([choices, item.tokens[start:]]))
         texts.append(replace(item, tokens=item.tokens[:end], supervised=item.supervised[:end]))
     return max(texts, key=lambda item: len(set(zip(item.tokens, item.tokens[1:], item.supervised, strict=False))))
 
@@ -121,7 +121,7 @@ def accepted(target: Target, heads: DraftHead, item: Conversation) -> list[int]:
     loop = DecodeLoop(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps), "chain"))
     options = DecodeOptions(max_new_tokens=len(answer), draft="on")
     (output,) = loop.generate([item.tokens[:start]], options)
-    learned = common_beginning([output.tokens, answer])
+    learned = common_prefix_length([output.tokens, answer])
     counts, position = [], 1  # the first token comes from the prompt
     for done in output.rounds:
         if position + heads.draft_steps + 1 > learned:

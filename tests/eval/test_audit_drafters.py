@@ -23,7 +23,7 @@ from headstart.eval.divergence import first_difference
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.kernels.draft_kernels import argmax
 from headstart.model.model import Target, TargetOutput
-from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
+from headstart.tree.tree import Committed, TreeBatch, TreeShape, build_commit
 from tests.tiny import tiny_model
 
 NEW = 16
@@ -74,7 +74,7 @@ def test_blind_acceptance_is_caught(target: Target, prompts: list[list[int]], mo
             return honest(self, batch, out)
         choice = argmax(out.logits_BTV).tolist()
         paths, tokens = [[0, 1] for _ in choice], [row[1] for row in choice]
-        return decided(batch, paths, tokens, out.aux_hidden_states, out.logits_BTV)
+        return build_commit(batch, paths, tokens, out.aux_hidden_states, out.logits_BTV)
 
     answers = plain(target, prompts, 4)
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))

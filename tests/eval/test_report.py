@@ -26,7 +26,7 @@ TUNED = {
     "chosen": 2,
     "nodes": [[[0], 0.5], [[0, 0], 0.2], [[1], 0.1]],
     "acceptance": [[0.5, 0.1], [0.4, 0.1]],
-    "costs": {"widths": [1, 4], "verify_ms": [10.0, 12.0], "draft_ms": 2.0, "level_ms": 0.5, "levels": 2},
+    "costs": {"node_counts": [1, 4], "verify_ms": [10.0, 12.0], "draft_ms": 2.0, "level_ms": 0.5, "levels": 2},
     "kinds": [
         {"kind": "", "texts": 9, "positions": 900, "tau": 2.1, "entropy": 1.5},
         {"kind": "<i>|sums", "texts": 4, "positions": 400, "tau": 1.75, "entropy": 1.625},

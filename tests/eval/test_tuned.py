@@ -16,7 +16,7 @@ from tests.eval.sources import Drafts
 
 TUNING = Tuning(
     paths=((0,), (1,), (0, 0)),
-    widths=(1, 4),
+    node_counts=(1, 4),
     verify_ms=(10.0, 12.0),
     draft_ms=2.0,
     acceptance=[[0.5, 0.2, 0.1], [0.6, 0.1, 0.1]],

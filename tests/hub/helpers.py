@@ -15,7 +15,7 @@ CONDITIONS = {"machine": "another", "device": "cpu", "dtype": "float32", "thread
 ENVIRONMENT = {"cpu": "A Fast | CPU", "threads": 2, "dtype": "bfloat16", "gpu": None, "torch": "2.13"}
 TUNING: dict[str, Any] = {
     "paths": ((0,), (1,), (0, 0)),
-    "widths": (1, 2, 4),
+    "node_counts": (1, 2, 4),
     "verify_ms": (1.0, 1.1, 1.3),
     "draft_ms": 0.1,
     "acceptance": [[0.6, 0.1], [0.4, 0.1]],

@@ -303,4 +303,4 @@ def test_no_copies_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_costs_record_prepacking() -> None:
     here = Conditions.of(Target(tiny_model("llama")))
     assert here.prepacked and Conditions.from_json(here.to_json()) == here
-    assert here.beside(replace(here, prepacked=False)) == "prepacked=True"
+    assert here.difference(replace(here, prepacked=False)) == "prepacked=True"

@@ -181,9 +181,9 @@ def chat(
         decoder.check_template()
     console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
     tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
-    from headstart.decode.kept_text import KeptText
+    from headstart.decode.prefix_cache import PrefixCache
 
-    kept_text = KeptText()
+    prefix_cache = PrefixCache()
     opening = [{"role": "system", "content": system}] if system else []
     messages, shows_drafts = list(opening), False
     while text := _from_stdin(partial(ask, console)):
@@ -200,7 +200,7 @@ def chat(
         asked = [*messages, {"role": "user", "content": text}]
         try:
             answer = _pour(
-                decoder.stream(text if options.raw else asked, kept_text, **_keywords(options)), shows_drafts
+                decoder.stream(text if options.raw else asked, prefix_cache, **_keywords(options)), shows_drafts
             )
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new starts over.")

@@ -1,8 +1,8 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-`_Batch.round` is one round. `DecodeLoop.generate` checks the request and decodes the rows that fit into memory. The
-file also defines the `Drafter` protocol and the end of a text (`Generation.extend`); verification is in `verify.py`.
-Plain decoding is the same loop without a drafter.
+`_Batch.round` is one round. `DecodeLoop.generate` checks the request and decodes the rows that fit into memory.
+`Generation.extend` finds the end of a text. Verification is in `verify.py`. Plain decoding is the same loop without a
+drafter.
 
 Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V vocabulary, E hidden size.
 """
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from headstart.decode.budget import Budget, Costs
-from headstart.decode.kept_text import KeptText
-from headstart.decode.learned import Experience, size_of
+from headstart.decode.experience import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, check_kinds, random_seed
+from headstart.decode.prefix_cache import PrefixCache
 from headstart.decode.sampling import check_processors, check_sampling, warp
 from headstart.decode.verify import DRAWS, make_verifier
 from headstart.errors import UserError, check_text, nearest, out_of_memory
@@ -42,18 +42,17 @@ DRAFTER_ERRORS: type[Exception] | tuple[()] = Exception
 
 @dataclass
 class Round:
-    """Outcome and wall-clock milliseconds of one round of one generation.
+    """Outcome and wall-clock milliseconds of one row's round.
 
     Nodes include the root, and `depth` is the tree's. Emitted tokens include the target's own, before any cut at the
-    end of the text. `draft_ms` is proposing and pruning; `verify_ms` the tree forward and reading the target's choices;
-    `host_ms` the rest. `paused`: nothing was drafted because it would not have paid. `likeliest` is the tree's most
-    likely path.
+    end of the text. `draft_ms` is proposing and pruning; `forward_ms` the tree forward and acceptance; `host_ms` the
+    rest. `paused`: nothing was drafted because it would not have paid. `likeliest` is the tree's most likely path.
     """
 
     nodes: int
     emitted: int
     draft_ms: float
-    verify_ms: float
+    forward_ms: float
     host_ms: float
     depth: int = 0
     paused: bool = False
@@ -67,9 +66,9 @@ class Generation:
     Attributes:
         tokens: emitted token ids, without the prompt.
         finish_reason: "end", "length" or "stop"; empty while decoding.
-        token_ms: for each token, milliseconds from the call until it was decided, prefill included.
+        token_ms: milliseconds from the call to each token, prefill included.
         rounds: one entry per round; the first token comes from the prefill and has none.
-        drafter_error: the error of a drafter that failed; the row was decoded without it from then on.
+        drafter_error: error of a failed drafter, which the row was decoded without from then on.
         seed: seed of a sampled row; None for a greedy one.
     """
 
@@ -83,7 +82,7 @@ class Generation:
 
     @property
     def tokens_per_round(self) -> float:
-        """τ: mean tokens emitted a round, the target's own included; 1 for plain decoding."""
+        """τ: mean tokens per round, the target's own included; 1 for plain decoding."""
         return sum(r.emitted for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
 
     @property
@@ -92,14 +91,13 @@ class Generation:
         return sum(r.paused for r in self.rounds)
 
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
-        """Append tokens up to the end of the text, which may fall inside an accepted path, and set `finish_reason`
-        there. `row` is passed to the caller's own test."""
+        """Append tokens up to the end of the text, which may fall inside an accepted path, and set `finish_reason`.
+        `row` is passed to the caller's own test."""
         if options.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(target.tokenizer, options.stop_strings, target.markup)
         for token in tokens:
             self.tokens.append(token)
-            # The caller's test sees every token of the text.
-            stopped = options.stop_test is not None and options.stop_test(row, self.tokens)
+            stopped = options.stop_test is not None and options.stop_test(row, self.tokens)  # sees every token
             if token in target.end_tokens and not options.ignore_end:
                 self.finish_reason = "end"
             elif (
@@ -115,10 +113,10 @@ class Generation:
 
 
 OnTokens = Callable[[int, list[int], int], None]
-"""Called with (row, new tokens, number of leading ones that were drafts) as soon as they are decided."""
+"""Called every round with (row, new tokens, number of leading ones that were drafts)."""
 Check = Callable[[], None]
-"""Called before each forward, also of a piece of a long prompt. To end the decoding it must raise a `BaseException`
-outside `Exception`, since drafter errors are caught."""
+"""Called before each forward, and before each chunk of a long prompt. To end the decoding it must raise a
+`BaseException` outside `Exception`, since drafter errors are caught."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -129,11 +127,11 @@ class Drafter(Protocol):
 
     Attributes:
         aux_layers: layers of the target that provide its hidden states.
-        max_nodes: most nodes it proposes, root included; the loop reserves cache for them.
+        max_nodes: maximum nodes it proposes, root included; the loop reserves KV cache for them.
 
-    Optional attributes: `draft_share` is the cost of a draft as a share of a plain decoding step (default: the cost
-    measured for the heads); `bytes_per_token` the memory it keeps on the target's device per token of a row, drafts
-    included (default 0); `spare_bytes` the memory it holds there for its next text (default 0).
+    Optional attributes: `draft_share` is the cost of a draft as a fraction of a plain decoding step (default: the cost
+    measured for the heads); `bytes_per_token` its memory on the target's device per token of a row, drafts included
+    (default 0); `spare_bytes` the memory it holds there for its next text (default 0).
     """
 
     aux_layers: tuple[int, ...]
@@ -143,10 +141,10 @@ class Drafter(Protocol):
         """Start drafting for a batch; see `DraftHead.prefill`."""
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
-        """A tree for each row, after its root."""
+        """Propose a tree for each row, after its root."""
 
     def commit(self, session: Any, committed: Committed) -> None:
-        """Take in the committed tokens. Called every round, also without drafts."""
+        """Process the committed tokens. Called every round, also without drafts."""
 
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -157,7 +155,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `DecodeLoop.generate`: its arguments, its start and each row's text so far."""
+    """Arguments, start time and texts so far of a call of `DecodeLoop.generate`."""
 
     prompts: Sequence[Sequence[int]]
     options: DecodeOptions
@@ -165,20 +163,18 @@ class _Call:
     started: float
     texts: list[Generation]
     check: Check | None
-    kept_text: KeptText | None
+    prefix_cache: PrefixCache | None
 
 
 class DecodeLoop:
-    """Decodes with a target and its drafters; without drafters, plainly.
+    """A target with its drafters; without drafters it decodes plainly.
 
-    With several drafters the union of their trees is verified. Tokens that two propose after the same path become one
-    node, so the second costs only what it adds. The first drafter has priority where acceptance probabilities do not
-    decide.
+    With several drafters the union of their trees is verified. Equal paths share nodes, so a second drafter costs only
+    its further nodes. The first drafter has priority where acceptance probabilities do not decide.
 
     Without costs every proposed node is verified. With them the number of nodes follows the costs, and drafting pauses
-    where it does not pay. In greedy decoding, measured rounds correct the costs, and later calls use what was learned;
-    sampling and deterministic decoding keep to the given costs, so that the text depends neither on the clock nor on
-    earlier calls.
+    while it does not pay. In greedy decoding, measured rounds correct the costs for this and later calls. Sampling and
+    deterministic decoding keep the given costs, so that the text depends neither on the clock nor on earlier calls.
     """
 
     def __init__(self, target: Target, *drafters: Drafter, costs: Costs | None = None) -> None:
@@ -188,7 +184,7 @@ class DecodeLoop:
         self._experience: dict[int, Experience] = {}  # by the size of the batch
         self.free_cores = FreeCores() if target.device.type == "cpu" else None
         if target.device.type == "cpu":
-            draft_kernels.compiled(target.dtype)  # now, so that no first answer is delayed
+            draft_kernels.compiled(target.dtype)  # so that the first answer does not compile
 
     @torch.inference_mode()
     def generate(
@@ -197,21 +193,20 @@ class DecodeLoop:
         options: DecodeOptions,
         on_tokens: OnTokens | None = None,
         check_on: Check | None = None,
-        kept_text: KeptText | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths; `kept_text` skips the known prefix of a single prompt.
-        Batches that do not fit into memory are decoded in halves; each row keeps its number and seed.
+        """Decode a batch of tokenised prompts of any lengths; a single prompt may come with a `prefix_cache`. Batches
+        that do not fit into memory are decoded in halves; each row keeps its number and seed.
 
         Raises:
             UserError: an empty or too long prompt, an option out of range, or a prompt that memory cannot hold.
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        # Drawn once, also if rows are decoded in halves.
-        first = random_seed() if options.seed is None else options.seed
-        options = replace(options, seed=first)
-        texts = [Generation(seed=None if options.greedy else first + row) for row in range(len(prompts))]
-        call = _Call(prompts, options, on_tokens, started, texts, check_on, kept_text)
+        seed = random_seed() if options.seed is None else options.seed
+        options = replace(options, seed=seed)
+        texts = [Generation(seed=None if options.greedy else seed + row) for row in range(len(prompts))]
+        call = _Call(prompts, options, on_tokens, started, texts, check_on, prefix_cache)
         if len(prompts) > 1:  # fail before decoding any prompt if one can never fit
             reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
         try:
@@ -226,10 +221,10 @@ class DecodeLoop:
             ) from error
         return call.texts
 
-    def _decode(self, call: _Call, numbers: Sequence[int]) -> bool:
-        """Decode these rows to their ends, after their tokens so far; false, with nothing done, if they do not fit into
-        memory together."""
-        rows = [row for row in numbers if not call.texts[row].finish_reason]
+    def _decode(self, call: _Call, rows: Sequence[int]) -> bool:
+        """Decode these rows from their tokens so far to their ends; return False, with nothing done, if they do not fit
+        into memory together."""
+        rows = [row for row in rows if not call.texts[row].finish_reason]
         if not rows:
             return True
         batch = _Batch(self, call, rows)
@@ -237,17 +232,17 @@ class DecodeLoop:
             return False
         while batch.running:
             batch.round()
-        if call.kept_text is not None:
-            call.kept_text.keep(batch.cache)
+        if call.prefix_cache is not None:
+            call.prefix_cache.store(batch.cache)
         return True
 
-    def aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Layers with states that these drafters read, without duplicates."""
-        return tuple(dict.fromkeys(layer for number in numbers for layer in self.drafters[number].aux_layers))
+    def aux_layers(self, indices: Iterable[int]) -> tuple[int, ...]:
+        """Collect the aux layers of these drafters, without duplicates."""
+        return tuple(dict.fromkeys(layer for index in indices for layer in self.drafters[index].aux_layers))
 
     def budget(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Budget:
-        """The budget of a batch, with this loop's costs and experience."""
-        shares: list[float | None] = [getattr(drafter, "draft_share", None) for drafter in self.drafters]
+        """Create the budget of a batch, with this loop's costs and experience."""
+        shares = [getattr(drafter, "draft_share", None) for drafter in self.drafters]
         known = [share for share in shares if share is not None]
         draft_ms = None
         if self.costs is not None and known and len(known) == len(shares):
@@ -266,12 +261,12 @@ class DecodeLoop:
 
 
 class _Batch:
-    """Rows that are decoded together: a round drafts, verifies, commits and emits.
+    """Rows that are decoded together.
 
     Attributes:
         rows: numbers of the rows of this round.
         running: indices into `rows` of texts that have not ended.
-        sessions: of the drafters still in use, by their number.
+        sessions: of the drafters still in use, by their index in the loop.
         roots: each row's newest token, which the target has not read yet.
     """
 
@@ -286,50 +281,48 @@ class _Batch:
         self.budget = loop.budget(self.prompts, call.options)
         self.verifier = make_verifier(call.options, call.prompts, loop.target)
         self.verifier.reorder(rows)
-        self.verifier.go_on_from([call.texts[row].tokens for row in rows])
+        self.verifier.resume([call.texts[row].tokens for row in rows])
         self.sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if self.budget.will_draft else ())
 
     def prefill(self) -> bool:
-        """Read the prompts and emit the first tokens; false if memory does not hold the batch."""
+        """Read the prompts and emit the first tokens; return False if the batch does not fit into memory."""
         target, call, options = self.target, self.call, self.options
-        most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in self.sessions)
-        keep, spare = (
-            sum(getattr(self.drafters[number], name, 0) for number in self.sessions)
-            for name in ("bytes_per_token", "spare_bytes")
-        )
+        drafters = [self.drafters[index] for index in self.sessions]
+        max_nodes = 1 + sum(drafter.max_nodes - 1 for drafter in drafters)
+        memory = (sum(getattr(one, name, 0) for one in drafters) for name in ("bytes_per_token", "spare_bytes"))
         full_prompts = [call.prompts[row] for row in self.rows]
-        self.max_nodes = reserve(target, full_prompts, options.max_new_tokens, most_nodes, keep, spare)
+        self.max_nodes = reserve(target, full_prompts, options.max_new_tokens, max_nodes, *memory)
         if not self.max_nodes:
             return False
         longest = max(map(len, self.prompts))
         self.cache = target.new_cache(len(self.prompts), longest + options.max_new_tokens + self.max_nodes)
         if call.check is not None:
             self.cache.watch(call.check)
-        if call.kept_text is None:
+        if call.prefix_cache is None:
             out = target.prefill(self.cache, self.prompts, self.loop.aux_layers(self.sessions))
         else:
             (prompt,) = self.prompts
             # The next answer may draft, even if this one does not.
-            out = call.kept_text.prefill(target, self.cache, prompt, self.loop.aux_layers(range(len(self.drafters))))
+            out = call.prefix_cache.prefill(target, self.cache, prompt, self.loop.aux_layers(range(len(self.drafters))))
         self.roots = TreeBatch.roots(self.verifier.first(out.logits_BTV[:, 0]), target.device)
-        for number in list(self.sessions):
-            session = self.call_guarded(number, self.drafters[number].prefill, self.prompts, out.aux_hidden_states)
-            if number in self.sessions:
-                self.sessions[number] = session
+        for index in list(self.sessions):
+            session = self.call_guarded(index, self.drafters[index].prefill, self.prompts, out.aux_hidden_states)
+            if index in self.sessions:
+                self.sessions[index] = session
         del out  # the states of a long prompt take much memory
         self.emit([[token] for token in self.roots.root_tokens])
         return True
 
     def round(self) -> None:
-        """Draft, verify, commit and emit, and tell the budget how it went."""
+        """Draft, verify, commit and emit, and enter the round into the budget."""
         if len(self.running) < len(self.rows):
             self.drop_ended_rows()
         start, captured_before = perf_counter(), capture_count()
         # Drafters get the node limit up front: cutting a sampled tree afterwards could depend on its tokens.
         deepest = self.target.max_depth(self.cache)
-        most = self.max_nodes if deepest is None else min(self.max_nodes, deepest + 1)
-        drafting = self.budget.drafts and most > 1 and bool(self.sessions)
-        batch = self.draft(most) if drafting else self.roots
+        max_nodes = self.max_nodes if deepest is None else min(self.max_nodes, deepest + 1)
+        drafting = self.budget.drafts and max_nodes > 1 and bool(self.sessions)
+        batch = self.draft(max_nodes) if drafting else self.roots
         drafted = perf_counter()
         committed, self.roots = self.verify(batch)
         verified = perf_counter()
@@ -343,18 +336,18 @@ class _Batch:
             self.budget.threads_changed()
             typical = False
         spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if typical else None
-        self.budget.note(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting)
+        self.budget.record(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting)
         if not self.budget.will_draft:
-            self.sessions.clear()  # so that the remaining plain rounds cost what they do without drafters
+            self.sessions.clear()  # no overhead in the remaining plain rounds
         ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
         for row, tree, tokens in zip(self.rows, batch.trees, emitted, strict=True):
             self.call.texts[row].rounds.append(Round(tree.size, len(tokens), *ms, tree.depth, paused, tree.likeliest))
 
     def draft(self, max_nodes: int) -> TreeBatch:
-        """Trees of all drafters, joined and pruned; the roots alone if no node pays.
+        """Merge the trees of all drafters and prune them; return the roots alone if no node pays.
 
-        `reserve` (memory) and `deepest` (target) cap the nodes of a row, `Budget.room` caps them further, drafters stop
-        at the thresholds, and `Budget.prune` decides.
+        `reserve` (memory), `deepest` (target) and `Budget.room` cap the nodes of a row. Drafters stop at thresholds.
+        `Budget.prune` decides.
         """
         request = Request(
             self.budget.room(max_nodes),
@@ -368,29 +361,29 @@ class _Batch:
             check=self.call.check,
         )
         trees = self.roots.trees
-        for number in list(self.sessions):
-            trees = self.call_guarded(number, self._join, number, trees, request) or trees
+        for index in list(self.sessions):
+            trees = self.call_guarded(index, self._merge, index, trees, request) or trees
             if any(tree.drawn for tree in trees):  # only one drafter may sample: one draft vocabulary a batch
                 request = replace(request, draws=False)
         trees = self.budget.prune(trees)
         return TreeBatch.of(trees, self.target.device) if any(tree.size > 1 for tree in trees) else self.roots
 
-    def _join(self, number: int, trees: list[Tree], request: Request) -> list[Tree]:
-        """Join the trees with another drafter's."""
-        beside = trees if trees is not self.roots.trees else ()
-        proposed = self.drafters[number].propose(self.sessions[number], self.roots, replace(request, beside=beside))
+    def _merge(self, index: int, trees: list[Tree], request: Request) -> list[Tree]:
+        """Merge another drafter's trees into these."""
+        earlier = trees if trees is not self.roots.trees else ()
+        proposed = self.drafters[index].propose(self.sessions[index], self.roots, replace(request, beside=earlier))
         return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
     def verify(self, batch: TreeBatch) -> tuple[Committed, TreeBatch]:
         """Run the target over the trees; return the accepted paths and the next roots."""
-        learning = self.sessions if self.call.kept_text is None else range(len(self.drafters))
-        return self.verifier.accept(batch, self.target.forward_tree(self.cache, batch, self.loop.aux_layers(learning)))
+        readers = self.sessions if self.call.prefix_cache is None else range(len(self.drafters))
+        return self.verifier.accept(batch, self.target.forward_tree(self.cache, batch, self.loop.aux_layers(readers)))
 
     def commit(self, committed: Committed) -> None:
         """Keep the accepted nodes in the cache and pass them to the drafters."""
         self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
-        if self.call.kept_text is not None:
-            self.call.kept_text.add(committed)
+        if self.call.prefix_cache is not None:
+            self.call.prefix_cache.append(committed)
         self.notify("commit", committed)
 
     def emit(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -414,22 +407,22 @@ class _Batch:
             part.reorder(self.running)
         self.notify("reorder", self.running)
 
-    def call_guarded(self, number: int, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a drafter. One that raises is dropped, and the text goes on without it."""
+    def call_guarded(self, index: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a drafter. If it raises, drop it and return None."""
         try:
             return work(*arguments)
         except DRAFTER_ERRORS as error:
             if len(self.rows) > 1 and out_of_memory(error):
                 raise
-            del self.sessions[number]
+            del self.sessions[index]
             message = _NO_ROOM if out_of_memory(error) else f"{type(error).__name__}: {error}"
             for row in self.rows:
                 self.call.texts[row].drafter_error = message
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method of every drafter in use."""
-        for number, session in list(self.sessions.items()):
-            self.call_guarded(number, getattr(self.drafters[number], method), session, *arguments)
+        for index, session in list(self.sessions.items()):
+            self.call_guarded(index, getattr(self.drafters[index], method), session, *arguments)
 
 
 # -- before the loop ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from headstart.kernels.memory import free_bytes
 from headstart.model.model import Target
 from headstart.support.files import format_bytes
 
-_SHARE = 0.9
-"""Share of free memory that may be taken; the activations of MLPs need the rest."""
+_USABLE_FRACTION = 0.9
+"""Usable fraction of free memory; the activations of MLPs need the rest."""
 
 
 def reserve(
@@ -25,24 +25,23 @@ def reserve(
     drafters_spare: int = 0,
     free: int | None = None,
 ) -> int:
-    """Return the widest tree (root included, at most `max_nodes`) that fits beside the text, given `free` bytes on each
-    device with layers (by default as measured); 0 if the text of several prompts does not fit. Raises UserError if the
-    text of a single prompt does not fit.
+    """Return the most nodes per row (root included, at most `max_nodes`) that fit into memory with the text; 0 if the
+    texts of several prompts do not fit. Raises UserError if the text of a single prompt does not fit.
 
-    Counts the KV cache, `drafters_keep` bytes per token of a row, and for one forward the masks, the logits and one
-    layer's attention. A single prompt needs no room for drafters: it can be decoded plainly. Buffers that target and
-    drafters hold for their next text (`drafters_spare`) count as free.
+    `free` bytes are available on each device with layers, by default as measured. Counts the KV cache, `drafters_keep`
+    bytes per token of a row, and for one forward the masks, the logits and one layer's attention. A single prompt
+    reserves nothing for drafters: it can be decoded plainly. Buffers that target and drafters hold for their next text
+    (`drafters_spare`) count as free.
     """
-    rows, row_tokens = len(prompts), max(map(len, prompts)) + max_new_tokens
-    nodes = max_nodes
+    rows, row_tokens, nodes = len(prompts), max(map(len, prompts)) + max_new_tokens, max_nodes
     for device, token_bytes in target.kv_bytes_by_device.items():
         per_token = rows * token_bytes
-        at_home = device == target.device
-        spare = target.spare_bytes + (drafters_spare if at_home else 0)
-        available = int(_SHARE * (free_bytes(device) + spare if free is None else free))
-        beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if at_home else (0, 0)
-        drafting = rows * drafters_keep if at_home else 0
-        needed = per_token * (row_tokens + 1) + beside + per_node
+        on_main = device == target.device
+        spare = target.spare_bytes + (drafters_spare if on_main else 0)
+        available = int(_USABLE_FRACTION * (free_bytes(device) + spare if free is None else free))
+        forward, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if on_main else (0, 0)
+        drafting = rows * drafters_keep if on_main else 0
+        needed = per_token * (row_tokens + 1) + forward + per_node
         if rows > 1 and needed + drafting * (row_tokens + 1) > available:
             return 0
         if needed > available:
@@ -52,16 +51,16 @@ def reserve(
                 "Shorten the prompt, or lower --max-new-tokens.",
             )
         per_token += drafting
-        nodes = min(nodes, (available - beside - per_token * row_tokens) // (per_token + per_node))
+        nodes = min(nodes, (available - forward - per_token * row_tokens) // (per_token + per_node))
     return max(1, nodes)
 
 
 def by_halves(rows: Sequence[int], work: Callable[[list[int]], bool]) -> None:
     """Work on all rows together, or on halves (recursively) if `work` returns false or runs out of memory. With a
     single row an out-of-memory error propagates."""
-    waiting = [list(rows)]
-    while waiting:
-        group = waiting.pop()
+    groups = [list(rows)]
+    while groups:
+        group = groups.pop()
         try:
             if work(group):
                 continue
@@ -73,4 +72,4 @@ def by_halves(rows: Sequence[int], work: Callable[[list[int]], bool]) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         half = (len(group) + 1) // 2
-        waiting += [group[half:], group[:half]]
+        groups += [group[half:], group[:half]]

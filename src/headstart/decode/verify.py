@@ -1,19 +1,18 @@
 """Verification: greedy (`Verifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
 
-Sampling on a CPU, or with processors that need the text, walks down the trees of all rows depth by depth and computes
-the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, sampling
-draws the next token at every node at once and then follows the trees as in greedy verification, with one device
-synchronisation.
+On a CPU, or with processors that need the text, sampling walks down the trees of all rows depth by depth and computes
+the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it draws
+the next token at every node at once and then walks as in greedy verification, with one device synchronisation.
 
-Sampling is lossless when its output, continued by the target alone, is distributed as the target's own text whatever
-was drafted. `tests/reference.py` states the rule for one node; the tests prove it by enumeration and compare this code
-with it. The proof requires that in every tree
+Sampling is lossless if its output, continued by the target alone, is distributed as the target's own text for any
+drafts. `tests/reference.py` states the rule for one node; the tests prove it by enumeration and compare this code with
+it. The proof requires of every tree:
 
-- the children of a node hold different tokens;
-- of a node's children at most one is drawn, from random numbers used for nothing else;
-- whether a drawn child is kept never depends on which token it holds. It may depend on tokens drawn elsewhere.
+- The children of a node hold different tokens.
+- At most one child of a node is drawn, from random numbers used for nothing else.
+- Whether a drawn child is pruned never depends on its own token. It may depend on tokens drawn elsewhere.
 
-Children chosen without randomness may accompany a drawn one, and hold any tokens.
+Deterministic siblings of a drawn child may hold any tokens.
 
 Shape suffixes: B rows, N tree nodes, K depths, M running rows or nodes, W drawn nodes, P nodes of an accepted path, V
 vocabulary, D draft vocabulary. In formulas p is the target's distribution after a node, q the distribution of its drawn
@@ -34,45 +33,45 @@ from headstart.kernels import draft_kernels
 from headstart.model.model import Target, TargetOutput
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.support.uploads import upload
-from headstart.tree.tree import Committed, Tree, TreeBatch, decided
+from headstart.tree.tree import Committed, Tree, TreeBatch, build_commit
 
 DRAWS = {"top_k": False, "greedy_draft": True}
 """Whether drafters draw, by the name in `DecodeOptions.verifier`. `greedy_draft` (arXiv 2502.18779): a node's last
-child is drawn, its siblings are the most likely tokens. `top_k` (unrelated to the option top_k): none is drawn. The
-output has the same distribution; `greedy_draft` accepts more, and `top_k` draws the same text as plain sampling."""
+child is drawn, its siblings are the most likely tokens. `top_k` (unrelated to the option top_k): no child is drawn.
+Both sample the same distribution; `greedy_draft` accepts more, and `top_k` repeats the text of plain sampling."""
 
 
 class Verifier:
-    """Greedy verification: a draft is accepted if it is the target's argmax, so the output equals plain decoding.
+    """Greedy verification: accepts a draft if it is the target's argmax, so the output equals plain decoding.
 
-    `draws`: whether drafters draw children, see `Request`; `draft_streams`: each row's random generator for it.
+    `draws`: whether drafters draw children, see `Request`; `draft_streams`: their random generator for each row.
     """
 
     draws = False
     draft_streams: Sequence[torch.Generator] = ()
 
     def first(self, logits_BV: Tensor) -> list[int]:
-        """Each row's first token, from the logits after its prompt."""
+        """Choose each row's first token from the logits after its prompt."""
         return draft_kernels.argmax(logits_BV).tolist()
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Decide one round for every row: the committed nodes, and the target's own tokens as the next roots."""
+        """Accept the nodes to commit in every row; return them with the target's own next tokens as new roots."""
         choice_BN = draft_kernels.argmax(out.logits_BTV)
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
-            return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
-        return decided_on_device(batch, out, choice_BN)
+            return build_commit(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
+        return walk_on_device(batch, out, choice_BN)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
 
-    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Begin after the tokens that each row has emitted."""
+    def resume(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Continue after the tokens that each row has emitted."""
 
 
 def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """Follow the target's choice after each node down the trees: each row's accepted nodes, root first, and the choice
-    after the last one."""
+    """Follow the target's choice after each node down the trees; return each row's accepted nodes, root first, and the
+    choice after the last one."""
     paths = []
     for tree, choice in zip(trees, choices, strict=True):
         index, path = tree.index, [0]
@@ -83,7 +82,7 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
 
 
 class SamplingVerifier:
-    """Draws the text, with random numbers per row.
+    """Verification by sampling, with random numbers per row.
 
     A drawn child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise, or without a drawn child, the next
     token is drawn from norm((p - q)+), and the walk continues at the child that holds it, if any. Together
@@ -91,10 +90,9 @@ class SamplingVerifier:
     residual keeps all of p there. Without drawn children it is the verification of EAGLE-2 and EAGLE-3, arXiv
     2406.16858 and 2503.01840.)
 
-    Each token of a row's text uses one number for accepting and one for drawing, whatever was drafted and whatever the
-    other rows do. At temperature 0 only one token is possible everywhere. `seed` is the first row's; row b uses
-    seed + b. `draws` and `draft_streams` are as in `Verifier`; `row_processors`, one for each row if given, come before
-    those of all rows.
+    Each token of a row's text uses one number for accepting and one for drawing, independent of drafts and other rows.
+    `seed` is the first row's; row b uses seed + b. `row_processors`, empty or one for each row, come before those of
+    all rows. `draws` and `draft_streams` are as in `Verifier`.
     """
 
     def __init__(
@@ -114,8 +112,8 @@ class SamplingVerifier:
         self.draft_streams = [draft for _, _, draft in generators]
 
     def first(self, logits_BV: Tensor) -> list[int]:
-        """Each row's first token, from the logits after its prompt."""
-        _, residual_BK = self._peek(1, logits_BV.device)
+        """Draw each row's first token, see `Verifier.first`."""
+        _, residual_BK = self._upload_numbers(1, logits_BV.device)
         parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
         rows, paths = range(len(logits_BV)), [list[int]()] * len(logits_BV)
         drawn = [
@@ -123,24 +121,24 @@ class SamplingVerifier:
             for part in parts
         ]
         tokens: list[int] = torch.cat(drawn).tolist()
-        self._emitted([[token] for token in tokens])
+        self._append([[token] for token in tokens])
         return tokens
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Decide one round for every row, see `Verifier.accept`."""
+        """Accept the nodes to commit, see `Verifier.accept`."""
         if out.logits_BTV.device.type == "cpu" or self._prefixes is not None:
-            return self._accept_by_node(batch, out)
-        committed, roots = decided_on_device(batch, out, self._everywhere(batch, out.logits_BTV))
-        self._emitted([[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)])
+            return self._accept_by_depth(batch, out)
+        committed, roots = walk_on_device(batch, out, self._choose_at_all_nodes(batch, out.logits_BTV))
+        self._append([[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)])
         return committed, roots
 
-    def _everywhere(self, batch: TreeBatch, logits_BNV: Tensor) -> Tensor:
-        """The token after each node if its row gets there, int64 [B, N]; one upload."""
+    def _choose_at_all_nodes(self, batch: TreeBatch, logits_BNV: Tensor) -> Tensor:
+        """Choose the token after each node, int64 [B, N], with one upload."""
         (rows, nodes, vocab), device, depths = logits_BNV.shape, logits_BNV.device, batch.depth + 1
         drawn = _Drawn(batch, vocab)
         packed = [
             [*accept, *residual, *children, *indices]  # float64 holds every index
-            for accept, residual, children, indices in zip(*self._numbers_of(depths), *drawn.places(), strict=True)
+            for accept, residual, children, indices in zip(*self._next_numbers(depths), *drawn.places(), strict=True)
         ]
         parts_BX = torch.split(upload(packed, device, torch.float64), [depths, depths, nodes, nodes], dim=1)
         depths_BN = batch.depths_BN.expand(rows, -1)
@@ -159,11 +157,11 @@ class SamplingVerifier:
         ]
         return torch.cat(chosen).view(rows, nodes)
 
-    def _accept_by_node(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """`accept` by walking down the trees; rows that have ended are left out."""
+    def _accept_by_depth(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+        """Walk down the trees with all rows at once, dropping each row at the end of its path."""
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
         depths = batch.depth + 1
-        accept_BK, residual_BK = self._peek(depths, device)
+        accept_BK, residual_BK = self._upload_numbers(depths, device)
         drawn, parents_BN = _Drawn(batch, vocab), batch.parents_BN.expand(rows, -1)
         child_BN, index_BN = upload(drawn.places(), device).unbind() if drawn else (None, None)
         tokens_BK, path_BK = torch.full((2, rows, depths), -1, device=device)
@@ -185,18 +183,18 @@ class SamplingVerifier:
                 accept_M, residual_M = accept_BK[rows_M, depth], residual_BK[rows_M, depth]
                 chosen.append(accept_or_draw(p_target_MV, accept_M, residual_M, drawn_M, q_draft_MV))
             next_M = torch.cat(chosen)
-            holds_MN = (parents_BN[row_M] == node_M[:, None]) & (batch.tokens_BN[row_M] == next_M[:, None])
-            child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1)
+            match_MN = (parents_BN[row_M] == node_M[:, None]) & (batch.tokens_BN[row_M] == next_M[:, None])
+            child_M, found_M = match_MN.int().argmax(1), match_MN.any(1)
             tokens_BK[row_M, depth] = next_M
-            path_BK[row_M, depth] = child_M.masked_fill(~goes_M, -1)
-            row_M, node_M = row_M[goes_M], child_M[goes_M]
+            path_BK[row_M, depth] = child_M.masked_fill(~found_M, -1)
+            row_M, node_M = row_M[found_M], child_M[found_M]
             if not len(row_M):
                 break
         tokens, paths = torch.stack([tokens_BK, path_BK]).tolist()
         emitted = [[token for token in row if token >= 0] for row in tokens]
-        self._emitted(emitted)
+        self._append(emitted)
         accepted = [[0, *(node for node in path if node >= 0)] for path in paths]
-        return decided(batch, accepted, [row[-1] for row in emitted], out.aux_hidden_states, out.logits_BTV)
+        return build_commit(batch, accepted, [row[-1] for row in emitted], out.aux_hidden_states, out.logits_BTV)
 
     def reorder(self, rows: Sequence[int]) -> None:
         if self._prefixes is not None:
@@ -204,24 +202,24 @@ class SamplingVerifier:
         self._numbers = [self._numbers[row] for row in rows]
         self.draft_streams = [self.draft_streams[row] for row in rows]
 
-    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
-        """See `Verifier.go_on_from`: continue each row's numbers; drafts get noise that the text has not used."""
-        self._emitted(emitted)
+    def resume(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Continue each row's numbers after its emitted tokens; drafts get noise that the text has not used."""
+        self._append(emitted)
         for stream, tokens in zip(self.draft_streams, emitted, strict=True):
             stream.manual_seed(stream.initial_seed() + len(tokens))
 
-    def _numbers_of(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
-        """The next numbers of each row, for accepting and for drawing."""
+    def _next_numbers(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
+        """Return the next numbers of each row, for accepting and for drawing."""
         accept, residual = ([pair[kind].peek(count) for pair in self._numbers] for kind in (0, 1))
         return accept, residual
 
-    def _peek(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The same on the device, [B, count] each; one upload."""
-        accept_BK, residual_BK = upload(self._numbers_of(count), device, torch.float64).unbind()
+    def _upload_numbers(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Upload `_next_numbers` at once, [B, count] each."""
+        accept_BK, residual_BK = upload(self._next_numbers(count), device, torch.float64).unbind()
         return accept_BK, residual_BK
 
-    def _emitted(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append to each row's text, and skip its used numbers."""
+    def _append(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Append to each row's text and skip its used numbers."""
         if self._prefixes is not None:
             self._prefixes.extend(tokens)
         for numbers, added in zip(self._numbers, tokens, strict=True):
@@ -229,14 +227,14 @@ class SamplingVerifier:
                 used.skip(len(added))
 
     def _distributions(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """The distribution after each row's text and path, float [M, V]."""
+        """Compute the distribution after each row's text and path, float [M, V]."""
         if self._prefixes is not None:
             logits_MV = self._prefixes.process(logits_MV, rows, paths)
         return warp(self._sampling, logits_MV)
 
 
 def streams(seed: int) -> tuple[torch.Generator, torch.Generator, torch.Generator]:
-    """A row's random generators, which share no noise: for accepting, for drawing tokens, and for drafting."""
+    """Create a row's independent random generators: for accepting, for drawing tokens, and for drafting."""
     seeds = torch.randint(1 << 62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
     accept, residual, draft = (torch.Generator().manual_seed(number) for number in seeds)
     return accept, residual, draft
@@ -249,11 +247,11 @@ def accept_or_draw(
     drawn_M: Tensor | None = None,
     q_draft_MV: Tensor | None = None,
 ) -> Tensor:
-    """The token after one node of each row, int64 [M]: its drawn child with probability min(1, p / q), else a token
-    drawn from norm((p - q)+); without a drawn child a token drawn from p. See `SamplingVerifier`.
+    """Choose the token after one node of each row, int64 [M]: its drawn child with probability min(1, p / q), else a
+    token drawn from norm((p - q)+); without a drawn child a token drawn from p. See `SamplingVerifier`.
 
-    Numbers for accepting and drawing are float64 from [0, 1). `drawn_M` is the token of the node's drawn child, -1
-    without one, and `q_draft_MV` its distribution. The target's distribution is overwritten.
+    Overwrites `p_target_MV`. The numbers for accepting and drawing are float64 in [0, 1). `drawn_M` is the token of the
+    node's drawn child, -1 without one, and `q_draft_MV` its distribution.
     """
     next_M, _ = draw_at(p_target_MV, residual_M)
     if drawn_M is None or q_draft_MV is None:
@@ -262,15 +260,15 @@ def accept_or_draw(
     p_drawn_M, q_drawn_M = (probs_MV.gather(1, drawn_M1)[:, 0].double() for probs_MV in (p_target_MV, q_draft_MV))
     kept_M = is_drawn_M & (accept_M * q_drawn_M < p_drawn_M)
     residual_MV = p_target_MV.sub_(q_draft_MV).clamp_(min=0.0)
-    # With an empty residual p equals q, and rounding rejected the draft: any distribution would do in theory, but p
-    # cannot leave the target's support.
+    # With an empty residual p equals q, and rounding rejected the draft. Any distribution would be exact in theory, but
+    # p stays in the target's support.
     rest_M, mass_M = draw_at(residual_MV, residual_M)
     next_M = torch.where(is_drawn_M & (mass_M > 0), rest_M, next_M)
     return torch.where(kept_M, drawn_M, next_M)
 
 
 class _Drawn:
-    """The drawn nodes of a batch."""
+    """Drawn nodes of a batch, with their distributions."""
 
     def __init__(self, batch: TreeBatch, vocab: int) -> None:
         self._batch, self._vocab = batch, vocab
@@ -281,18 +279,16 @@ class _Drawn:
         return bool(self._drawn)
 
     def places(self) -> tuple[list[list[int]], list[list[int]]]:
-        """For each row and node its drawn child (-1 without one) and that child's index in the batch's drawn nodes."""
+        """Return each node's drawn child (-1 without one), and that child's index in the batch's drawn nodes."""
         children, indices = ([[value] * self._batch.size for _ in self._batch.trees] for value in (-1, 0))
-        count = 0
-        for row, tree in enumerate(self._batch.trees):
-            for child in tree.drawn:
-                parent = tree.parents[child]
-                children[row][parent], indices[row][parent] = child, count
-                count += 1
+        drawn = ((row, tree, child) for row, tree in enumerate(self._batch.trees) for child in tree.drawn)
+        for index, (row, tree, child) in enumerate(drawn):
+            parent = tree.parents[child]
+            children[row][parent], indices[row][parent] = child, index
         return children, indices
 
     def q_draft(self, index_M: Tensor) -> Tensor:
-        """The distributions of drawn nodes over the target's vocabulary, [M, V]."""
+        """Return distributions of drawn nodes over the target's vocabulary, [M, V]."""
         if index_M.device.type == "cpu":  # stack only the needed ones
             q_draft_MD = torch.stack([self._drawn[index].q_draft_D for index in index_M.tolist()])
         else:
@@ -305,9 +301,8 @@ class _Drawn:
         return q_draft_MD.new_zeros(len(index_M), self._vocab).index_copy_(1, draft_to_target_D, q_draft_MD)
 
 
-def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
-    """`walk` and `decided` (`tree.py`) in device operations, given the token after each node; the host
-    waits once, for the result."""
+def walk_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
+    """Do the work of `walk` and `build_commit` in device operations, with one synchronisation."""
     if batch.size == 1:  # nothing was drafted
         zeros_BP = batch.depths_BN.expand(len(choice_BN), 1)
         committed = Committed(
@@ -315,7 +310,7 @@ def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) ->
         )
         return committed, TreeBatch.roots([token for (token,) in choice_BN.tolist()], on_device=choice_BN[:, 0])
     parents_BN = batch.parents_BN.expand_as(choice_BN)
-    # A node is right when it holds its parent's choice, and accepted when all on its path are right.
+    # A node is right if it holds its parent's choice, and accepted if all nodes on its path are right.
     right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)
     right_BN = right_BN | (batch.depths_BN == 0)
     accepted_BN = ~(batch.visible_BNN & ~right_BN[:, None]).any(-1)
@@ -327,7 +322,7 @@ def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) ->
     counts_B1 = on_path_BN.sum(-1, keepdim=True)
     paths_BN = paths_BN.where(torch.arange(choice_BN.shape[1], device=choice_BN.device) < counts_B1, last_B1)
     next_B1 = choice_BN.gather(1, last_B1)
-    on_host = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()  # one wait
+    on_host = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()  # the synchronisation
     paths = [path[:count] for count, _, *path in on_host]
     paths_BP = paths_BN[:, : max(map(len, paths))]
     committed = Committed(batch, paths, paths_BP, counts_B1[:, 0], out.aux_hidden_states, out.logits_BTV)
@@ -337,17 +332,17 @@ def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) ->
 def make_verifier(
     options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
 ) -> Verifier | SamplingVerifier:
-    """The verifier for these options."""
-    not_yet = min_length_processors(options, prompts, target)
-    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not not_yet:
+    """Create the verifier for these options."""
+    row_processors = min_length_processors(options, prompts, target)
+    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not row_processors:
         return Verifier()
     draws = not options.greedy if options.verifier == "auto" else DRAWS[options.verifier]
-    assert options.seed is not None, "drawn by now"
-    return SamplingVerifier(options, prompts, options.seed, draws, not_yet)
+    assert options.seed is not None, "the loop sets it"
+    return SamplingVerifier(options, prompts, options.seed, draws, row_processors)
 
 
 def min_length_processors(options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target) -> list[Processor]:
-    """For each prompt a processor that bans end tokens before `min_new_tokens`; an empty list if none is needed."""
+    """Create a processor per prompt that bans end tokens before `min_new_tokens`; return [] if not needed."""
     ends = sorted({*target.end_tokens, *options.stop_token_ids})
     if not options.min_new_tokens or not ends:
         return []

@@ -15,7 +15,7 @@ from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import added_tokens, prompt_tokens, render, with_tools
 from headstart.data.states.identify import called, every_layer, identify
 from headstart.data.states.shard_format import AUTO
-from headstart.decode.kept_text import common_beginning
+from headstart.decode.prefix_cache import common_prefix_length
 from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject
 from headstart.errors import UserError
@@ -44,7 +44,7 @@ def template(subject: Subject) -> Finding:
         tokens, _ = _rendered(item, subject)
         stored = list(item.tokens[: len(tokens)])  # `mask` checks the rest, after the last turn
         if stored != tokens:
-            index = common_beginning([stored, tokens])
+            index = common_prefix_length([stored, tokens])
             was, now = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
             differing.append(f"{item.id!r} ({split}) differs from token {index} on: stored {was!r}, now {now!r}")
     if not count:
@@ -198,7 +198,7 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
             if tokens != list(item.tokens):
                 raise UserError(
                     f"The store {folder} was built from other conversations than {file}: number {index} differs from "
-                    f"token {common_beginning([tokens, item.tokens])} on.",
+                    f"token {common_prefix_length([tokens, item.tokens])} on.",
                     "Remove the shards in its manifest and build the states again (headstart data build).",
                 )
             yield _Masked(str(folder), item.id, tokens, sample.supervised_T.tolist(), expected)
@@ -213,7 +213,7 @@ def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
         return f"The mask is {size} late: the beginning of each answer is not learned.", late
     if late < 0 and item.mask == expected[-late:] + padding:
         return f"The mask is {size} early: the heads learn the template's text before each answer.", late
-    index = common_beginning([[int(flag) for flag in flags] for flags in (item.mask, expected)])
+    index = common_prefix_length([[int(flag) for flag in flags] for flags in (item.mask, expected)])
     if not item.mask[index]:
         if not any(expected[index + 1 : index + 2]):
             return "The mask ends early: the end of each turn is not learned.", 0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.decode.kept_text import common_beginning
+from headstart.decode.prefix_cache import common_prefix_length
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
@@ -97,7 +97,7 @@ class DraftModelDrafter:
     def commit(self, session: _Session, committed: Committed) -> None:
         lengths = session.cache.lengths
         for row, tokens in enumerate(committed.tokens):
-            before, kept = len(session.texts[row]), common_beginning([session.read[row], tokens[1:]])
+            before, kept = len(session.texts[row]), common_prefix_length([session.read[row], tokens[1:]])
             lengths[row] = min(lengths[row], before + 1 + kept)  # forget rejected tokens
             session.texts[row] += self._known(tokens)
             session.read[row] = []

@@ -188,8 +188,8 @@ def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None
     rounds = [done for run in runs for done in max(run.rounds, key=len, default=[])]
     if not rounds:
         return None
-    parts = ("draft", "verify", "host")
-    return {part: float(np.mean([getattr(done, f"{part}_ms") for done in rounds])) for part in parts}
+    parts = {"draft": "draft_ms", "verify": "forward_ms", "host": "host_ms"}
+    return {part: float(np.mean([getattr(done, name) for done in rounds])) for part, name in parts.items()}
 
 
 # -- speed -----------------------------------------------------------------------------------------------------------

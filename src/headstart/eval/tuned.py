@@ -32,9 +32,9 @@ def tuned(source: Source, drafter: str, tree: TreeKind | None) -> dict[str, Any]
         return None
     tuning = Tuning.from_json(source.calibration)
     if costs != tuning.costs:
-        tuning = tuning.under(Measured(costs, tuning.packed))
+        tuning = tuning.at_costs(Measured(costs, tuning.packed))
     kind = tree or tuning.tree
-    paths = TreeShape.chain(tuning.chain).paths if kind == "chain" else tuning.usual_paths[:_SHOWN]
+    paths = TreeShape.chain(tuning.chain).paths if kind == "chain" else tuning.ranked_paths[:_SHOWN]
     return {
         "tree": kind,
         "chosen": min(len(paths), tuning.chain if kind == "chain" else len(tuning.paths)),

@@ -333,10 +333,10 @@ class TuneSection(Section):
     """Measuring costs and choosing the tree."""
 
     widths: tuple[_Width, ...] = Field(
-        (1, 2, 4, 6, 8, 12, 16, 24, 32, 64), min_length=1, description="Tree widths to time verification at."
+        (1, 2, 4, 6, 8, 12, 16, 24, 32, 64), min_length=1, description="Node counts to time verification at."
     )
     context: int = Field(256, ge=8, description="Tokens in the cache while timing.")
-    max_nodes: int = Field(64, ge=1, le=1024, description="Widest tree, root included.")
+    max_nodes: int = Field(64, ge=1, le=1024, description="Largest tree in nodes, root included.")
     max_rank: int = Field(10, ge=1, description="Candidate drafts considered at each depth.")
 
 

@@ -393,7 +393,7 @@ def upload_paths(
     return packed_BX[:, :-2], packed_BX[:, -2], packed_BX[:, -1]
 
 
-def decided(
+def build_commit(
     batch: TreeBatch, paths: list[list[int]], next_tokens: list[int], states: dict[int, Tensor], logits_BNV: Tensor
 ) -> tuple[Committed, TreeBatch]:
     """Build a round's `Committed` and the next roots with one upload."""

@@ -1,9 +1,9 @@
-"""Tuning: measured costs and measured acceptance give the tree with the most expected tokens per second.
+"""Tuning: choose the tree with the most expected tokens per second from measured costs and acceptance.
 
-Acceptance alone always favours a wider tree; the cost of verifying it on this machine sets the limit, and plain
+Acceptance alone always favours a larger tree; the cost of verifying it on this machine sets the limit, and plain
 decoding is one of the choices (compare Sequoia, arXiv 2402.12374, and CaDDTree, arXiv 2606.01813). The best static
-tree, the best chain, and costs and calibration of dynamic trees follow from the same two measurements; for sampling the
-second is repeated on sampled answers.
+tree, the best chain, and costs and calibration of dynamic trees follow from the same two measurements. For sampling,
+acceptance is measured again on sampled answers.
 
 Shape suffixes: O origins, K steps.
 """
@@ -47,18 +47,16 @@ class Tuning:
     """A tree and the measurements it follows from; saved with the heads.
 
     Attributes:
-        paths: rank paths of the chosen tree without the root; empty means plain decoding is fastest.
-        widths, verify_ms, draft_ms, level_ms, read_ms: see `Costs`; at batch 1, and drafts with up to 16 nodes.
+        paths: rank paths of the chosen tree without the root; empty if plain decoding is fastest.
+        node_counts, verify_ms, draft_ms, level_ms, read_ms: see `Costs`; at batch 1, and drafts with up to 16 nodes.
         packed: whether int8 weights drafted clearly faster; the milliseconds are then theirs.
-        acceptance: for each depth and rank, how often that draft is right after right drafts of rank 0.
-        predicted: `tokens_per_round` (τ, replayed on the validation answers), `speedup` over plain decoding,
-            `tokens_per_second`, of decoding with the static tree; dynamic trees do as well or better.
-        curve: predicted speed-up for each tried node count of a static tree.
+        acceptance: by depth and rank, how often that draft is right after right drafts of rank 0.
+        predicted: `tokens_per_round` (τ, replayed on the validation answers), `speedup` over plain decoding and
+            `tokens_per_second` of the static tree; dynamic trees do as well or better.
+        curve: [node count, predicted speed-up] of static trees.
         tree: "dynamic", or "static" if nothing pays or the target takes chains only.
         chain: length of the best chain.
-        calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
-            `sampled_drawn_` for sampled children and `sampled_drawn_drawn_` for those below guesses; each with
-            `left_` where paths that have left the best one differ.
+        calibration: see `Calibration.knots`; for greedy decoding, and with the prefix `sampled_` for temperature 1.
         kinds: acceptance on the validation answers by kind of prompt, see `by_kind`.
         settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
             `conditions` of the costs, see `Conditions`.
@@ -67,7 +65,7 @@ class Tuning:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     paths: tuple[RankPath, ...]
-    widths: tuple[int, ...]
+    node_counts: tuple[int, ...]
     verify_ms: tuple[float, ...]
     draft_ms: float
     acceptance: list[Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]]
@@ -84,21 +82,21 @@ class Tuning:
 
     @property
     def costs(self) -> Costs:
-        return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance), self.read_ms)
+        return Costs(self.node_counts, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance), self.read_ms)
 
     @property
     def conditions(self) -> Conditions | None:
         """The conditions of the costs; None for imported heads, which were not tuned."""
         return Conditions.from_json(self.settings.get("conditions"))
 
-    def under(self, measured: Measured) -> Tuning:
-        """The same heads at other costs: statistics of texts stay, trees are chosen anew.
+    def at_costs(self, measured: Measured) -> Tuning:
+        """Choose static tree and chain again at other costs, for the same acceptance.
 
-        Dynamic trees follow the costs by themselves. Static trees get a new node count, by the tokens a round in
-        `curve` or else by `acceptance`; so do the length of the chain, and whether anything pays at all.
+        The tokens per round of a static tree follow from `curve`, or else from `acceptance`. Dynamic trees follow the
+        costs by themselves.
         """
         costs = measured.costs
-        ranked = self.usual_paths[: max(len(self.paths), len(self.curve) - 1) or None]
+        ranked = self.ranked_paths[: max(len(self.paths), len(self.curve) - 1) or None]
         accept_probs = list(accumulate((path_prob(path, self.acceptance) for path in ranked), initial=1.0))
         for index, ((nodes, speedup), depth) in enumerate(zip(self.curve, _depths(ranked), strict=False)):
             before_ms = self.costs.verify(int(nodes)) + self.costs.draft(depth)
@@ -117,15 +115,15 @@ class Tuning:
         )
 
     @property
-    def usual_paths(self) -> list[RankPath]:
-        """The tuned tree's paths, most likely first, then the next ones by `acceptance`."""
+    def ranked_paths(self) -> list[RankPath]:
+        """Paths of the static tree, most likely first, then the next ones by `acceptance`."""
         own = sorted(self.paths, key=lambda path: (-path_prob(path, self.acceptance), len(path), path))
         count = max(len(own), len(self.curve) - 1, 15)
         return [*own, *(path for path in likely_paths(self.acceptance, count) if path not in own)][:count]
 
     def drafter(self, heads: DraftHead, tree: TreeKind | None = None) -> HeadDrafter | None:
-        """These heads as a drafter, with the best tree or another kind; None if none pays. Packs the heads, see `pack`.
-        A UserError for dynamic trees of imported heads that are not tuned yet."""
+        """Make a drafter of packed heads (see `pack`) with the best tree or another kind; None if none pays. Raises
+        UserError for dynamic trees of imported heads that are not tuned yet."""
         tree = tree or self.tree
         if tree == "dynamic" and not self.calibration:
             raise UserError("These heads have no calibration for dynamic trees.", f"Tune them: {TUNE}.")
@@ -139,7 +137,7 @@ class Tuning:
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     def pack(self, heads: DraftHead) -> None:
-        """Convert the heads to int8 weights, or back, as was found faster."""
+        """Convert the heads to int8 weights or back, whichever is faster."""
         (to_int8 if self.packed else drop_int8)(heads)
 
     @property
@@ -151,7 +149,7 @@ class Tuning:
 
     @classmethod
     def from_json(cls, values: Any) -> Tuning:
-        """Rebuild from `to_json`; a UserError names a field that is missing or out of range."""
+        """Rebuild from `to_json`. Raises UserError with the field that is missing or out of range."""
         try:
             made: Tuning = TypeAdapter(cls).validate_python(values)
             _ = made.costs, made.conditions
@@ -189,9 +187,9 @@ def tune(
 ) -> Tuning:
     """Measure costs and acceptance on this machine, and choose the tree.
 
-    Heads are in the target's dtype and on its device; the conversations were held out from training, and the target
-    answers some of them again at temperature 1. Costs are copied from `before`, of heads of the same kind, if it has
-    any. Raises UserError if no conversation holds a position that reaches the last head.
+    Heads are in the target's dtype and on its device. The conversations were held out from training; the target answers
+    some of them again at temperature 1. Costs of `before`, the tuning of heads with the same config, are used if given.
+    Raises UserError if no conversation holds a position that reaches the last head.
     """
     drop_int8(heads)
     options = options or TuneSection()
@@ -208,8 +206,8 @@ def tune(
         measured = measure_costs(target, heads, ordered, timing)
         conditions = Conditions.of(target).to_json() | {"context": timing.context, "rows": 1}
     costs = measured.costs
-    # Not the mean over all positions: a long accepted run is a single round, so rounds see fewer easy positions.
-    ordered = ordered[: min(options.max_nodes, max(timing.widths)) - 1]
+    # Replayed, not averaged over positions: a long accepted path is one round, so rounds meet fewer easy positions.
+    ordered = ordered[: min(options.max_nodes, max(timing.node_counts)) - 1]
     accept_probs = [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)]
     paths, predicted, curve = _best_static(ordered, accept_probs, costs)
     chain = _best_chain([replay(ranks_OK, TreeShape.chain(length).paths) for length in range(costs.levels + 1)], costs)
@@ -239,21 +237,20 @@ def tune(
 
 
 def _cost_fields(measured: Measured) -> dict[str, Any]:
-    """`measured` as fields of `Tuning`."""
+    """Convert to fields of `Tuning`."""
     fields = asdict(measured.costs) | {"packed": measured.packed}
     del fields["levels"]  # the length of `acceptance`
     return fields
 
 
 def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Acceptance by kind of text, worst first, after a row for all texts (`kind` is empty): `texts`, `positions`, `tau`
-    (tokens a round of a greedy chain of all steps, see `replay`) and the target's mean `entropy` in nats, a measure of
-    how hard the text is to predict.
+    """Return acceptance by kind of text, worst first, after a row for all texts (`kind` is empty).
 
-    `names` are the kinds of the texts, in their order. Texts without a kind count in the first row only; kinds with few
-    positions, where τ is noise, are left out.
+    A row has `texts`, `positions`, `tau` (tokens per round of a greedy chain of all steps, see `replay`) and the
+    target's mean `entropy` in nats, which measures how hard the text is to predict. `names` are the kinds of the texts,
+    in their order; "" counts in the first row only. Kinds with few positions, where τ is noise, are left out.
     """
-    assert drafts.text_O is not None and drafts.entropy_O is not None, "as measure_drafts gives them"
+    assert drafts.text_O is not None and drafts.entropy_O is not None, "greedy drafts have both"
     chain = TreeShape.chain(drafts.ranks_OK.shape[1]).paths
     rows: list[dict[str, Any]] = []
     for kind in ("", *sorted({*names} - {""})):
@@ -276,8 +273,8 @@ def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:
 def _best_static(
     ranked: Sequence[RankPath], accept_probs: Sequence[float], costs: Costs
 ) -> tuple[tuple[RankPath, ...], dict[str, float], list[list[float]]]:
-    """The best static tree of a prefix of `ranked`, given τ of each prefix: its paths, and `predicted` and `curve` of
-    `Tuning`."""
+    """Choose the best static tree of a prefix of `ranked`, given τ of each prefix; return its paths, and `predicted`
+    and `curve` of `Tuning`."""
     depths = _depths(ranked)
     best, curve = choose(accept_probs, costs, depths)
     tokens_per_round, round_ms = accept_probs[best - 1], costs.verify(best) + costs.draft(depths[best - 1])
@@ -290,19 +287,20 @@ def _best_static(
 
 
 def _best_chain(accept_probs: Sequence[float], costs: Costs) -> int:
-    """Length of the best chain, given τ of each length from 0."""
+    """Choose the length of the best chain, given τ of each length from 0."""
     return choose(accept_probs, costs, range(len(accept_probs)))[0] - 1
 
 
 def _depths(ranked: Sequence[RankPath]) -> list[int]:
-    """Depths of the trees of the first 0, 1, 2, ... paths."""
+    """Return the depths of the trees of the first 0, 1, 2, ... paths."""
     return list(accumulate(map(len, ranked), max, initial=0))
 
 
 def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
-    """τ of a tree when the origins are decoded in order: each round continues after its accepted tokens.
+    """Compute τ of a tree by decoding the origins in order: each round continues after its accepted tokens.
 
-    Origins count as consecutive positions of one text; a round across conversations changes at most one round in each.
+    Origins count as consecutive positions of one text. A round that crosses into the next conversation changes at most
+    one round of each.
 
     >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one and skips its position, then nothing, twice
     1.3333333333333333
@@ -325,10 +323,10 @@ def replay_rounds(ranks_OK: Tensor, paths: Sequence[RankPath]) -> tuple[int, int
 
 
 def choose(accept_probs: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple[int, list[list[float]]]:
-    """The node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
+    """Choose the node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
 
-    Arguments are τ and depth of the best tree of 1, 2, 3, ... nodes; the result also has a curve of [node count,
-    predicted speed-up].
+    Arguments are τ and depth of the best tree of 1, 2, 3, ... nodes. Also returns a curve of [node count, predicted
+    speed-up].
 
     >>> choose([1.0, 1.5, 1.75], Costs((1, 4), (10.0, 10.0), 1.0), [0, 1, 1])[0]
     3
@@ -343,8 +341,8 @@ def choose(accept_probs: Sequence[float], costs: Costs, depths: Sequence[int]) -
 
 
 def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
-    """Share of origins at which each rank path is the true continuation. Whole paths keep the correlation between
-    depths, which a product of per-head accuracies loses.
+    """Return the fraction of origins at which each rank path is the true continuation. Whole paths keep the correlation
+    between depths, which a product of per-head accuracies loses.
 
     >>> path_values(torch.tensor([[0, 1], [0, 0], [2, 0], [9, 9]]), max_rank=3)[(0,)]
     0.5
@@ -359,7 +357,7 @@ def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
 
 
 def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[RankPath]:
-    """The most likely rank paths, by the product of shares in a table of `Tuning.acceptance`.
+    """Return the most likely rank paths by a table of `Tuning.acceptance`, as if depths were independent.
 
     >>> likely_paths([[0.5, 0.3], [0.4, 0.1]], 4)
     [(0,), (1,), (0, 0), (1, 0)]
@@ -376,12 +374,12 @@ def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[Rank
 
 
 def path_prob(path: RankPath, acceptance: Sequence[Sequence[float]]) -> float:
-    """Probability of a rank path if its depths were independent."""
+    """Return the probability of a rank path as if its depths were independent."""
     return prod(ranks[rank] if rank < len(ranks) else 0.0 for rank, ranks in zip(path, acceptance, strict=False))
 
 
 def _acceptance(ranks_OK: Tensor, max_rank: int) -> list[list[float]]:
-    """Share of each rank per depth, among origins with right shallower drafts of rank 0."""
+    """Return the fraction of each rank per depth, among origins with right shallower drafts of rank 0."""
     table = []
     alive_O = torch.ones(len(ranks_OK), dtype=torch.bool)
     for depth in range(ranks_OK.shape[1]):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
-from headstart.decode.kept_text import common_beginning
 from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
+from headstart.decode.prefix_cache import common_prefix_length
 from headstart.decode.sampling import warp
 from headstart.errors import UserError, out_of_memory
 from headstart.kernels.draft_kernels import argmax
@@ -274,4 +274,4 @@ def _shared(rows: Sequence[Sequence[int]]) -> int:
     >>> _shared([[1, 2, 3], [1, 2, 4, 5], [1, 2]]), _shared([[1, 2]])
     (1, 0)
     """
-    return min(common_beginning(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0
+    return min(common_prefix_length(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0

@@ -9,13 +9,13 @@
   for (const input of section.querySelectorAll("input")) sliders[input.name] = input;
 
   function verify(tokens, growth) {
-    const { widths, verify_ms: ms } = costs;
-    const last = widths.length - 1;
-    let above = widths.findIndex((width) => width >= tokens);
+    const { node_counts: counts, verify_ms: ms } = costs;
+    const last = counts.length - 1;
+    let above = counts.findIndex((count) => count >= tokens);
     if (above === 0 || last === 0) return ms[0];
     if (above < 0) above = last;
-    const slope = (ms[above] - ms[above - 1]) / (widths[above] - widths[above - 1]);
-    return ms[0] + growth * (ms[above - 1] + slope * (tokens - widths[above - 1]) - ms[0]);
+    const slope = (ms[above] - ms[above - 1]) / (counts[above] - counts[above - 1]);
+    return ms[0] + growth * (ms[above - 1] + slope * (tokens - counts[above - 1]) - ms[0]);
   }
 
   function draft(depth, rows, growth) {

@@ -82,7 +82,7 @@ def untuned(heads: DraftHead, right: Sequence[float] | None = None) -> dict[str,
     shares = [1.0, *(right or accumulate([0.5] * steps, mul))]
     return {
         "paths": [[0] * depth for depth in range(1, steps + 1)],
-        "widths": [1, steps + 1],
+        "node_counts": [1, steps + 1],
         "verify_ms": [1.0, 1.0],
         "draft_ms": 0.1,
         "acceptance": [[after / before if before else 0.0] for before, after in pairwise(shares)],

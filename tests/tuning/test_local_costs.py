@@ -19,7 +19,7 @@ from headstart.heads.int8_weights import to_int8
 from headstart.model.model import Target
 from headstart.recipes.sections import TuneSection
 from headstart.tree.tree import TreeShape
-from headstart.tuning import here
+from headstart.tuning import local_costs
 from headstart.tuning.acceptance import Text
 from headstart.tuning.stopwatch import SHORT, Drafting, measure_costs
 from headstart.tuning.tune import Tuning, tune
@@ -32,7 +32,7 @@ FOUND = Measured(Costs((1, 4, 8), (1.0, 1.1, 1.2), 0.2, 0.05, 2, 0.01), packed=F
 
 
 @pytest.fixture
-def tuned_for_here() -> None:
+def costs_are_local() -> None:
     """Keep the real check of foreign costs, which the shared fixture disables."""
 
 
@@ -46,7 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Measured]:
     """Results that measuring returns, last first; the cache is in `tmp_path`."""
     results = [FOUND]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "measure_costs", lambda *_: results.pop())
+    monkeypatch.setattr(local_costs, "measure_costs", lambda *_: results.pop())
     return results
 
 
@@ -70,7 +70,7 @@ def test_costs_are_measured_once(target: Target, measured: list[Measured], capsy
     assert said.startswith(
         "These heads were tuned with machine=another machine, dtype=bfloat16, threads=64, torch=2.11"
     )
-    assert "; measuring what drafting costs with machine=" in said and said.endswith(" s\n") and said.count("\n") == 1
+    assert "; measuring the costs of drafting with machine=" in said and said.endswith(" s\n") and said.count("\n") == 1
     again = decoder(target)
     assert again.generate([5, 6, 7], max_new_tokens=8).tokens == answer.tokens
     assert again.costs == FOUND.costs and not measured, "from the cache"
@@ -178,7 +178,7 @@ def test_failed_measurement_keeps_the_tuned_costs(
     target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "measure_costs", raising(RuntimeError("no clock")))
+    monkeypatch.setattr(local_costs, "measure_costs", raising(RuntimeError("no clock")))
     assert decoder(target).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     assert capsys.readouterr().err.endswith("failed (RuntimeError).\n")
 
@@ -190,7 +190,7 @@ def test_imported_heads_warn_once(target: Target, measured: list[Measured], caps
         imported.generate([5, 6, 7], max_new_tokens=4)
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "never tuned (better: headstart tune HEADS, outside of a run with --conversations FILE.jsonl)" in sentence
-    assert "measuring what drafting costs with dtype=float32 ..." in sentence
+    assert "measuring the costs of drafting with dtype=float32 ..." in sentence
 
 
 # -- trees at other costs --------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def tuning(target: Target) -> Tuning:
 def test_static_trees_and_chains_follow_the_costs(
     tuning: Tuning, verify_ms: tuple[float, ...], draft_ms: float, nodes: int, chain: int
 ) -> None:
-    found = tuning.under(Measured(Costs((1, 4, 8), verify_ms, draft_ms, 0.0, 3), packed=True))
+    found = tuning.at_costs(Measured(Costs((1, 4, 8), verify_ms, draft_ms, 0.0, 3), packed=True))
     assert found.shape.size == nodes and found.chain == chain
     assert found.packed and found.costs == Costs((1, 4, 8), verify_ms, draft_ms, 0.0, 3)
     assert found.predicted["speedup"] == max(speedup for _, speedup in found.curve)
@@ -229,7 +229,7 @@ def test_static_trees_and_chains_follow_the_costs(
 def test_drafting_may_pay_here_only(tuning: Tuning, target: Target) -> None:
     nothing = replace(tuning, paths=(), curve=[[1, 1.0]], chain=0)
     assert nothing.drafter(make_heads(target)) is None
-    found = nothing.under(Measured(Costs((1, 8), (10.0, 10.0), 1.0, 0.0, 3), packed=False))
+    found = nothing.at_costs(Measured(Costs((1, 8), (10.0, 10.0), 1.0, 0.0, 3), packed=False))
     assert found.shape.size > 4 and (0, 0) in found.paths
 
 
@@ -247,7 +247,7 @@ def test_int8_weights_are_chosen_by_speed(target: Target, in_8_bits: float, monk
 
     timed = "headstart.tuning.stopwatch.draft_ms"
     monkeypatch.setattr(timed, lambda *_: Drafting(in_8_bits if is_packed() else 5.0, 1.0, 0.1))
-    found = measure_costs(target, heads, [(0,)], replace(SHORT, widths=(1, 2), context=8, seconds=0.0))
+    found = measure_costs(target, heads, [(0,)], replace(SHORT, node_counts=(1, 2), context=8, seconds=0.0))
     assert found.packed is (in_8_bits < 5.0) and found.costs.draft_ms == min(in_8_bits, 5.0)
     assert not is_packed(), "the drafter packs them again"
 
@@ -260,5 +260,5 @@ def test_tuning_records_its_conditions_and_fits_the_context() -> None:
     found = Tuning.from_json(json.loads(json.dumps(made)))
     assert found.conditions == Conditions.of(target)
     assert found.settings["conditions"]["rows"] == 1
-    short = measure_costs(target, heads, found.usual_paths, replace(SHORT, seconds=0.0))
-    assert short.costs.widths == (1, 2, 4, 6, 8, 12, 16, 32) and short.costs.levels == heads.draft_steps
+    short = measure_costs(target, heads, found.ranked_paths, replace(SHORT, seconds=0.0))
+    assert short.costs.node_counts == (1, 2, 4, 6, 8, 12, 16, 32) and short.costs.levels == heads.draft_steps

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.kept_text import KeptText
 from headstart.decode.loop import DecodeLoop, Drafter, Generation
 from headstart.decode.options import DecodeOptions
+from headstart.decode.prefix_cache import PrefixCache
 from headstart.decoder import Decoder
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -63,21 +63,21 @@ def drafts(loop: DecodeLoop) -> list[list[int]]:
     return noted
 
 
-def assert_as_anew(loop: DecodeLoop, prompt: list[int], kept_text: KeptText) -> None:
-    """Compare drafts and text after a kept text with those after reading the prompt anew."""
+def assert_as_anew(loop: DecodeLoop, prompt: list[int], prefix_cache: PrefixCache) -> None:
+    """Compare drafts and text with those of a full prefill."""
     drafts(loop)
-    (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
+    (on,) = loop.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
     noted = drafts(loop)
     (anew,) = loop.generate([prompt], OPTIONS)
     assert (on.tokens, noted) == (anew.tokens, drafts(loop))
 
 
-def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> list[tuple[Generation, list[list[int]]]]:
+def turns(loop: DecodeLoop, prompt: list[int], cache: PrefixCache | None) -> list[tuple[Generation, list[list[int]]]]:
     """Run three turns of a conversation, each after the previous answer without its last token."""
     answers = []
     for turn in range(3):
         prompt = [*prompt, 7 + turn, 8, 9, 8, 9]
-        (answer,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
+        (answer,) = loop.generate([prompt], OPTIONS, prefix_cache=cache)
         answers.append((answer, drafts(loop)))
         prompt = [*prompt, *answer.tokens[:-1]]
     return answers
@@ -90,7 +90,7 @@ def test_drafts_and_text_equal_reading_it_anew(kind: str, name: str, spy: Any) -
     loop = DecodeLoop(target, *drafters_of(target, name))
     anew = turns(loop, [3, 4, 5], None)
     calls = spy(Target, "prefill")
-    on = turns(loop, [3, 4, 5], KeptText())
+    on = turns(loop, [3, 4, 5], PrefixCache())
     read = [len(rows[0]) for _, _, rows, *_ in calls]
     assert [(answer.tokens, noted) for answer, noted in on] == [(answer.tokens, noted) for answer, noted in anew]
     assert [[done.nodes for done in answer.rounds] for answer, _ in on] == [
@@ -101,9 +101,9 @@ def test_drafts_and_text_equal_reading_it_anew(kind: str, name: str, spy: Any) -
 
 def test_streams_of_one_conversation_end_each_by_itself() -> None:
     """The target's cache is copied; the check that may end one stream is not copied along."""
-    decoder, kept_text, prompt = Decoder(Target(hybrid(), tiny_tokenizer())), KeptText(), [3, 4, 5]
+    decoder, prefix_cache, prompt = Decoder(Target(hybrid(), tiny_tokenizer())), PrefixCache(), [3, 4, 5]
     for turn in range(3):
-        stream = decoder.stream(prompt, kept_text, max_new_tokens=6, drafter="ngram")
+        stream = decoder.stream(prompt, prefix_cache, max_new_tokens=6, drafter="ngram")
         list(stream)
         assert stream.answer is not None
         assert stream.answer.tokens == decoder.generate(prompt, max_new_tokens=6, drafter="none").tokens
@@ -113,34 +113,34 @@ def test_streams_of_one_conversation_end_each_by_itself() -> None:
 def test_a_text_that_differs_is_read_from_there() -> None:
     target = target_of("llama")
     loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
-    kept_text = KeptText()
-    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
+    prefix_cache = PrefixCache()
+    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, prefix_cache=prefix_cache)
     for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
-        assert_as_anew(loop, prompt, kept_text)
+        assert_as_anew(loop, prompt, prefix_cache)
 
 
 def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
     target = target_of("llama")
     loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
-    kept_text = KeptText()
-    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
+    prefix_cache = PrefixCache()
+    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, prefix_cache=prefix_cache)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, kept_text=kept_text)
-    assert_as_anew(loop, [3, 4, 5, 6, 7, 9], kept_text)
+        loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, prefix_cache=prefix_cache)
+    assert_as_anew(loop, [3, 4, 5, 6, 7, 9], prefix_cache)
 
 
 @pytest.mark.parametrize("kind", ["phi3_long", "llama_long"])
 def test_changing_rotary_frequencies_are_read_anew(kind: str) -> None:
     """They change at 24 tokens."""
     target = target_of(kind)
-    plain, kept_text = DecodeLoop(target), KeptText()
+    plain, prefix_cache = DecodeLoop(target), PrefixCache()
     prompt = list(range(3, 13))
     for _ in range(3):
-        (on,) = plain.generate([prompt], OPTIONS, kept_text=kept_text)
+        (on,) = plain.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
         (anew,) = plain.generate([prompt], OPTIONS)
         assert on.tokens == anew.tokens
         prompt = [*prompt, *on.tokens]
@@ -150,7 +150,7 @@ def test_a_plain_answer_can_be_continued_with_drafts() -> None:
     """States of text that was decoded without drafts are kept too."""
     target = target_of("llama")
     drafters = drafters_of(target, "eagle3")
-    loop, kept_text = DecodeLoop(target, *drafters), KeptText()
+    loop, prefix_cache = DecodeLoop(target, *drafters), PrefixCache()
     off = DecodeOptions(14, draft="off", ignore_end=True)
-    (first,) = loop.generate([[3, 4, 5]], off, kept_text=kept_text)
-    assert_as_anew(loop, [3, 4, 5, *first.tokens, 8], kept_text)
+    (first,) = loop.generate([[3, 4, 5]], off, prefix_cache=prefix_cache)
+    assert_as_anew(loop, [3, 4, 5, *first.tokens, 8], prefix_cache)

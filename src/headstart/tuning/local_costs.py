@@ -1,7 +1,7 @@
-"""Costs of heads that were tuned elsewhere: measured again on this machine, once, and cached.
+"""Costs on this machine of heads that were tuned elsewhere, measured once and cached.
 
-Each set of heads, target and conditions has a file under `$XDG_CACHE_HOME/headstart/costs` (default `~/.cache`).
-Losing one costs some seconds of measuring.
+Each set of heads, target and conditions has a file under `$XDG_CACHE_HOME/headstart/costs` (default `~/.cache`). A
+missing file is measured again in a few seconds.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from headstart.tuning.stopwatch import measure_costs
 from headstart.tuning.tune import TUNE, Tuning
 
 _VERSION = 1
-"""Increased when the meaning of the values changes; older files are then measured anew."""
+"""Format version of the cached files; others are measured again."""
 
 
-def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Tuning:
-    """The tuning with costs for the current conditions: unchanged, cached, or measured (logged to stderr). If measuring
-    fails, the tuned costs remain."""
+def with_local_costs(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Tuning:
+    """Return the tuning with costs for these conditions: stored, cached, or measured (logged to stderr). If measuring
+    fails, the stored costs stay."""
     if tuning.conditions == conditions:
         return tuning
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     file = cache / "headstart" / "costs" / f"{_key(heads, target, conditions)}.json"
-    measured = _kept(file)
+    measured = _read(file)
     if measured is None:
-        measured = _measured(tuning, heads, target, conditions)
+        measured = _measure(tuning, heads, target, conditions)
         if measured is None:
             return tuning
         if measured.steady:
-            with suppress(OSError):  # nowhere to keep it: measured again the next time
+            with suppress(OSError):  # an unwritable cache: measured again the next time
                 write_json(file, {"version": _VERSION, "conditions": conditions.to_json(), **asdict(measured)})
-    return tuning.under(measured)
+    return tuning.at_costs(measured)
 
 
-def tuned_there(tuning: Tuning, conditions: Conditions) -> Tuning:
-    """The tuning with its stored costs; logs to stderr if they were measured under other conditions."""
+def warn_of_stored_costs(tuning: Tuning, conditions: Conditions) -> None:
+    """Log to stderr if the stored costs were measured under other conditions."""
     if tuning.conditions != conditions:
-        _say(f"These heads were {_when(tuning, conditions)}; deterministic decoding takes their stored costs.\n")
-    return tuning
+        _say(f"{_origin(tuning, conditions)}; deterministic decoding takes their stored costs.\n")
 
 
-def _when(tuning: Tuning, conditions: Conditions) -> str:
-    before = tuning.conditions
-    return f"tuned with {before.beside(conditions)}" if before else f"never tuned (better: {TUNE})"
+def _origin(tuning: Tuning, conditions: Conditions) -> str:
+    tuned = tuning.conditions
+    return "These heads were " + (
+        f"tuned with {tuned.difference(conditions)}" if tuned else f"never tuned (better: {TUNE})"
+    )
 
 
-def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:
-    before = tuning.conditions
-    here = conditions.beside(before) if before else f"dtype={conditions.dtype}"
-    _say(f"These heads were {_when(tuning, conditions)}; measuring what drafting costs with {here} ... ")
+def _measure(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:
+    local = conditions.difference(tuning.conditions) if tuning.conditions else f"dtype={conditions.dtype}"
+    _say(f"{_origin(tuning, conditions)}; measuring the costs of drafting with {local} ... ")
     started = perf_counter()
     try:
-        measured = measure_costs(target, heads, tuning.usual_paths)
+        measured = measure_costs(target, heads, tuning.ranked_paths)
     except Exception as error:  # drafting raises the same error and names it; plain decoding is unaffected
         _say(f"failed ({type(error).__name__}).\n")
         return None
@@ -79,7 +79,7 @@ def _say(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
-def _kept(file: Path) -> Measured | None:
+def _read(file: Path) -> Measured | None:
     """Read a cached measurement; None if missing or unusable."""
     try:
         values = read_json(file)

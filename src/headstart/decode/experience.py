@@ -1,0 +1,156 @@
+"""Timings of rounds relative to the costs, and the success of drafting so far.
+
+A busy machine slows all work alike and says nothing about whether drafting pays: only ratios count. A drafted round is
+compared with the plain rounds before it, each as a multiple of its cost. Only such pairs correct the costs. While
+drafting pays, occasional plain rounds start new pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import copysign, log2, sqrt
+
+STAKE = 2.0
+"""Tokens that drafting may lose before it has won any."""
+EXPLORATION = 1 / 50
+"""Fraction of rounds spent on exploration: trials during a pause, plain rounds while drafting."""
+MIN_PAIRS = 2
+"""Fewest pairs that correct a cost, and fewest plain rounds to compare with: a single one may be disturbed."""
+_MAX_UNTIMED = 32
+"""Untimed drafted rounds after which the stored costs are trusted."""
+_PAIRED_ROUNDS = 4
+"""Drafted rounds compared with the plain ones before them; later the machine's load may differ."""
+_PAIRED_RARE_ROUNDS = 24
+"""The same limit for a kind with too few pairs, if the plain rounds are of this call."""
+_MAX_PAIRS = 12
+"""Newest pairs stored per kind. With this many pairs of drafts, plain rounds are due half as often."""
+
+
+Curve = tuple[list[float], list[float]]
+"""Points to interpolate between."""
+
+
+@dataclass
+class RoundTimes:
+    """Times of rounds of batches with a similar number of rows.
+
+    Attributes:
+        ratios: slow-down of each kind of work relative to plain rounds and costs, for its newest pairs. A kind is
+            `size_of` a row's nodes for forwards over trees, and 0 for drafts without extra text to read. Replaced, not
+            changed: threads read while another writes.
+        plain: newest consecutive plain rounds, as multiples of their cost.
+        fresh: whether these belong to the current call.
+        since_plain: drafted rounds since then.
+        verified_larger: whether one of them verified a tree larger than any measured size.
+        verified: tree sizes that they verified.
+        untimed: drafted rounds without a usable time, in total.
+    """
+
+    ratios: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    plain: tuple[float, ...] = ()
+    fresh: bool = False
+    since_plain: int = 0
+    verified_larger: bool = False
+    verified: frozenset[int] = frozenset()
+    untimed: int = 0
+
+    def add(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
+        """Add a round: times of its forward and its draft, as multiples of their costs. `draft_ratio` is None without a
+        draft, and for a draft that read extra text."""
+        if nodes == 1 and draft_ratio is None:
+            self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-MIN_PAIRS:]
+            if self.since_plain:
+                # A size that looks expensive is no longer verified, and would never be seen to be cheap: drop a pair.
+                stay = {0, *self.verified}
+                self.ratios = {kind: pairs if kind in stay else pairs[1:] for kind, pairs in self.ratios.items()}
+            self.fresh, self.since_plain, self.verified_larger, self.verified = True, 0, False, frozenset()
+            return
+        self.since_plain += 1
+        size = size_of(nodes)
+        self.verified |= {size}
+        self.verified_larger = self.verified_larger or size > self._largest
+        for kind, ratio in ((size, verify_ratio if nodes > 1 else None), (0, draft_ratio)):
+            pairs = self.ratios.get(kind, ())
+            limit = _PAIRED_RARE_ROUNDS if self.fresh and len(pairs) < MIN_PAIRS else _PAIRED_ROUNDS
+            if ratio is not None and self.plain and self.since_plain <= limit:
+                self.ratios = {**self.ratios, kind: (*pairs, ratio / min(self.plain))[-_MAX_PAIRS:]}
+
+    @property
+    def too_few(self) -> bool:
+        """Whether too few pairs show the cost of drafting, and the next rounds may add some."""
+        untimed = self.untimed >= _MAX_UNTIMED
+        return len(self.ratios.get(0, ())) < MIN_PAIRS and self.since_plain < _PAIRED_ROUNDS and not untimed
+
+    @property
+    def plain_rounds_due(self) -> int:
+        rarer = 2 if len(self.ratios.get(0, ())) >= _MAX_PAIRS else 1
+        due = self.since_plain * EXPLORATION >= MIN_PAIRS * rarer
+        due = due or (self.verified_larger and self.since_plain >= _PAIRED_RARE_ROUNDS)
+        return MIN_PAIRS if due or not self.plain else 0
+
+    @property
+    def max_nodes(self) -> int:
+        """Largest trusted number of nodes of a row: twice the largest size measured."""
+        return int(2 ** (1 + self._largest))
+
+    @property
+    def _largest(self) -> int:
+        return max((size for size, pairs in self.ratios.items() if len(pairs) >= MIN_PAIRS), default=0)
+
+    @property
+    def draft_slowdown(self) -> float:
+        """Time of drafts relative to the costs; 1 if unknown."""
+        pairs = self.ratios.get(0, ())
+        return _median(pairs if len(pairs) >= MIN_PAIRS else ())
+
+    @property
+    def verify_slowdown(self) -> Curve:
+        """Time of verifying trees relative to the costs, by log2 of their nodes; 1 for a single node.
+
+        Sizes differ only by more than noise explains: between the noisy medians of two sizes a node would seem to cost
+        much, or nothing.
+        """
+        known = {size: pairs for size, pairs in sorted(self.ratios.items()) if size and len(pairs) >= MIN_PAIRS}
+        medians = {size: _median(pairs) for size, pairs in known.items()}
+        overall = _median([ratio for pairs in known.values() for ratio in pairs])
+        # Each median is itself one of the pairs, so its deviation of 0 is left out.
+        deviations = [sorted(abs(ratio - medians[size]) for ratio in pairs)[1:] for size, pairs in known.items()]
+        spread = _median([deviation for of_size in deviations for deviation in of_size])
+        logs, slowdowns = [0.0], [1.0]
+        for size, pairs in known.items():
+            off = medians[size] - overall
+            logs.append(log2((2 ** (size - 1) + 1 + 2**size) / 2))  # the middle of the sizes grouped together
+            slowdowns.append(overall + copysign(max(0.0, abs(off) - spread / sqrt(len(pairs))), off))
+        return logs, slowdowns
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower median; 1 without values."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 1.0
+
+
+def size_of(count: int) -> int:
+    """Group counts of nodes or rows: 1, 2, up to 4, up to 8, ...
+
+    >>> [size_of(count) for count in (1, 2, 3, 4, 5, 8, 9)]
+    [0, 1, 2, 2, 3, 3, 4]
+    """
+    return (count - 1).bit_length()
+
+
+@dataclass
+class Experience:
+    """State that greedy calls of a decode loop share, for batches with a similar number of rows.
+
+    Attributes:
+        account: tokens that drafting may still lose; see `budget.py`.
+        lost_trials: trials lost since the last one that paid.
+        tokens_per_round: running mean per row.
+        rounds: times of rounds.
+    """
+
+    account: float = STAKE
+    lost_trials: int = 0
+    tokens_per_round: float = 1.5
+    rounds: RoundTimes = field(default_factory=RoundTimes)
