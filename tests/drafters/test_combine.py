@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from headstart.decode.loop import DecodeLoop, Drafter
-from headstart.drafters.draft_model import DraftModelDrafter, early_exit
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape, union
 from tests.decode.drafters import IdleDrafter, ReplayDrafter
-from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
+from tests.drafters.test_early_exit import OPTIONS, plain, texts, tiny
 from tests.heads.test_contract import build
 
 ONE = Tree([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
@@ -154,10 +154,10 @@ def test_a_failing_drafter_is_dropped_alone(failing: int, where: str) -> None:
 def pairs(target: Target, known: Sequence[Sequence[int]]) -> dict[str, tuple[Drafter, Drafter]]:
     return {
         "replay and n-gram": (ReplayDrafter(known, 61, 0.7), NgramDrafter()),
-        "wrong and early exit": (ReplayDrafter(known, 61, 0.0), DraftModelDrafter(early_exit(target, 2), target)),
+        "wrong and early exit": (ReplayDrafter(known, 61, 0.0), EarlyExitDrafter(target, 2)),
         "n-gram and lookahead": (NgramDrafter(), LookaheadDrafter()),
-        "draft model and n-gram": (DraftModelDrafter(tiny(), target), NgramDrafter()),
-        "n-gram and draft model": (NgramDrafter(), DraftModelDrafter(tiny(1), target)),
+        "early exit and n-gram": (EarlyExitDrafter(target, 3), NgramDrafter()),
+        "n-gram and early exit": (NgramDrafter(), EarlyExitDrafter(target, 1)),
     }
 
 
