@@ -11,7 +11,7 @@ import torch
 from headstart.decode.costs import Costs
 from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import DRAWS
+from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import make_drafters
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -100,7 +100,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "settings"), [*((rule, "temperature") for rule in DRAWS), *(("auto", settings) for settings in SETTINGS)]
+    ("rule", "settings"),
+    [*((rule, "temperature") for rule in SAMPLES_DRAFTS), *(("auto", settings) for settings in SETTINGS)],
 )
 def test_every_rule(rule: str, settings: str, host: Target, target: Target, device: StandIn) -> None:
     heads = HeadDrafter(build("medusa", host).to(CUDA), SHAPE)

@@ -115,11 +115,11 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
     counts = torch.zeros(61)
     rows = 40
     for _ in range(10):
-        request = Request(3, draws=True, warp=warper, streams=[stream] * rows)
+        request = Request(3, sample_drafts=True, warp=warper, streams=[stream] * rows)
         for tree in drafted(drafter, [text] * rows, [root] * rows, request):
-            assert list(tree.drawn) == [1, 2]
-            torch.testing.assert_close(tree.drawn[1].q_draft_V(61), q_draft_V)
-            assert tree.drawn[2].q_draft_V(61)[tree.tokens[2]] > 0
+            assert list(tree.sampled) == [1, 2]
+            torch.testing.assert_close(tree.sampled[1].q_draft_V(61), q_draft_V)
+            assert tree.sampled[2].q_draft_V(61)[tree.tokens[2]] > 0
             counts[tree.tokens[1]] += 1
     assert (counts / 400 - q_draft_V).abs().max() < 0.1
 

@@ -3,7 +3,7 @@
 Nodes: a round emits one token and, for each draft, one more with the probability that its whole path is accepted. The
 best choice of nodes maximises expected tokens - rate * cost, where the rate (tokens per millisecond) is that of the
 whole text: a node pays if it adds more tokens than plain progress would in its verification time. Plain decoding,
-chains and static trees are special cases. Nothing is pruned if a tree has drawn nodes or no probabilities.
+chains and static trees are special cases. Nothing is pruned if a tree has sampled nodes or no probabilities.
 
 Pauses ("auto"). Amounts are tokens per row; node counts include the root, so 4 nodes are 3 drafts. A drafted round is
 worth its tokens less the plain rounds that fit into its time. "Left" is the most that a row may still emit.
@@ -245,7 +245,7 @@ class Budget:
     def prune(self, trees: list[Tree]) -> list[Tree]:
         """Keep the best nodes of each row that pay. Every row gets the same number: the widest sets the cost.
 
-        Trees with drawn nodes stay as they are: dropping a node because of its token would break losslessness.
+        Trees with sampled nodes stay as they are: dropping a node because of its token would break losslessness.
         """
         if self._now is None or self._costs is None:
             return trees
@@ -253,7 +253,7 @@ class Budget:
         # Deeper levels than the heads' come from another drafter and cost nothing.
         levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
-        probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
+        probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.sampled]
         if len(probs_by_row) < len(trees) or width == 1 or self._costs_unknown:
             return trees
         ranked = [tree.best(tree.size) for tree in trees]

@@ -22,7 +22,7 @@ from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
 from headstart.support.rng import draw
-from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch
+from headstart.tree.tree import Committed, DraftDistribution, Request, Tree, TreeBatch
 
 _SPARE = 512
 """Spare tokens of a new cache beyond the longest prompt."""
@@ -136,10 +136,10 @@ def _extend(chains: list[Tree], running: list[bool], logits_BV: Tensor, request:
         if not running[row]:
             continue
         node = chain.add(chain.size - 1, tokens[row], accept_prob)
-        if request.draws and request.warp is not None:
+        if request.sample_drafts and request.warp is not None:
             q_draft_V = request.warp(logits_BV[row])
             chain.tokens[node] = draw(q_draft_V, request.streams[row])
-            chain.drawn[node] = Drawn(q_draft_V)
+            chain.sampled[node] = DraftDistribution(q_draft_V)
     return running
 
 
