@@ -99,10 +99,8 @@ class Recorder(IdleDrafter):
 
     def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
         self.calls.append(("propose", request.sample_drafts))
-        sampled = (
-            {1: DraftDistribution(torch.nn.functional.one_hot(torch.tensor(7), 61).float())} if self.sampling else {}
-        )
-        return [Tree([root, 7], [-1, 0], sampled=dict(sampled)) for root in roots.root_tokens]
+        seven = DraftDistribution(torch.nn.functional.one_hot(torch.tensor(7), 61).float())
+        return [Tree([root, 7], [-1, 0], sampled={1: seven} if self.sampling else {}) for root in roots.root_tokens]
 
     def commit(self, session: None, committed: Committed) -> None:
         self.calls.append(("commit", committed.tokens))
