@@ -40,16 +40,17 @@ def make_drafters(
         UserError: an unknown name or argument, no heads for "heads", an unsuitable target, or no answers.
     """
     check_drafter(name)
-    names = parts_of(name)
-    if names == ["none"]:
-        return ()
+    names = [part for part in parts_of(name) if part != "none"]
     if answers is None and len(names) > 1:
         names = [part for part in names if part != "memory"]
     models = {} if models is None else models
+    drafters = []
     for part in names:
-        if part not in models and part.partition(":")[0] in ("mtp", "early-exit"):
-            models[part] = _single(part, target, heads, answers)
-    return tuple(models.get(part) or _single(part, target, heads, answers) for part in names)
+        drafter = models.get(part) or _make_one(part, target, heads, answers)
+        if part.partition(":")[0] in ("mtp", "early-exit"):
+            models[part] = drafter
+        drafters.append(drafter)
+    return tuple(drafters)
 
 
 def check_drafter(name: str) -> None:
@@ -78,7 +79,7 @@ def parts_of(name: str) -> list[str]:
     return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
 
 
-def _single(name: str, target: Target, heads: Drafter | None, answers: Path | None) -> Drafter:
+def _make_one(name: str, target: Target, heads: Drafter | None, answers: Path | None) -> Drafter:
     kind, colon, argument = name.partition(":")
     match kind:
         case "ngram":

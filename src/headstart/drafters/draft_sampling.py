@@ -31,7 +31,9 @@ UNKNOWN = -1
 class Leaf(NamedTuple):
     """A node of the last level, which may get children."""
 
-    node: int
+    node: int = 0
+    prob: float = 1.0
+    """Acceptance probability of its path."""
     parent_column: int = 0
     off_best: float = 0.0
     """Probability that its path has left the best one, see `Calibration.off_best`; fractional only after sampling."""

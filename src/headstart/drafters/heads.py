@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.decode.options import TreeKind
-from headstart.drafters.captured import DraftGraphs, best_drafts
+from headstart.drafters.draft_graphs import DraftGraphs, best_drafts
 from headstart.drafters.draft_sampling import UNKNOWN, GrowingTree, Leaf, PendingChild, PendingSamples
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.heads.mtp import shipped_heads
@@ -47,7 +47,7 @@ MAX_RANK = 8
 
 
 class HeadDrafter:
-    """Draft with trained heads of any family.
+    """Drafter with trained heads of any family.
 
     Args:
         shape: the static tree, at most as deep as the heads and as wide as their draft vocabulary.
@@ -73,7 +73,7 @@ class HeadDrafter:
         self.shape = {"dynamic": None, "static": shape, "chain": TreeShape.chain(shape.depth)}[tree]
         self.calibration = calibration or Calibration()
         self._sampled = sampled
-        self._warm: dict[float, Calibration] = {}
+        self._interpolated: dict[float, Calibration] = {}
         device = heads.draft_to_target_D.device.type
         self._graphs = DraftGraphs(heads) if device == "cuda" and isinstance(heads, GraphedHead) else None
         # Compile now, so that no first answer is delayed.
@@ -90,14 +90,14 @@ class HeadDrafter:
         self.heads.read_text(session, request.check)
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
         if shape is not None and (nodes < shape.size or (request.chain and shape.width > 1)):
-            # Too little room, or a target that verifies chains only.
+            # Too little room, or a target that verifies only chains.
             shape = TreeShape.chain(min(shape.depth, nodes - 1))
         request = replace(request, max_nodes=nodes, calibration=self._calibration_at(request.temperature), shape=shape)
         if shape is None and not request.sample_drafts and len(roots.trees) == 1:
             tree = self.heads.draft_tree(session, roots.root_tokens[0], request, MAX_RANK)
             if tree is not None:
                 return [tree]
-        graphs = self._graphs if self._graphs and self._graphs.ready(session, len(roots.trees), nodes) else None
+        graphs = self._graphs if self._graphs and self._graphs.prepare(session, len(roots.trees), nodes) else None
         return grow(self.heads, session, roots, request, graphs=graphs)
 
     @property
@@ -120,9 +120,9 @@ class HeadDrafter:
         share = min(1.0, temperature)
         if self._sampled is None or share == 0:
             return self.calibration
-        if share not in self._warm:
-            self._warm[share] = self.calibration.towards(self._sampled, share)
-        return self._warm[share]
+        if share not in self._interpolated:
+            self._interpolated[share] = self.calibration.towards(self._sampled, share)
+        return self._interpolated[share]
 
     def commit(self, session: Any, committed: Committed) -> None:
         self.heads.commit(session, committed)
@@ -132,7 +132,7 @@ class HeadDrafter:
 
 
 class ShippedDrafter(HeadDrafter):
-    """Draft chains with the multi-token-prediction module of the target's checkpoint, untrained."""
+    """Drafter of chains with the multi-token-prediction module of the target's checkpoint, untrained."""
 
     def __init__(self, target: Target, draft_steps: int = SHIPPED_STEPS) -> None:
         heads = shipped_heads(target, draft_steps)
@@ -168,7 +168,7 @@ def grow(
     The host waits for the device once a level, or once for a `OneForwardHead`; plus once if children are sampled.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
-    rows = [GrowingTree(Tree([token], accept_probs=[1.0]), [Leaf(0)]) for token in roots.root_tokens]
+    rows = [GrowingTree(Tree([token], accept_probs=[1.0]), [Leaf()]) for token in roots.root_tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.draft_to_target_D.numel())
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     all_at_once, reading_is_free = isinstance(heads, OneForwardHead), roots.tokens_BN.is_cpu
@@ -210,17 +210,8 @@ def grow(
 
 def _level_pays(rows: Sequence[GrowingTree], depth: int, calibration: Calibration, request: Request) -> bool:
     """Whether the best children, less the cost of verifying them, are worth a further level."""
-    children = (
-        _path_prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.off_best)
-        for row in rows
-        for leaf in row.level
-    )
+    children = (leaf.prob * calibration.best_child(depth, leaf.off_best) for row in rows for leaf in row.level)
     return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
-
-
-def _path_prob(tree: Tree, node: int) -> float:
-    assert tree.accept_probs is not None, "a growing tree knows its probabilities"
-    return tree.accept_probs[node]
 
 
 class _Table:
@@ -271,7 +262,7 @@ def _read_level(
     tokens, parents = _level_inputs(rows)
     if graphs is not None:
         write = upload_into if samples is None else samples.fill
-        level = graphs.level(session, roots.root_B, (tokens, parents), depths, ranks, write)
+        level = graphs.run_level(session, roots.root_B, (tokens, parents), depths, ranks, write)
         if level is not None:
             return _Table(*level, samples)
     if isinstance(heads, OneForwardHead):
@@ -351,11 +342,10 @@ def _pick_ranks(
     probabilities that a right node has a right child, a right grandchild and so on."""
     found: list[tuple[float, int, int]] = []  # (-path probability, parent's index, rank), best first
     for parent, leaf in enumerate(row.level):
-        path_prob = _path_prob(row.tree, leaf.node)
         own = candidates[parent]
         gains = _marginal_gains(own) if request.sample_drafts else [prob for _, _, prob, _, _ in own]
         for rank, gain in enumerate(gains):
-            accept_prob = path_prob * gain
+            accept_prob = leaf.prob * gain
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
             found.append((-accept_prob, parent, rank))
@@ -390,18 +380,12 @@ def _leave_room(found: list[tuple[float, int, int]], below: Sequence[float], roo
 def _marginal_gains(candidates: Sequence[_Candidate]) -> Iterator[float]:
     """Yield how much each further child adds to the probability that one is accepted if the last is sampled, never
     increasing."""
-    before, gain = 0.0, 1.0
-    for count in range(1, len(candidates) + 1):
-        total = sum(_accept_probs(candidates[:count], True))
+    fixed, before, gain = 0.0, 0.0, 1.0
+    for _, _, prob, sampled_prob, _ in candidates:
+        total = fixed + sampled_prob
         gain = min(gain, total - before)
         yield gain
-        before = total
-
-
-def _accept_probs(chosen: Sequence[_Candidate], sampling: bool) -> list[float]:
-    """Each child's acceptance probability. With `sampling` the last child is the sampled one."""
-    fixed = len(chosen) - sampling
-    return [sampled if rank == fixed else prob for rank, (_, _, prob, sampled, _) in enumerate(chosen)]
+        fixed, before = fixed + prob, total
 
 
 def _extend(
@@ -419,18 +403,18 @@ def _extend(
     for leaf, own, ranks in zip(row.level, candidates, picks, strict=True):
         if not ranks:
             continue
-        path_prob, chosen = _path_prob(row.tree, leaf.node), [own[rank] for rank in ranks]
+        chosen = [own[rank] for rank in ranks]
         shape_nodes = shape_children[leaf.shape_node] if shape_children else [0] * len(chosen)
         # An only child that is sampled may differ from the best; of several children, the first is the best.
         first_is_best = (1 - leaf.off_best) * (chosen[0][-1] if sampling and len(chosen) == 1 else 1.0)
-        details = zip(chosen, _accept_probs(chosen, sampling), shape_nodes, strict=True)
-        for rank, ((_, token, *_), prob, shape_node) in enumerate(details):
-            unknown = sampling and rank == len(chosen) - 1
-            node = row.tree.add(leaf.node, UNKNOWN if unknown else token, path_prob * prob)
+        for rank, ((_, token, prob, sampled_prob, _), shape_node) in enumerate(zip(chosen, shape_nodes, strict=True)):
+            sampled = sampling and rank == len(chosen) - 1
+            accept_prob = leaf.prob * (sampled_prob if sampled else prob)
+            node = row.tree.add(leaf.node, UNKNOWN if sampled else token, accept_prob)
             if not shape_children or shape_children[shape_node]:
                 off_best = 1.0 if rank else 1 - first_is_best
-                level.append(Leaf(node, leaf.column, off_best, shape_node, len(level)))
-            if unknown:
+                level.append(Leaf(node, accept_prob, leaf.column, off_best, shape_node, len(level)))
+            if sampled:
                 pending.append((leaf, node, [index for index, *_ in chosen[:-1]]))
     row.level = level
     return pending

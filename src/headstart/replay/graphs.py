@@ -5,7 +5,7 @@ Tokens, depths, visibility and lengths are copied to static buffers; the graph c
 Padding nodes are computed and their outputs ignored.
 
 Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `Captures`
-also serves the graphs of draft heads (see `drafters.captured`).
+also serves the graphs of draft heads (see `drafters.draft_graphs`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """

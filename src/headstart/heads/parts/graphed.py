@@ -1,4 +1,4 @@
-"""The contract of families with drafts captured as CUDA graphs, see `drafters.captured`.
+"""The contract of families with drafts captured as CUDA graphs, see `drafters.draft_graphs`.
 
 A draft level is one graph. Its host inputs are uploaded once, as integers; everything else is at fixed addresses in
 the session's memory. `draft_step` and `depth_logits` are the reference, with the same logits from tensors of exact

@@ -158,7 +158,7 @@ def test_early_exit_keeps_its_graphs_when_its_cache_grows(
 def test_memory_grows_with_a_text_and_stays_for_the_next(
     name: str, length: int, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
+    monkeypatch.setattr("headstart.drafters.draft_graphs._SPARE", 0)
     monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
     drafter = drafter_of(name, host, target)
     memories: list[Memory] = []
@@ -191,7 +191,7 @@ def test_graphs_read_texts_in_parts(lengths: tuple[int, ...], host: Target, targ
 
 def test_memory_after_a_pause(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding of the last part lies beyond the text's end."""
-    monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
+    monkeypatch.setattr("headstart.drafters.draft_graphs._SPARE", 0)
     monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
 
     @torch.inference_mode()
