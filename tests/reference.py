@@ -115,7 +115,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
     @property
-    def drawn(self) -> Node | None:
+    def sampled(self) -> Node | None:
         """The sampled child, if any."""
         return next((child for child in self.children if child.q_draft_V is not None), None)
 
@@ -162,25 +162,25 @@ def accept(root: Node, p_target: Callable[[list[int]], Tensor], chances: Iterato
     """
     node, path = root, [root.token]
     while True:
-        token = next_token(p_target(path), node.drawn, next(chances))
+        token = next_token(p_target(path), node.sampled, next(chances))
         child = next((child for child in node.children if child.token == token), None)
         if child is None:
             return path, token
         node, path = child, [*path, token]
 
 
-def next_token(p_target_V: Tensor, drawn: Node | None, chance: Chance) -> int:
+def next_token(p_target_V: Tensor, sampled: Node | None, chance: Chance) -> int:
     """Return the token after a node, distributed as p regardless of the drafts.
 
-    A child x that was drawn from q is accepted with probability min(1, p(x) / q(x)), which emits each token with
+    A child x sampled from q is accepted with probability min(1, p(x) / q(x)), which emits each token with
     probability min(p, q). A rejected one leaves norm((p - q)+) to draw from, which adds the (p - q)+ that p lacks.
     """
-    if drawn is None or drawn.q_draft_V is None:
+    if sampled is None or sampled.q_draft_V is None:
         return chance.draw(p_target_V)
     q_draft_V = torch.zeros_like(p_target_V)
-    q_draft_V[: len(drawn.q_draft_V)] = drawn.q_draft_V  # the drafter may know fewer tokens
-    if chance.accepts(float(p_target_V[drawn.token] / q_draft_V[drawn.token])):
-        return drawn.token
+    q_draft_V[: len(sampled.q_draft_V)] = sampled.q_draft_V  # the drafter may know fewer tokens
+    if chance.accepts(float(p_target_V[sampled.token] / q_draft_V[sampled.token])):
+        return sampled.token
     return chance.draw(residual(p_target_V, q_draft_V))
 
 

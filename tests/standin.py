@@ -566,7 +566,7 @@ def rounds_of(device: StandIn, target: Target, decode: Callable[[], Any]) -> lis
 
     Args:
         device: entered; holds `target`.
-        target: its `forward_tree` delimits rounds; a draft model has forwards of its own.
+        target: its `forward_tree` delimits rounds; early exit has forwards of its own.
         decode: generates with that target.
     """
     marks: list[tuple[Counts, int]] = []

@@ -605,12 +605,12 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
         headstart.load()
 
 
-def test_draft_models_load_once(tiny_target: Target, tiny_target_folder: Path, spy: Any) -> None:
-    loaded = spy(catalog, "load_target")
-    alone, drafter = headstart.load(target=tiny_target), f"draft-model:{tiny_target_folder}"
+def test_models_of_drafters_are_made_once(tiny_target: Target, spy: Any) -> None:
+    made = spy(catalog, "EarlyExitDrafter")
+    alone, drafter = headstart.load(target=tiny_target), "early-exit:2"
     kinds: list[dict[str, Any]] = [{}, {"draft": "off"}, {"deterministic": True}, {"tree": "chain"}]
     texts = [alone.generate(PROMPTS[0], max_new_tokens=6, drafter=drafter, **kind).tokens for kind in kinds]
-    assert [spec for spec, *_ in loaded] == [str(tiny_target_folder)] and texts == texts[:1] * len(kinds)
+    assert made == [(tiny_target, 2)] and texts == texts[:1] * len(kinds)
 
 
 def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_folder: Path) -> None:

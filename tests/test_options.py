@@ -15,7 +15,7 @@ from headstart.cli import heads as cli_heads
 from headstart.cli.options import with_options
 from headstart.decode.loop import check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, SamplingOptions, meaning
-from headstart.decode.verify import DRAWS
+from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import DRAFTERS
 from headstart.errors import UserError
 from headstart.eval.options import EvalOptions
@@ -53,7 +53,7 @@ def test_every_option_has_a_meaning_and_the_class_shows_it() -> None:
 
 
 def test_descriptions_list_every_choice() -> None:
-    assert all(name in meaning(DecodeOptions, "verifier").text for name in DRAWS)
+    assert all(name in meaning(DecodeOptions, "verifier").text for name in SAMPLES_DRAFTS)
     assert all(name in meaning(DecodeOptions, "drafter").text for name in DRAFTERS)
 
 

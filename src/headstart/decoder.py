@@ -71,7 +71,7 @@ class Decoder:
         self.target = target
         self._loaded: DraftHead | None = None
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
-        self._models: dict[str, Drafter] = {}  # drafters that loaded a model
+        self._models: dict[str, Drafter] = {}  # drafters that loaded or copied a model
         self._conditions: Conditions | None = None
         self._local: Tuning | None = None  # the tuning with costs for these conditions
         self._warned = False  # of stored costs

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.drafters import drawing
+from headstart.drafters import draft_sampling
 from headstart.drafters.heads import grow
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Request, Tree, TreeBatch
@@ -59,14 +59,14 @@ class GrownTrees:
     """A grower for `prove_exactly`.
 
     Attributes:
-        draws, max_nodes, threshold, chain: fields of the request.
+        sampling, max_nodes, threshold, chain: the request.
         max_rank: most children of a node.
         source: maps (distributions of the sampling nodes [M, V], index of a node) to the distribution that its child
             really comes from; mutants replace it.
         heads: heads to draft with.
     """
 
-    draws: bool
+    sampling: bool
     max_nodes: int = 6
     threshold: float = 0.0
     chain: bool = False
@@ -85,18 +85,18 @@ class GrownTrees:
             self.max_nodes,
             self.threshold,
             chain=self.chain,
-            draws=self.draws,
+            sample_drafts=self.sampling,
             warp=lambda logits: logits.double().softmax(-1),
             streams=[torch.Generator().manual_seed(0)],
             temperature=1.0,
             calibration=CALIBRATION,
         )
-        real = drawing.fall_on
-        drawing.fall_on = fall_on
+        real = draft_sampling.fall_on
+        draft_sampling.fall_on = fall_on
         try:  # not unittest.mock, which takes longer
             return grow(self.heads(prefix), None, TreeBatch.roots([ROOT]), request, self.max_rank)[0]
         finally:
-            drawing.fall_on = real
+            draft_sampling.fall_on = real
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
         """Grow the tree, with the target's logits after each node."""

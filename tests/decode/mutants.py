@@ -23,7 +23,7 @@ class Mutant:
         same_noise: two random streams that share noise. Enumeration cannot see this: it has no streams.
     """
 
-    kind: str = "top and drawn"
+    kind: str = "top and sampled"
     shape: str = "wide"
     patches: dict[str, Callable[..., Any]] = field(default_factory=dict)
     grower: Callable[[Kind, Shape], Grower] = Grower
@@ -48,23 +48,23 @@ class RawBonusGrower(Grower):
 
 
 class PruningGrower(Grower):
-    """Drawn children that the drafter finds unlikely are dropped."""
+    """Sampled children that the drafter finds unlikely are dropped."""
 
     def keep(self, token: int, q_draft: list[float]) -> bool:
         return q_draft[token] > 0.25
 
 
 class UnmaskedGrower(Grower):
-    """The drawn child comes from q without the top-k tokens, but is tested against the whole q."""
+    """The sampled child comes from q without the top-k tokens, but is tested against the whole q."""
 
-    def source(self, q_drawn_V: Tensor, q_draft_V: Tensor) -> Tensor:
+    def source(self, q_sampled_V: Tensor, q_draft_V: Tensor) -> Tensor:
         return q_draft_V
 
 
 class BestPathGrower(Grower):
     """Draws every node's child after the drafter's best token, whatever token the node holds."""
 
-    def drawn_from(self, prefix: tuple[int, ...], q_drawn_V: Tensor, top_k: list[int]) -> Tensor:
+    def sampled_from(self, prefix: tuple[int, ...], q_sampled_V: Tensor, top_k: list[int]) -> Tensor:
         q_draft_V = q_table((*prefix[:-1], int(q_table(prefix[:-1]).argmax())) if prefix else ()).clone()
         q_draft_V[top_k] = 0.0
         return q_draft_V
@@ -75,7 +75,7 @@ MUTANTS = {
     "residual of a chain is p": Mutant(shape="chain of 3", patches={"residual": _keeps_p}),
     "bonus token from the raw softmax": Mutant(grower=RawBonusGrower),
     "bonus token from the raw softmax, top-k": Mutant("top", grower=RawBonusGrower),
-    "drawn children pruned by identity": Mutant(shape="chain of 3", grower=PruningGrower),
+    "sampled children pruned by identity": Mutant(shape="chain of 3", grower=PruningGrower),
     "q holds the top-k tokens": Mutant(grower=UnmaskedGrower),
     "siblings' children along the best path": Mutant(shape="bushy", grower=BestPathGrower),
     "accept and residual share noise": Mutant(shape="chain of 3", same_noise=("accept", "residual")),

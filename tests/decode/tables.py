@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.tree.tree import Drawn, Tree
+from headstart.tree.tree import DraftDistribution, Tree
 from tests.reference import Node
 
 VOCAB = 5
@@ -47,13 +47,13 @@ class Kind:
     """How the children of a node are chosen.
 
     Attributes:
-        draws: the last child is drawn from the drafter's distribution without the most likely tokens.
+        sampling: the last child is sampled from the drafter's distribution without the most likely tokens.
         guesses: children are fixed guesses, as in an n-gram lookup, and the drafter has no distribution.
         branch: further guesses in a row below the root, beside all other nodes (heads + n-gram).
         adaptive: the second child of a node gets children only when the first one's token is even.
     """
 
-    draws: bool = False
+    sampling: bool = False
     guesses: bool = False
     branch: int = 0
     adaptive: bool = False
@@ -62,9 +62,9 @@ class Kind:
 KINDS = {
     "top": Kind(),
     "guesses": Kind(guesses=True),
-    "top and drawn": Kind(draws=True),
-    "top and drawn, guesses": Kind(draws=True, branch=2),
-    "top and drawn, adaptive": Kind(draws=True, adaptive=True),
+    "top and sampled": Kind(sampling=True),
+    "top and sampled, guesses": Kind(sampling=True, branch=2),
+    "top and sampled, adaptive": Kind(sampling=True, adaptive=True),
 }
 
 
@@ -126,8 +126,8 @@ class Draft:
     def root(self) -> Node:
         """The tree in the reference's form."""
         nodes = [Node(token) for token in self.tree.tokens]
-        for number, drawn in self.tree.drawn.items():
-            nodes[number].q_draft_V = drawn.q_draft_V(VOCAB)
+        for number, one in self.tree.sampled.items():
+            nodes[number].q_draft_V = one.q_draft_V(VOCAB)
         for node, parent in zip(nodes[1:], self.tree.parents[1:], strict=True):
             nodes[parent].children.append(node)
         return nodes[0]
@@ -138,7 +138,7 @@ class Draft:
 
 
 class Grower:
-    """Grows trees of a kind and a shape. Mutations override `keep`, `source` and `drawn_from`, and `draft_type`."""
+    """Grows trees of a kind and a shape. Mutations override `keep`, `source` and `sampled_from`, and `draft_type`."""
 
     draft_type: type[Draft] = Draft
 
@@ -146,16 +146,16 @@ class Grower:
         self.kind, self.shape = kind, shape
 
     def keep(self, token: int, q_draft: list[float]) -> bool:
-        """Decide whether a drawn child stays in the tree; must not look at its arguments."""
+        """Decide whether a sampled child stays in the tree; must not look at its arguments."""
         return True
 
-    def source(self, q_drawn_V: Tensor, q_draft_V: Tensor) -> Tensor:
-        """Return the distribution that the tree claims for its drawn child, given the true one and the whole q."""
-        return q_drawn_V
+    def source(self, q_sampled_V: Tensor, q_draft_V: Tensor) -> Tensor:
+        """Return the distribution that the tree claims for its sampled child, given the true one and the whole q."""
+        return q_sampled_V
 
-    def drawn_from(self, prefix: tuple[int, ...], q_drawn_V: Tensor, top_k: list[int]) -> Tensor:
-        """Return the distribution for drawing the child of the node after `prefix`, without its top-k tokens."""
-        return q_drawn_V
+    def sampled_from(self, prefix: tuple[int, ...], q_sampled_V: Tensor, top_k: list[int]) -> Tensor:
+        """Return the distribution for sampling the child of the node after `prefix`, without its top-k tokens."""
+        return q_sampled_V
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
         """Draft after a prefix; with draws from the stream "draft"."""
@@ -170,14 +170,14 @@ class Grower:
             children[token] = draft.tree.add(node, token)
             draft.logits.append(logits_table((*prefix, token)))
 
-        top_k, q_drawn_V = _plan(self.kind, context(prefix), len(shape))
+        top_k, q_sampled_V = _plan(self.kind, context(prefix), len(shape))
         for token in top_k:
             add(token)
         if len(top_k) < len(shape):
-            token = pick("draft", self.drawn_from(prefix, q_drawn_V, top_k).tolist())
-            if self.keep(token, q_drawn_V.tolist()):
+            token = pick("draft", self.sampled_from(prefix, q_sampled_V, top_k).tolist())
+            if self.keep(token, q_sampled_V.tolist()):
                 add(token)
-                draft.tree.drawn[children[token]] = Drawn(self.source(q_drawn_V, q_table(prefix)))
+                draft.tree.sampled[children[token]] = DraftDistribution(self.source(q_sampled_V, q_table(prefix)))
         below = dict(zip(children, shape, strict=False))
         if self.kind.adaptive and len(children) > 1 and next(iter(children)) % 2:
             below[list(children)[1]] = ()
@@ -196,11 +196,11 @@ def _guess(prefix: tuple[int, ...]) -> int:
 
 @cache
 def _plan(kind: Kind, last_two: tuple[int, ...], width: int) -> tuple[list[int], Tensor]:
-    """Return the fixed tokens of a node with `width` children, and the distribution of its drawn child (or zeros)."""
+    """Return the fixed tokens of a node with `width` children, and the distribution of its sampled child (or zeros)."""
     q_draft_V = q_table(last_two)
     if kind.guesses:
         return [(_guess(last_two) + rank) % VOCAB for rank in range(width)], torch.zeros_like(q_draft_V)
-    fixed = max(width - 1, 0) if kind.draws else width
+    fixed = max(width - 1, 0) if kind.sampling else width
     top_k = q_draft_V.argsort(descending=True)[:fixed].tolist()
     if fixed == width:
         return top_k, torch.zeros_like(q_draft_V)

@@ -11,7 +11,7 @@ import torch
 
 from headstart.decode.budget import Budget, Costs
 from headstart.decode.experience import Experience, RoundTimes, size_of
-from headstart.tree.tree import Drawn, Tree, TreeShape
+from headstart.tree.tree import DraftDistribution, Tree, TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))
 STEEP = Costs((1, 64), (10.0, 640.0))
@@ -68,7 +68,7 @@ def test_the_best_width_equals_exhaustive_search() -> None:
 
 def test_trees_with_drawn_nodes_are_never_pruned() -> None:
     drafted = trees([[1.0, 0.01]], [[-1, 0]])
-    drafted[0].drawn[1] = Drawn(torch.tensor([1.0]))
+    drafted[0].sampled[1] = DraftDistribution(torch.tensor([1.0]))
     assert sizes(Budget(STEEP, "on", 1).prune(drafted)) == [2]
 
 

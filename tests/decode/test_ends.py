@@ -10,7 +10,7 @@ import torch
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, meaning
-from headstart.decode.verify import DRAWS
+from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.model.model import Target
@@ -84,7 +84,7 @@ def test_no_end_comes_before_the_shortest_text(plain: DecodeLoop, drafted: Decod
         assert len(theirs) >= place + 4 and token not in theirs[: place + 4]
 
 
-@pytest.mark.parametrize("verifier", DRAWS)
+@pytest.mark.parametrize("verifier", SAMPLES_DRAFTS)
 def test_sampling_keeps_the_minimum(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target, verifier: str) -> None:
     """Every second token would end the text."""
     ends = list(range(0, tiny_target.vocab_size, 2))

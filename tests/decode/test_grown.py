@@ -23,35 +23,35 @@ def trees(grower: GrownTrees, prefix: tuple[int, ...] = (1,)) -> list[Tree]:
     return [tree for tree, _ in outcomes(lambda pick: grower.propose(prefix, pick))]
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_lossless_by_enumeration(draws: bool) -> None:
+@pytest.mark.parametrize("sampling", [False, True])
+def test_lossless_by_enumeration(sampling: bool) -> None:
     """Enumerate every outcome of drafting and verifying, with little room and with thresholds that drop some nodes."""
     for max_nodes, threshold in ((6, 0.0), (7, 0.1)):
         for chain in (False, True):
-            prove_exactly(GrownTrees(draws, max_nodes, threshold, chain))
+            prove_exactly(GrownTrees(sampling, max_nodes, threshold, chain))
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_children_follow_the_path_to_their_parent(draws: bool) -> None:
-    """Guesses are the best tokens after the path, and the other children are drawn from the rest of q after it."""
-    for tree in trees(GrownTrees(draws, max_nodes=7)):
+@pytest.mark.parametrize("sampling", [False, True])
+def test_children_follow_the_path_to_their_parent(sampling: bool) -> None:
+    """Guesses are the best tokens after the path, and the other children are sampled from the rest of q after it."""
+    for tree in trees(GrownTrees(sampling, max_nodes=7)):
         follow_their_paths(tree)
 
 
 def follow_their_paths(tree: Tree, prefix: tuple[int, ...] = (1,)) -> None:
     assert tree.depth > 1
     for path, children in zip([(), *tree.paths], tree.children, strict=True):
-        guesses = [tree.tokens[child] for child in children if child not in tree.drawn]
+        guesses = [tree.tokens[child] for child in children if child not in tree.sampled]
         expected_V = drafted((*prefix, *path)).clone()
         assert guesses == expected_V.argsort(descending=True)[: len(guesses)].tolist(), "guesses follow the path"
         expected_V[guesses] = 0.0
         for child in children:
-            if child in tree.drawn:  # float32 logits, as heads give them
-                found_V, expected_V = tree.drawn[child].q_draft_D, expected_V / expected_V.sum()
-                torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-6, msg="drawn from")
+            if child in tree.sampled:  # float32 logits, as heads give them
+                found_V, expected_V = tree.sampled[child].q_draft_D, expected_V / expected_V.sum()
+                torch.testing.assert_close(found_V, expected_V, rtol=0, atol=1e-6, msg="sampled from")
 
 
-def test_the_number_of_children_is_settled_before_they_are_drawn() -> None:
+def test_the_number_of_children_is_settled_before_they_are_sampled() -> None:
     """Trees with the same draws above a level have the same shape at that level."""
     shapes: dict[Any, set[Any]] = {}
     for tree in trees(GrownTrees(True, max_nodes=5)):
@@ -72,7 +72,7 @@ class AlongBest(PathTables):
 
 
 class Beside(GrownTrees):
-    """Trees with an n-gram's guesses beside them, which may go through drawn nodes."""
+    """Trees with an n-gram's guesses beside them, which may go through sampled nodes."""
 
     def propose(self, prefix: tuple[int, ...], pick: Pick) -> Tree:
         guesses = [ROOT]
@@ -91,7 +91,7 @@ def test_lossless_beside_n_grams() -> None:
 
 
 def test_drafts_of_independent_depths_stay_lossless() -> None:
-    """Children are tested against the distribution they were drawn from, but the trees do not follow their paths."""
+    """Children are tested against the distribution they were sampled from, but the trees do not follow their paths."""
     prove_exactly(GrownTrees(True, max_nodes=5, heads=AlongBest))
     with pytest.raises(AssertionError, match="guesses follow the path"):
         for tree in trees(GrownTrees(False, max_nodes=8, heads=AlongBest)):
@@ -99,23 +99,23 @@ def test_drafts_of_independent_depths_stay_lossless() -> None:
 
 
 def test_siblings_whose_children_come_from_the_best_path_are_noticed() -> None:
-    """All children of a level are drawn from the first node's distribution, and tested against their own parent's."""
+    """All children of a level are sampled from the first node's distribution, and tested against their own parent's."""
     with pytest.raises(AssertionError, match="differs from the target"):
         prove_exactly(GrownTrees(True, 7, source=lambda q_draft_MV, number: q_draft_MV[0]))
 
 
-def test_dropping_drawn_nodes_by_their_token_is_noticed() -> None:
-    """Whether anything below a drawn node is worth a place depends on its token."""
+def test_dropping_sampled_nodes_by_their_token_is_noticed() -> None:
+    """Whether anything below a sampled node is worth a place depends on its token."""
     with pytest.raises(AssertionError, match="differs from the target"):
         prove_exactly(Pruned(True, max_nodes=5, threshold=0.06))
 
 
 class Pruned(GrownTrees):
-    """Drawn children of the root that have no children are taken out."""
+    """Sampled children of the root that have no children are taken out."""
 
     def propose(self, prefix: tuple[int, ...], pick: Pick) -> Tree:
         tree = super().propose(prefix, pick)
-        gone = {node for node in tree.drawn if tree.parents[node] == 0} - set(tree.parents)
+        gone = {node for node in tree.sampled if tree.parents[node] == 0} - set(tree.parents)
         tree.keep(node for node in range(tree.size) if node not in gone)
         return tree
 
@@ -132,12 +132,12 @@ def test_guesses_of_another_node_are_noticed() -> None:
             follow_their_paths(tree)
 
 
-def test_draws_of_another_node_are_noticed() -> None:
-    def undrawn(row: int, node: int, column: int, siblings: Sequence[int]) -> Any:
+def test_samples_of_another_node_are_noticed() -> None:
+    def pending_child(row: int, node: int, column: int, siblings: Sequence[int]) -> Any:
         return honest(row, node, 0, list(siblings))
 
-    honest = growing.Undrawn
-    with patch.object(growing, "Undrawn", undrawn), pytest.raises(AssertionError, match="drawn from"):
+    honest = growing.PendingChild
+    with patch.object(growing, "PendingChild", pending_child), pytest.raises(AssertionError, match="sampled from"):
         for tree in trees(GrownTrees(True, max_nodes=6)):
             follow_their_paths(tree)
 

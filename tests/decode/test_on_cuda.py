@@ -15,7 +15,7 @@ from headstart.model.model import Target
 from headstart.recipes.sections import LossName, TrainSection
 from headstart.tree.tree import Request
 from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, on_both, training_batch
-from tests.drafters.test_captured import probabilities, proposed
+from tests.drafters.test_draft_graphs import probabilities, proposed
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 

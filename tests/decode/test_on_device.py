@@ -11,9 +11,8 @@ import torch
 from headstart.decode.costs import Costs
 from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import DRAWS
+from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import make_drafters
-from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import DraftHead, HeadBatch
@@ -72,7 +71,7 @@ def test_every_family(name: str, tree: Any, host: Target, target: Target, device
     assert texts_of(target, drafter) == texts_of(host)
 
 
-DRAFTERS = "ngram memory lookahead early-exit:1 heads heads+ngram heads+ngram+memory lookahead+ngram draft-model"
+DRAFTERS = "ngram memory lookahead early-exit:1 heads heads+ngram heads+ngram+memory lookahead+ngram"
 
 
 @pytest.mark.parametrize("name", DRAFTERS.split())
@@ -82,12 +81,7 @@ def test_drafters(name: str, temperature: float, host: Target, target: Target, d
     write_answers(answers, [[*text, *texts_of(host)[row]] for row, text in enumerate(TEXTS)], 1_000_000)
     trained = build("eagle3", host).to(CUDA)
     trained.bind(target)
-    small = Target(tiny_model("llama", seed=1, vocab_size=61).to(CUDA))
-    drafters = (
-        [DraftModelDrafter(small, target)]
-        if name == "draft-model"
-        else make_drafters(name, target, HeadDrafter(trained, SHAPE, "dynamic"), answers)
-    )
+    drafters = make_drafters(name, target, HeadDrafter(trained, SHAPE, "dynamic"), answers)
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature, seed=0)
     texts = texts_of(target, *drafters, options=options)
     assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
@@ -106,7 +100,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "settings"), [*((rule, "temperature") for rule in DRAWS), *(("auto", settings) for settings in SETTINGS)]
+    ("rule", "settings"),
+    [*((rule, "temperature") for rule in SAMPLES_DRAFTS), *(("auto", settings) for settings in SETTINGS)],
 )
 def test_every_rule(rule: str, settings: str, host: Target, target: Target, device: StandIn) -> None:
     heads = HeadDrafter(build("medusa", host).to(CUDA), SHAPE)

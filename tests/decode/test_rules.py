@@ -20,7 +20,7 @@ from tests.reference import Chance, Node
 def stands_for_itself(kind: str, shape: str) -> bool:
     """Return whether no other case has the same trees."""
     if shape == "root only":
-        return kind in ("top", "top and drawn, guesses")
+        return kind in ("top", "top and sampled, guesses")
     return not KINDS[kind].adaptive or shape == "bushy"
 
 
@@ -60,13 +60,13 @@ def test_lossless_by_sampling(kind: str, shape: str) -> None:
     prove_by_sampling(sample_texts(Grower(KINDS[kind], SHAPES[shape])))
 
 
-@pytest.mark.parametrize("kind", ["top", "top and drawn"])
+@pytest.mark.parametrize("kind", ["top", "top and sampled"])
 def test_lossless_in_float32(kind: str) -> None:
     # Every probability is a product of about ten factors with relative errors of 6e-8.
     prove_exactly(SingleGrower(KINDS[kind], SHAPES["bushy"]), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["top", "top and drawn"])
+@pytest.mark.parametrize("kind", ["top", "top and sampled"])
 def test_remembered_choices_change_nothing(kind: str) -> None:
     """The sampling proof replays choices that it has met before; made afresh each time, they give the same texts."""
     grower = Grower(KINDS[kind], SHAPES["bushy"])

@@ -19,7 +19,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import Verifier, walk_on_device
-from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
@@ -114,7 +114,7 @@ def test_drafters_memory_reduces_the_nodes_and_no_single_prompts_text(target: Ta
         assert reserve(target, prompts, 24, 32, keep, free=scarce) == (0 if rows > 1 else 1)
 
 
-def test_heads_and_draft_models_report_their_memory_per_token(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_heads_and_early_exit_report_their_memory_per_token(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     asked: list[int] = []
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *given: asked.append(given[4]) or 8)
     for name in ("medusa", "eagle3", "dflash"):
@@ -126,9 +126,8 @@ def test_heads_and_draft_models_report_their_memory_per_token(monkeypatch: pytes
         kv = session.cache.kv if hasattr(session, "cache") else []
         cached = sum(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in kv)
         assert asked == [len(heads.aux_layers) * target.hidden_size * 4 + 2 * cached]
-    small = Target(tiny_model("llama", seed=1, vocab_size=61))
-    DecodeLoop(target, DraftModelDrafter(small, target)).generate(TEXTS[:1], OPTIONS)
-    assert asked[-1] == small.kv_bytes_per_token
+    DecodeLoop(target, EarlyExitDrafter(target, 1)).generate(TEXTS[:1], OPTIONS)
+    assert 3 * asked[-1] == target.kv_bytes_per_token
 
 
 def test_memory_held_for_the_next_text_is_not_counted_twice(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

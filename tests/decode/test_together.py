@@ -80,7 +80,7 @@ def test_rows_side_by_side_do_as_the_reference(kind: str, shape: str) -> None:
         assert emitted == by_reference(draft, logits_BNV[seed], seed)
 
 
-@pytest.mark.parametrize("kind", ["top", "top and drawn", "top and drawn, guesses"])
+@pytest.mark.parametrize("kind", ["top", "top and sampled", "top and sampled, guesses"])
 def test_on_a_device_rows_do_the_same_with_one_wait(kind: str) -> None:
     """Rows that have ended stay in the batch and are ignored."""
     for rows in (1, 16):
@@ -109,8 +109,8 @@ def test_on_a_device_deeper_trees_launch_no_more() -> None:
 
 
 def moved(tree: Tree) -> Tree:
-    drawn = {node: replace(own, q_draft_D=own.q_draft_D.to(CUDA)) for node, own in tree.drawn.items()}
-    return replace(tree, drawn=drawn)
+    sampled = {node: replace(own, q_draft_D=own.q_draft_D.to(CUDA)) for node, own in tree.sampled.items()}
+    return replace(tree, sampled=sampled)
 
 
 # -- the distribution -------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def first_two(kind: str, shape: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [("top", "bushy"), ("top and drawn", "wide"), ("top and drawn", "chain of 3")]
+    ("kind", "shape"), [("top", "bushy"), ("top and sampled", "wide"), ("top and sampled", "chain of 3")]
 )
 def test_lossless_side_by_side(kind: str, shape: str) -> None:
     assert chi_square_p(first_two(kind, shape), exact_joint((), 2)) > 1e-6
@@ -150,7 +150,7 @@ MISTAKES: dict[str, Wrong] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_proof_notices(mistake: str) -> None:
     with patch.object(verify, "accept_or_draw", lambda *seen: accept_or_draw(*MISTAKES[mistake](*seen))):
-        counts = first_two("top and drawn", "chain of 3")
+        counts = first_two("top and sampled", "chain of 3")
     assert chi_square_p(counts, exact_joint((), 2)) < 1e-6
 
 
@@ -158,8 +158,8 @@ def test_a_rejection_by_rounding_stays_within_the_target() -> None:
     """q a little above p everywhere leaves no rest; p then decides."""
     p_target_MV = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 2)
     accept_M, residual_M = torch.full((2,), 1 - 2**-53).double(), torch.tensor([0.2, 0.7]).double()
-    drawn_M = torch.tensor([1, 1])
-    found = accept_or_draw(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002)
+    sampled_M = torch.tensor([1, 1])
+    found = accept_or_draw(p_target_MV.clone(), accept_M, residual_M, sampled_M, p_target_MV * 1.0000002)
     assert found.tolist() == [0, 1]
 
 

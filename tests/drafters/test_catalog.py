@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 
 from headstart.cli import heads as cli_heads
-from headstart.decode.loop import DecodeLoop
-from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT, make_drafters
-from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
@@ -26,26 +23,16 @@ def test_plain_decoding_is_no_drafter(tiny_target: Target) -> None:
     assert make_drafters("none", tiny_target) == ()
 
 
-def test_names(tiny_target: Target, tiny_target_folder: Path) -> None:
+def test_names(tiny_target: Target) -> None:
     assert make_drafters("heads", tiny_target, HEADS) == (HEADS,)
     three = make_drafters("lookahead+ngram+early-exit", tiny_target)
-    assert list(map(type, three)) == [LookaheadDrafter, NgramDrafter, DraftModelDrafter]
+    assert list(map(type, three)) == [LookaheadDrafter, NgramDrafter, EarlyExitDrafter]
     first, second = make_drafters("heads+ngram", tiny_target, HEADS)
     assert first is HEADS and isinstance(second, NgramDrafter)
     (early,) = make_drafters("early-exit:2", tiny_target)
-    assert isinstance(early, DraftModelDrafter) and early.draft.num_layers == 2
+    assert isinstance(early, EarlyExitDrafter) and early.first_layers.num_layers == 2
     (default,) = make_drafters("early-exit", tiny_target)
-    assert isinstance(default, DraftModelDrafter) and default.draft.num_layers == 1
-    model = make_drafters(f"draft-model:{tiny_target_folder}+ngram", tiny_target)
-    options = DecodeOptions(max_new_tokens=12, ignore_end=True)
-    text = [[5, 6, 7]]
-    expected = DecodeLoop(tiny_target).generate(text, options)[0].tokens
-    assert DecodeLoop(tiny_target, *model).generate(text, options)[0].tokens == expected
-
-
-def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
-    with pytest.raises(UserError, match=r"No folder at \./a\+b\."):
-        make_drafters("draft-model:./a+b", tiny_target)
+    assert isinstance(default, EarlyExitDrafter) and default.first_layers.num_layers == 1
 
 
 @pytest.mark.parametrize(
@@ -54,17 +41,15 @@ def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
         ("ngramm", "Unknown drafter 'ngramm'. Did you mean 'ngram'?"),
         ("heads+ngrma", "Unknown drafter 'ngrma' in 'heads+ngrma'. Did you mean 'ngram'?"),
         ("heads+n-gram", "Unknown drafter 'n-gram' in 'heads+n-gram'"),
-        ("", "Unknown drafter ''. Known: draft-model, early-exit, heads"),
+        ("", "Unknown drafter ''. Known: early-exit, heads"),
         ("heads", "needs trained heads"),
         ("none+ngram", "Leave out 'none'"),
         ("ngram:4", "takes no argument"),
         ("memory", "none came with these heads. Name a file for the answers to come: memory:FILE"),
         ("memory:", "names no file"),
-        ("memory:/nowhere/served", "Cannot keep answers in /nowhere/served (No such file or directory)"),
+        ("memory:/nowhere/a+b", "Cannot keep answers in /nowhere/a+b (No such file or directory)"),
         ("early-exit:", "no number of layers"),
         ("early-exit:9", "Use 1 to 3"),
-        ("draft-model", "names no model"),
-        ("draft-model:./nothing-here", "nothing-here"),
     ],
 )
 def test_bad_names_are_refused(tiny_target: Target, name: str, message: str) -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from headstart.decode.loop import DecodeLoop, Drafter
-from headstart.drafters.draft_model import DraftModelDrafter, early_exit
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.model.model import Target
-from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape, union
+from headstart.tree.tree import Committed, DraftDistribution, Request, Tree, TreeBatch, TreeShape, union
 from tests.decode.drafters import IdleDrafter, ReplayDrafter
-from tests.drafters.test_draft_model import OPTIONS, plain, texts, tiny
+from tests.drafters.test_early_exit import OPTIONS, plain, texts, tiny
 from tests.heads.test_contract import build
 
 ONE = Tree([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
@@ -37,7 +37,7 @@ def test_the_union_by_hand() -> None:
     assert tree.tokens == [5, 6, 7, 8, 9, 9, 8]
     assert tree.parents == [-1, 0, 0, 1, 2, 0, 5]
     assert tree.accept_probs == [1.0, 0.6, 0.5, 0.2, 0.4, 0.1, 0.05]
-    assert not tree.drawn
+    assert not tree.sampled
 
 
 def test_the_best_nodes_stay_when_room_is_short() -> None:
@@ -64,15 +64,15 @@ def test_a_tree_of_unknown_probabilities_goes_first_if_first(unknown: int) -> No
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_drawn_nodes_keep_their_numbers_and_are_never_dropped(swapped: bool) -> None:
-    drawn = Drawn(torch.full((10,), 0.1))
-    draws = Tree(ONE.tokens, ONE.parents, [1.0, 0.01, 0.01, 0.01], {2: drawn, 3: drawn})
-    tree = together(*((TWO, draws) if swapped else (draws, TWO)), Request(5, draws=True))
+def test_sampled_nodes_keep_their_numbers_and_are_never_dropped(swapped: bool) -> None:
+    one = DraftDistribution(torch.full((10,), 0.1))
+    sampled = Tree(ONE.tokens, ONE.parents, [1.0, 0.01, 0.01, 0.01], {2: one, 3: one})
+    tree = together(*((TWO, sampled) if swapped else (sampled, TWO)), Request(5, sample_drafts=True))
     assert (tree.tokens, tree.parents) == ([5, 6, 7, 8, 9], [-1, 0, 0, 1, 2])
-    assert list(tree.drawn) == [2, 3]
-    chain = Tree([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {1: drawn})
+    assert list(tree.sampled) == [2, 3]
+    chain = Tree([5, 6, 8], [-1, 0, 1], [1.0, 0.01, 0.01], {1: one})
     tree = together(chain, Tree([5, 7, 9], [-1, 0, 1], [1.0, 0.9, 0.9]), Request(9, chain=True))
-    assert tree.tokens == [5, 6, 8], "a drawn chain is not given up for a better one"
+    assert tree.tokens == [5, 6, 8], "a sampled chain is not given up for a better one"
 
 
 def test_of_two_chains_the_more_promising_one_is_verified() -> None:
@@ -86,21 +86,21 @@ def test_nothing_beside_a_tree_is_that_tree() -> None:
 
 
 class Recorder(IdleDrafter):
-    """Proposes one draft per row, drawn if `draws`, and records its calls."""
+    """Proposes one draft per row, sampled if `sampling`, and records its calls."""
 
     max_nodes = 3
 
-    def __init__(self, aux_layers: tuple[int, ...] = (), draws: bool = False) -> None:
-        self.aux_layers, self.draws = aux_layers, draws
+    def __init__(self, aux_layers: tuple[int, ...] = (), sampling: bool = False) -> None:
+        self.aux_layers, self.sampling = aux_layers, sampling
         self.calls: list[tuple[str, Any]] = []
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, torch.Tensor]) -> None:
         self.calls.append(("prefill", sorted(states)))
 
     def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
-        self.calls.append(("propose", request.draws))
-        drawn = {1: Drawn(torch.nn.functional.one_hot(torch.tensor(7), 61).float())} if self.draws else {}
-        return [Tree([root, 7], [-1, 0], drawn=dict(drawn)) for root in roots.root_tokens]
+        self.calls.append(("propose", request.sample_drafts))
+        seven = DraftDistribution(torch.nn.functional.one_hot(torch.tensor(7), 61).float())
+        return [Tree([root, 7], [-1, 0], sampled={1: seven} if self.sampling else {}) for root in roots.root_tokens]
 
     def commit(self, session: None, committed: Committed) -> None:
         self.calls.append(("commit", committed.tokens))
@@ -119,13 +119,13 @@ def test_every_drafter_gets_every_call() -> None:
     assert {"propose", "commit", "reorder"} <= {name for name, _ in drafters[0].calls}
 
 
-@pytest.mark.parametrize("first_draws", [False, True])
-def test_only_one_drafter_draws(first_draws: bool) -> None:
+@pytest.mark.parametrize("first_samples", [False, True])
+def test_only_one_drafter_samples(first_samples: bool) -> None:
     """One random stream, and one distribution, is enough."""
-    target, drafters = tiny(), (Recorder(draws=first_draws), Recorder())
+    target, drafters = tiny(), (Recorder(sampling=first_samples), Recorder())
     DecodeLoop(target, *drafters).generate(texts(), replace(OPTIONS, temperature=1.0, seed=0))
-    draws = [{asked for name, asked in drafter.calls if name == "propose"} for drafter in drafters]
-    assert draws == [{True}, {not first_draws}]
+    requests = [{asked for name, asked in drafter.calls if name == "propose"} for drafter in drafters]
+    assert requests == [{True}, {not first_samples}]
 
 
 @pytest.mark.drafter_fails
@@ -154,10 +154,10 @@ def test_a_failing_drafter_is_dropped_alone(failing: int, where: str) -> None:
 def pairs(target: Target, known: Sequence[Sequence[int]]) -> dict[str, tuple[Drafter, Drafter]]:
     return {
         "replay and n-gram": (ReplayDrafter(known, 61, 0.7), NgramDrafter()),
-        "wrong and early exit": (ReplayDrafter(known, 61, 0.0), DraftModelDrafter(early_exit(target, 2), target)),
+        "wrong and early exit": (ReplayDrafter(known, 61, 0.0), EarlyExitDrafter(target, 2)),
         "n-gram and lookahead": (NgramDrafter(), LookaheadDrafter()),
-        "draft model and n-gram": (DraftModelDrafter(tiny(), target), NgramDrafter()),
-        "n-gram and draft model": (NgramDrafter(), DraftModelDrafter(tiny(1), target)),
+        "early exit and n-gram": (EarlyExitDrafter(target, 3), NgramDrafter()),
+        "n-gram and early exit": (NgramDrafter(), EarlyExitDrafter(target, 1)),
     }
 
 

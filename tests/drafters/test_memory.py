@@ -15,7 +15,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
 from headstart.drafters.catalog import make_drafters
-from headstart.drafters.memory import AHEAD, CONTEXT, LONGEST, WEIGHTS, Index, MemoryDrafter, find
+from headstart.drafters.memory import AHEAD, CONTEXT, LONGEST, WEIGHTS, AnswerIndex, MemoryDrafter, find
 from headstart.errors import UserError
 from headstart.eval.audit import run_audit
 from headstart.eval.options import AuditOptions
@@ -63,19 +63,19 @@ def whole(continuation: list[int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("alphabet", [2, 3, 6, 40])
 def test_matches_by_brute_force(alphabet: int) -> None:
     rng = random.Random(alphabet)
-    index, answers = Index(50), list[list[int]]()
+    index, answers = AnswerIndex(50), list[list[int]]()
     for number in range(60):
         repeats = answers and rng.random() < 0.5
         answer = list(rng.choice(answers)) if repeats else [rng.randrange(alphabet) for _ in range(rng.randint(1, 30))]
         answer += [rng.randrange(alphabet) for _ in range(rng.randint(1, 3))]
-        assert index.add([answer]) == int(len(answer) > 2 and answer not in answers)
+        index.add([answer])
         answers.append(answer)
         for _ in range(4):
             source = rng.choice(answers)
             tail = source[: rng.randint(1, len(source))][-rng.randint(1, LONGEST) :]
             every = [held for at, held in enumerate(answers) if len(held) > 2 and held not in answers[:at]]
             expected = brute_force(every, tail)
-            ahead, lengths = find(index.parts, tail)
+            ahead, lengths = find(index.segments, tail)
             assert lengths == sorted(lengths, reverse=True)
             if not expected:
                 assert not ahead
@@ -90,24 +90,25 @@ def test_matches_by_brute_force(alphabet: int) -> None:
 
 def test_parts_are_few_and_the_index_is_bounded() -> None:
     rng = random.Random(0)
-    index = Index(1000, most_tokens=5000)
+    index = AnswerIndex(1000, most_tokens=5000)
     for _ in range(400):
-        before = index.parts
-        seen = [part.tokens.copy() for part in before]
+        before = index.segments
+        seen = [segment.tokens.copy() for segment in before]
         index.add([[rng.randrange(1000) for _ in range(40)]])
-        assert index.size <= 5000 and len(index.parts) <= 6
-        assert all((part.tokens == held).all() for part, held in zip(before, seen, strict=True)), "never changed"
+        assert index.size <= 5000 and len(index.segments) <= 6
+        assert all((segment.tokens == held).all() for segment, held in zip(before, seen, strict=True)), "never changed"
     assert index.size > 4000
     last = [rng.randrange(1000) for _ in range(40)]
     index.add([last])
-    assert find(index.parts, last[:10])[0][0] == last[10 : 10 + AHEAD]
+    assert find(index.segments, last[:10])[0][0] == last[10 : 10 + AHEAD]
 
 
 def test_each_answer_counts_once_and_foreign_tokens_never() -> None:
-    index = Index(10)
-    assert index.add([[1, 2, 3, 4]] * 3 + [[1, 2, 3, 10], [1, -1, 3], [1, 2]]) == 1
-    assert index.add([[1, 2, 3, 4]]) == 0
-    assert find(index.parts, [1, 2])[1] == [2]
+    index = AnswerIndex(10)
+    index.add([[1, 2, 3, 4]] * 3 + [[1, 2, 3, 10], [1, -1, 3], [1, 2]])
+    index.add([[1, 2, 3, 4]])
+    assert index.size == 5
+    assert find(index.segments, [1, 2])[1] == [2]
 
 
 # -- what is proposed -------------------------------------------------------------------------------------------------

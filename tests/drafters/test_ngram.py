@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
+from headstart.drafters.ngram import PRIORS, NgramDrafter, TextIndex
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.decode.drafters import lossless
@@ -38,7 +38,7 @@ def brute_force(text: list[int], looks: int) -> tuple[int, int]:
 def test_longest_match_by_brute_force(alphabet: int, looks: int) -> None:
     rng = random.Random(alphabet)
     text: list[int] = []
-    index = Index(looks)
+    index = TextIndex(looks)
     for _ in range(160):
         repeats = text and rng.random() < 0.1
         more = text[rng.randrange(len(text)) :][:12] if repeats else [rng.randrange(alphabet)]

@@ -11,7 +11,7 @@ import torch
 
 from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter, ShippedDrafter
 from headstart.heads.parts.recurrent import RecurrentHead
 from headstart.model.model import Target
@@ -73,9 +73,9 @@ def heads(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
     return target, heads_of(target, "eagle3"), RecurrentHead, "_run"
 
 
-def draft_model(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
-    drafter = DraftModelDrafter(Target(tiny_model("llama", vocab_size=61, seed=1)), target)
-    return target, drafter, drafter.draft, "_read_causal"
+def early_exit(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
+    drafter = EarlyExitDrafter(target, 2)
+    return target, drafter, drafter.first_layers, "_read_causal"
 
 
 def mtp(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
@@ -83,7 +83,7 @@ def mtp(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
     return shipped, ShippedDrafter(shipped), RecurrentHead, "_run"
 
 
-@pytest.mark.parametrize("make", [heads, draft_model, mtp])
+@pytest.mark.parametrize("make", [heads, early_exit, mtp])
 def test_reading_is_cancelled_between_two_pieces(
     make: Callable[[Target, Path], tuple[Target, Drafter, Any, str]],
     target: Target,

@@ -22,7 +22,7 @@ from tests.tiny import tiny_model
 PROMPTS = [[3, 9, 14, 27, 3, 9, 14], [8, 40, 12, 55, 6, 21, 44, 17, 8, 40], [5, 5, 5, 5]]
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "dspark", "dflash", "mtp")
 """Rows of `tests.heads.test_contract`."""
-ALONE = ("ngram", "memory", "lookahead", "early-exit:1", "draft-model:small", "mtp")
+ALONE = ("ngram", "memory", "lookahead", "early-exit:1", "mtp")
 """Drafters that need no heads."""
 REPEATS = 3
 
@@ -70,9 +70,7 @@ def test_heads_alone_and_joined_with_other_drafters(family: str) -> None:
 
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("drafter", ALONE)
-def test_drafters_without_heads(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Target(tiny_model("llama", seed=1, vocab_size=61))
-    monkeypatch.setattr("headstart.drafters.catalog.load_target", lambda *_, **__: small)
+def test_drafters_without_heads(drafter: str, tmp_path: Path) -> None:
     target = ship("mimo", tmp_path / "shipped").target if drafter == "mtp" else None
     decoder = Decoder(target or Target(tiny_model("llama", vocab_size=61)), answers=tmp_path / "answers.bin")
     answers = [[*prompt, *said(decoder, "none", number)[0]] for number, prompt in enumerate(PROMPTS)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.api import Decoder
 from headstart.decode import verify
-from headstart.decode.verify import DRAWS, SamplingVerifier, accept_or_draw
+from headstart.decode.verify import SAMPLES_DRAFTS, SamplingVerifier, accept_or_draw
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import RANDOM, WRONG, run_audit
@@ -48,7 +48,7 @@ def decoder() -> Decoder:
 @pytest.fixture(scope="module")
 def results(decoder: Decoder) -> dict[str, Any]:
     quick: dict[str, Any] = {"batch_sizes": (1, 3), "max_new_tokens": 10, "samples": 1000, "texts": 1}
-    options = AuditOptions(drafters=("static", RANDOM, WRONG, "ngram"), verifier=tuple(DRAWS), **quick)
+    options = AuditOptions(drafters=("static", RANDOM, WRONG, "ngram"), verifier=tuple(SAMPLES_DRAFTS), **quick)
     return run_audit(decoder, PROMPTS, options, Console(quiet=True))
 
 
@@ -61,7 +61,7 @@ def test_honest_decoding_is_clean(results: dict[str, Any]) -> None:
     for row in results["greedy"]:
         assert (row["different_tokens"], row["differences"], row["tokens"]) == (0, [], 30)
     assert sum(row["drafts_accepted"] for row in results["greedy"] if row["drafter"] == WRONG) == 0
-    assert len(results["sampling"]) == len(DRAWS) * 2
+    assert len(results["sampling"]) == len(SAMPLES_DRAFTS) * 2
     for row in results["sampling"]:
         assert row["samples"] == 1000
         assert row["samples"] <= row["rounds"] <= 2 * row["samples"], "the last two of three tokens take 1 or 2 rounds"
@@ -119,7 +119,7 @@ def raw_bonus(monkeypatch: pytest.MonkeyPatch) -> None:
     def raw(self: SamplingVerifier, *arguments: Any) -> Tensor:
         calls.append(1)
         probs_MV = distributions(self, *arguments)
-        return probs_MV if self.draws or len(calls) == 1 else torch.softmax(probs_MV, -1)
+        return probs_MV if self.samples_drafts or len(calls) == 1 else torch.softmax(probs_MV, -1)
 
     monkeypatch.setattr(SamplingVerifier, "accept", from_the_root)
     monkeypatch.setattr(SamplingVerifier, "_distributions", raw)

@@ -40,7 +40,7 @@ def decoder(tiny_target: Target) -> Decoder:
 
 def test_drafter_names() -> None:
     assert wanted(["all"], "static") == tuple(name for name in ALL if name != "static")
-    assert wanted(["plain,transformers, ngram ,", "draft-model:a"], "heads") == ("ngram", "draft-model:a")
+    assert wanted(["plain,transformers, ngram ,", "memory:a"], "heads") == ("ngram", "memory:a")
     assert wanted([], "heads") == ()
 
 

@@ -331,7 +331,7 @@ def test_terminal_table_is_not_truncated(results: dict[str, Any]) -> None:
     results = compared(results)
     for row in results["compare"]:
         row["divergences"] = {"prompts": 80, "count": 12, "unexplained": 12}
-    results["compare"][-1]["name"] = "draft-model:/a/folder/with/a/rather/long/name"
+    results["compare"][-1]["name"] = "memory:/a/folder/with/a/rather/long/name"
     lines = terminal(results).splitlines()
     table = "\n".join(line for line in lines if not line.endswith("."))
     assert "…" not in table

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.captured import best_drafts
+from headstart.drafters.draft_graphs import best_drafts
 from headstart.drafters.heads import HeadDrafter, grow
 from headstart.heads import int8_weights
 from headstart.heads.eagle3 import Eagle3Head

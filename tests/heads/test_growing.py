@@ -25,7 +25,7 @@ from tests.standin import CUDA, StandIn
 VOCAB = 12
 GROWING = heads_module.__file__
 CALLS = {False: 32, True: 48}
-"""Limits of Python calls per node, greedy and drawn."""
+"""Limits of Python calls per node, greedy and sampled."""
 SAMPLED = partial(warp, SamplingOptions(temperature=1.0))
 
 
@@ -175,10 +175,10 @@ def test_paths_that_leave_the_best_one_are_believed_less() -> None:
         assert (levels > 1) == further
 
 
-def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
-    """With the probability that the heads draw another token than their best one, whichever token is drawn."""
+def test_a_sampled_first_child_may_have_left_the_best_path() -> None:
+    """With the probability that the heads sample another token than their best one, whichever token is sampled."""
     heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
-    request = Request(3, chain=True, draws=True, warp=SAMPLED, streams=streams)
+    request = Request(3, chain=True, sample_drafts=True, warp=SAMPLED, streams=streams)
     (tree,) = grown(heads, [3], request, LEFT)
     assert LEFT.off_best is not None
     best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[1],))]
@@ -190,12 +190,12 @@ def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
 
 
 def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:
-    """The root has the same children whatever is drawn, and nodes expected below them keep their room."""
+    """The root has the same children whatever is sampled, and nodes expected below them keep their room."""
     heads = TableHead()
     counts = set()
     for seed in range(20):
         streams = [torch.Generator().manual_seed(seed)]
-        (tree,) = grown(heads, [3], Request(9, draws=True, warp=SAMPLED, streams=streams), LEFT)
+        (tree,) = grown(heads, [3], Request(9, sample_drafts=True, warp=SAMPLED, streams=streams), LEFT)
         assert tree.size <= 9 and tree.depth == 3
         counts.add(tree.parents.count(0))
     assert len(counts) == 1
@@ -217,31 +217,31 @@ def test_drawn_children_are_described_and_distinct(shape: TreeShape | None) -> N
     counts = []
     for seed in range(20):
         stream = torch.Generator().manual_seed(seed)
-        request = Request(12, 0.04, draws=True, warp=SAMPLED, streams=[stream])
+        request = Request(12, 0.04, sample_drafts=True, warp=SAMPLED, streams=[stream])
         (tree,) = grown(heads, [3], request, Calibration(), shape)
         with_children = [own for own in tree.children if own]
-        assert sorted(tree.drawn) == sorted(own[-1] for own in with_children), "every parent has a drawn child"
-        for *fixed, drawn in with_children:
-            assert len({tree.tokens[child] for child in (*fixed, drawn)}) == len(fixed) + 1
-            q_draft_V = tree.drawn[drawn].q_draft_V(VOCAB)
+        assert sorted(tree.sampled) == sorted(own[-1] for own in with_children), "every parent has a sampled child"
+        for *fixed, sampled in with_children:
+            assert len({tree.tokens[child] for child in (*fixed, sampled)}) == len(fixed) + 1
+            q_draft_V = tree.sampled[sampled].q_draft_V(VOCAB)
             assert q_draft_V.sum().item() == pytest.approx(1.0, abs=1e-6)
             assert all(q_draft_V[tree.tokens[child]] == 0 for child in fixed)
-            assert q_draft_V[tree.tokens[drawn]] > 0
+            assert q_draft_V[tree.tokens[sampled]] > 0
         counts.append(tree.parents.count(0))
     assert len(set(counts)) == 1, "the number of the root's children is independent of the draws"
 
 
 def test_children_are_added_for_what_they_bring_together() -> None:
-    """A draft is right with probability .2, a child drawn in its place with .5: each further child adds .2."""
+    """A draft is right with probability .2, a child sampled in its place with .5: each further child adds .2."""
     flat = ((-100.0, 0.0),) * 3
     calibration = Calibration(flat, ((0.2, 0.2),) * 3, (0.0,) * 3, Calibration(flat, ((0.5, 0.5),) * 3))
 
-    def accept_probs(threshold: float, draws: bool) -> list[float]:
-        request = Request(5, threshold, 0.1, draws=draws, warp=SAMPLED, streams=streams_of(1))
+    def accept_probs(threshold: float, sampling: bool) -> list[float]:
+        request = Request(5, threshold, 0.1, sample_drafts=sampling, warp=SAMPLED, streams=streams_of(1))
         (tree,) = grown(TableHead(), [3], request, calibration)
         return [round(accept_prob, 6) for accept_prob in probs_of(tree)[1:]]
 
-    assert accept_probs(0.3, True) == [0.5], "one child is drawn"
+    assert accept_probs(0.3, True) == [0.5], "one child is sampled"
     assert accept_probs(0.19, True) == [0.2, 0.2, 0.2, 0.5], "room ends"
     assert accept_probs(0.3, False) == []
 
@@ -249,7 +249,7 @@ def test_children_are_added_for_what_they_bring_together() -> None:
 def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it() -> None:
     def request(rows: list[int]) -> Request:
         streams = [torch.Generator().manual_seed(row) for row in rows]
-        return Request(9, 0.03, draws=True, warp=SAMPLED, streams=streams)
+        return Request(9, 0.03, sample_drafts=True, warp=SAMPLED, streams=streams)
 
     together = grown(TableHead(), [3, 4, 5], request([0, 1, 2]), Calibration())
     assert len({tuple(tree.tokens) for tree in together}) == 3
@@ -267,13 +267,13 @@ class OnceHead(TableHead, OneForwardHead):
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
-def test_drawing_all_levels_at_once_gives_the_same_trees(top_k: int) -> None:
+def test_sampling_all_levels_at_once_gives_the_same_trees(top_k: int) -> None:
     """On a device one read serves all levels; nodes that turn out to be empty go, with their subtrees."""
     shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(roots: TreeBatch) -> list[Tree]:
-        request = Request(shape.size, draws=True, warp=warper, streams=streams_of(3), shape=shape)
+        request = Request(shape.size, sample_drafts=True, warp=warper, streams=streams_of(3), shape=shape)
         return grow(heads, None, roots, request)
 
     heads = OnceHead(shared=True)
@@ -283,14 +283,14 @@ def test_drawing_all_levels_at_once_gives_the_same_trees(top_k: int) -> None:
         heads.to(CUDA)
         roots, before = TreeBatch.roots([3, 4, 5], CUDA), device.counts
         found = trees(roots)
-        assert (device.counts - before).waits == 2, "the best drafts, and the drawn ones"
+        assert (device.counts - before).waits == 2, "the best drafts, and the sampled ones"
     for tree, other in zip(found, expected, strict=True):
         assert tree.parents == other.parents
         if not top_k:  # else nodes that went took random numbers here, and had none there
             assert tree.tokens == other.tokens
-        assert list(tree.drawn) == list(other.drawn)
-        for node, drawn in tree.drawn.items():
-            torch.testing.assert_close(drawn.q_draft_D.cpu(), other.drawn[node].q_draft_D)
+        assert list(tree.sampled) == list(other.sampled)
+        for node, own in tree.sampled.items():
+            torch.testing.assert_close(own.q_draft_D.cpu(), other.sampled[node].q_draft_D)
 
 
 class PlacedHead(TableHead):
@@ -304,37 +304,39 @@ class PlacedHead(TableHead):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top_k: int) -> None:
-    """On a device draws are read with the drafts of the next level; empty nodes go then."""
+    """On a device samples are read with the drafts of the next level; empty nodes go then."""
     shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(device: torch.device | str) -> list[Tree]:
-        request = Request(9, 0.01, draws=True, warp=warper, streams=streams_of(3), shape=shape if static else None)
+        request = Request(
+            9, 0.01, sample_drafts=True, warp=warper, streams=streams_of(3), shape=shape if static else None
+        )
         return grow(heads, None, TreeBatch.roots([3, 4, 5], device), request)
 
     heads = PlacedHead(shared)
     expected = trees("cpu")
-    assert any(tree.depth == 3 for tree in expected) and sum(len(tree.drawn) for tree in expected) >= 6
+    assert any(tree.depth == 3 for tree in expected) and sum(len(tree.sampled) for tree in expected) >= 6
     with StandIn() as device:
         heads.to(CUDA)
         found = trees(CUDA)
         uploads = [e for e in device.events if e.where.startswith("support/uploads") and e.kind == "upload"]
-        # The roots, which the loop has there; nodes of two levels with the numbers for drawing them; the last draw.
+        # The roots, which the loop has there; nodes of two levels with the numbers for sampling them; the last sample.
         assert len(uploads) == 1 + 2 + 1
     for tree, other in zip(found, expected, strict=True):
-        assert (tree.tokens, tree.parents, list(tree.drawn)) == (other.tokens, other.parents, list(other.drawn))
+        assert (tree.tokens, tree.parents, list(tree.sampled)) == (other.tokens, other.parents, list(other.sampled))
         assert tree.accept_probs == (other.accept_probs and pytest.approx(other.accept_probs))
-        for node, drawn in tree.drawn.items():
-            torch.testing.assert_close(drawn.q_draft_D.cpu(), other.drawn[node].q_draft_D)
+        for node, own in tree.sampled.items():
+            torch.testing.assert_close(own.q_draft_D.cpu(), other.sampled[node].q_draft_D)
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_work_of_the_host_grows_with_nodes_alone(draws: bool) -> None:
+@pytest.mark.parametrize("sampling", [False, True])
+def test_work_of_the_host_grows_with_nodes_alone(sampling: bool) -> None:
     """Python calls per node are no more for 32 rows than for 4, and stay below a limit that may go down."""
 
     def calls(rows: int) -> tuple[int, int]:
         streams = [torch.Generator().manual_seed(0) for _ in range(rows)]
-        request = Request(16, 0.01, draws=draws, warp=SAMPLED, streams=streams)
+        request = Request(16, 0.01, sample_drafts=sampling, warp=SAMPLED, streams=streams)
         heads, roots, count = OnceHead(shared=True), TreeBatch.roots([3] * rows), Counter[str]()
         sys.setprofile(lambda frame, event, _: count.update([event] if frame.f_code.co_filename == GROWING else []))
         try:
@@ -344,33 +346,33 @@ def test_work_of_the_host_grows_with_nodes_alone(draws: bool) -> None:
         return count["call"] + count["c_call"], sum(tree.size for tree in trees)
 
     few, many = calls(4), calls(32)
-    if not draws:
+    if not sampling:
         assert many[1] == 8 * few[1], "the same trees"
     assert many[0] / many[1] <= few[0] / few[1], "nothing is done for pairs of rows"
-    assert many[0] / many[1] <= CALLS[draws], many
+    assert many[0] / many[1] <= CALLS[sampling], many
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
     """With several rows, and with nodes that share their drafts, q is the node's own without the guesses."""
     heads = TableHead(shared)
-    request = Request(9, 0.05, draws=True, warp=SAMPLED, streams=streams_of(3))
+    request = Request(9, 0.05, sample_drafts=True, warp=SAMPLED, streams=streams_of(3))
     for tree in grown(heads, [3, 4, 5], request, Calibration()):
         paths = [(), *tree.paths]
-        assert len(tree.drawn) > 1
-        for node, drawn in tree.drawn.items():
+        assert len(tree.sampled) > 1
+        for node, own in tree.sampled.items():
             parent = tree.parents[node]
             expected_V = heads.table(paths[parent]).softmax(-1)
             expected_V[[tree.tokens[child] for child in tree.children[parent] if child != node]] = 0
-            torch.testing.assert_close(drawn.q_draft_V(VOCAB), expected_V / expected_V.sum())
+            torch.testing.assert_close(own.q_draft_V(VOCAB), expected_V / expected_V.sum())
     (chain,) = grown(heads, [3], replace(request, chain=True, threshold=0.0), Calibration())
-    assert chain.parents == [-1, 0, 1, 2] and list(chain.drawn) == [1, 2, 3], "a chain is drawn"
+    assert chain.parents == [-1, 0, 1, 2] and list(chain.sampled) == [1, 2, 3], "a chain is sampled"
 
 
-def test_tokens_cut_by_top_k_are_not_drawn() -> None:
+def test_tokens_cut_by_top_k_are_not_sampled() -> None:
     heads = TableHead()
     narrow = SamplingOptions(temperature=1.0, top_k=2)
-    request = Request(9, draws=True, warp=partial(warp, narrow), streams=[torch.Generator().manual_seed(0)])
+    request = Request(9, sample_drafts=True, warp=partial(warp, narrow), streams=[torch.Generator().manual_seed(0)])
     (tree,) = grown(heads, [3], request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,)]))
     assert tree.size == 3, "after the two likeliest tokens there is nothing to draw"
 

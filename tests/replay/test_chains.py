@@ -14,7 +14,7 @@ from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -29,7 +29,6 @@ from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch, TreeShape
 from headstart.tuning.tune import tune
 from tests.shipped import QWEN3_NEXT
-from tests.tiny import tiny_model
 
 LINEAR, FULL = "linear_attention", "full_attention"
 TEXTS = [[3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17, 30, 2], [8, 40, 12, 5, 51, 22, 19, 4, 7, 33, 10, 1, 60, 5, 9]]
@@ -138,8 +137,8 @@ def test_unsupported_uses_are_refused(target: Target) -> None:
         target.exact = "bits"
     with pytest.raises(UserError, match="its layers keep running states"):
         Target(hybrid(), exact="bits")
-    with pytest.raises(UserError, match="cannot forget what was rejected"):
-        DraftModelDrafter(target, Target(tiny_model("llama", vocab_size=61)))
+    with pytest.raises(UserError, match="cannot drop rejected drafts"):
+        EarlyExitDrafter(target, 2)
 
 
 def test_models_with_other_running_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

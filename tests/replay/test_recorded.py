@@ -18,7 +18,7 @@ from headstart.decode.costs import Conditions
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
-from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.eval.environment import environment
 from headstart.kernels.prepacked import MAX_ROWS
 from headstart.model.model import Target
@@ -311,10 +311,9 @@ def test_decoding_and_reports_trigger_the_recording(ask: Callable[[Target], Any]
     assert recordings == [False]
 
 
-def test_draft_model_is_recorded_before_drafting(recordings: list[bool]) -> None:
-    target, draft = Target(tiny_model("llama")), Target(tiny_model("llama", seed=1))
-    DraftModelDrafter(draft, target)
-    assert len(recordings) == 1 and draft.eager is None and len(recordings) == 1
+def test_early_exit_is_recorded_before_drafting(recordings: list[bool]) -> None:
+    drafter = EarlyExitDrafter(Target(tiny_model("llama")), 2)
+    assert len(recordings) == 1 and drafter.first_layers.eager is None and len(recordings) == 1
 
 
 def test_targets_with_another_tokenizer_share_the_recording(recordings: list[bool]) -> None:

@@ -35,14 +35,14 @@ def test_sampled_child_has_its_own_probability() -> None:
     found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely, sampled_OKR)
     assert found.reached == (pytest.approx(0.4 + 0.15 + 0.2),), "two top-k children and a sampled one"
     asked = np.log(claimed[:3]).astype(np.float32)
-    assert found.drawn(0, asked).tolist() == pytest.approx(sampled.tolist(), abs=0.01)
-    unlikely = found.drawn(0, np.log(np.array([0.5, 0.01, 0.01], dtype=np.float32))).tolist()
+    assert found.sampled_probs(0, asked).tolist() == pytest.approx(sampled.tolist(), abs=0.01)
+    unlikely = found.sampled_probs(0, np.log(np.array([0.5, 0.01, 0.01], dtype=np.float32))).tolist()
     assert unlikely == pytest.approx([0.6, 0.3, 0.295], abs=0.01), "it depends on the mass left by earlier drafts"
     again = Calibration.from_knots(found.knots("sampled_"), "sampled_")
     assert again == found
     halfway = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely).towards(found, 0.5)
     expected = (own[:3] + sampled) / 2
-    assert halfway.drawn(0, asked).tolist() == pytest.approx(expected.tolist(), abs=0.01)
+    assert halfway.sampled_probs(0, asked).tolist() == pytest.approx(expected.tolist(), abs=0.01)
 
 
 def test_calibration_corrects_overconfidence() -> None:

@@ -10,7 +10,7 @@ Glossary, in tokens per row:
 Nodes: a round emits one token, and one more for each draft with an accepted path. The best node count maximises
 expected tokens - rate * cost, where the rate (tokens per millisecond) is that of the whole text: a node pays if it adds
 more tokens than the text gains in its verification time. Plain decoding, chains and static trees are special cases.
-Nothing is pruned if a tree has drawn nodes or no probabilities.
+Nothing is pruned if a tree has sampled nodes or no probabilities.
 
 Pauses ("auto"). Node counts include the root, so 4 nodes are 3 drafts. A drafted round gains its tokens minus the
 number of plain rounds that fit into its time. "Left" is the most that a row may still emit.
@@ -258,7 +258,7 @@ class Budget:
     def prune(self, trees: list[Tree]) -> list[Tree]:
         """Keep the best nodes of each row that pay. Every row gets the same number: the largest tree sets the cost.
 
-        Trees with drawn nodes stay complete: dropping a node because of its token would break losslessness.
+        Trees with sampled nodes stay complete: dropping a node because of its token would break losslessness.
         """
         if self._corrected is None or self._costs is None:
             return trees
@@ -266,7 +266,7 @@ class Budget:
         # Deeper levels than the heads' come from another drafter and cost nothing.
         levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
-        probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
+        probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.sampled]
         if len(probs_by_row) < len(trees) or nodes == 1 or self._costs_unknown:
             return trees
         ranked = [tree.best(tree.size) for tree in trees]

@@ -25,7 +25,7 @@ from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, check_kinds, random_seed
 from headstart.decode.prefix_cache import PrefixCache
 from headstart.decode.sampling import check_processors, check_sampling, warp
-from headstart.decode.verify import DRAWS, make_verifier
+from headstart.decode.verify import SAMPLES_DRAFTS, make_verifier
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.kernels import draft_kernels
 from headstart.model.model import Target
@@ -354,7 +354,7 @@ class _Batch:
             self.budget.threshold,
             self.budget.level_threshold,
             chain=self.target.chains_only,
-            draws=self.verifier.draws,
+            sample_drafts=self.verifier.samples_drafts,
             warp=partial(warp, self.options),
             streams=self.verifier.draft_streams,
             temperature=self.options.temperature,
@@ -363,8 +363,8 @@ class _Batch:
         trees = self.roots.trees
         for index in list(self.sessions):
             trees = self.call_guarded(index, self._merge, index, trees, request) or trees
-            if any(tree.drawn for tree in trees):  # only one drafter may sample: one draft vocabulary a batch
-                request = replace(request, draws=False)
+            if any(tree.sampled for tree in trees):  # only one drafter may sample: one draft vocabulary a batch
+                request = replace(request, sample_drafts=False)
         trees = self.budget.prune(trees)
         return TreeBatch.of(trees, self.target.device) if any(tree.size > 1 for tree in trees) else self.roots
 
@@ -441,8 +441,8 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
             "Raise --max-new-tokens, or lower --min-new-tokens.",
         )
     check_sampling(options)
-    if options.verifier != "auto" and options.verifier not in DRAWS:
-        raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *DRAWS]))
+    if options.verifier != "auto" and options.verifier not in SAMPLES_DRAFTS:
+        raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *SAMPLES_DRAFTS]))
     if options.draft not in ("auto", "on", "off"):
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not all(options.stop_strings):

@@ -164,7 +164,7 @@ class DecodeOptions(SamplingOptions):
         "heads+ngram",
         "Draft with heads, none (plain decoding), ngram, memory[:FILE] (earlier answers: those of the training, and "
         "those that FILE keeps from now on), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own module), "
-        "draft-model:SPEC, or several joined with +, such as heads+ngram.",
+        "or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )
     tree: TreeKind | None = option(

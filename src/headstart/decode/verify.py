@@ -9,14 +9,14 @@ drafts. `tests/reference.py` states the rule for one node; the tests prove it by
 it. The proof requires of every tree:
 
 - The children of a node hold different tokens.
-- At most one child of a node is drawn, from random numbers used for nothing else.
-- Whether a drawn child is pruned never depends on its own token. It may depend on tokens drawn elsewhere.
+- At most one child of a node is sampled, from random numbers used for nothing else.
+- Whether a sampled child is pruned never depends on its own token. It may depend on tokens sampled elsewhere.
 
-Deterministic siblings of a drawn child may hold any tokens.
+Deterministic siblings of a sampled child may hold any tokens.
 
-Shape suffixes: B rows, N tree nodes, K depths, M running rows or nodes, W drawn nodes, P nodes of an accepted path, V
-vocabulary, D draft vocabulary. In formulas p is the target's distribution after a node, q the distribution of its drawn
-child, and norm(x+) the positive part of x, normalised.
+Shape suffixes: B rows, N tree nodes, K depths, M running rows or nodes, W sampled nodes, P nodes of an accepted path, V
+vocabulary, D draft vocabulary. In formulas p is the target's distribution after a node, q the distribution of its
+sampled child, and norm(x+) the positive part of x, normalised.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.support.uploads import upload
 from headstart.tree.tree import Committed, Tree, TreeBatch, build_commit
 
-DRAWS = {"top_k": False, "greedy_draft": True}
-"""Whether drafters draw, by the name in `DecodeOptions.verifier`. `greedy_draft` (arXiv 2502.18779): a node's last
-child is drawn, its siblings are the most likely tokens. `top_k` (unrelated to the option top_k): no child is drawn.
+SAMPLES_DRAFTS = {"top_k": False, "greedy_draft": True}
+"""Whether drafters sample, by the name in `DecodeOptions.verifier`. `greedy_draft` (arXiv 2502.18779): a node's last
+child is sampled, its siblings are the most likely tokens. `top_k` (unrelated to the option top_k): no child is sampled.
 Both sample the same distribution; `greedy_draft` accepts more, and `top_k` repeats the text of plain sampling."""
 
 
 class Verifier:
     """Greedy verification: accepts a draft if it is the target's argmax, so the output equals plain decoding.
 
-    `draws`: whether drafters draw children, see `Request`; `draft_streams`: their random generator for each row.
+    `samples_drafts`: see `Request.sample_drafts`; `draft_streams`: their random generator for each row.
     """
 
-    draws = False
+    samples_drafts = False
     draft_streams: Sequence[torch.Generator] = ()
 
     def first(self, logits_BV: Tensor) -> list[int]:
@@ -84,15 +84,15 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
 class SamplingVerifier:
     """Verification by sampling, with random numbers per row.
 
-    A drawn child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise, or without a drawn child, the next
-    token is drawn from norm((p - q)+), and the walk continues at the child that holds it, if any. Together
+    A sampled child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise, or without a sampled child, the
+    next token is drawn from norm((p - q)+), and the walk continues at the child that holds it, if any. Together
     min(p, q) + (p - q)+ = p. (Greedy-draft sampling, arXiv 2502.18779: q is 0 at the other children, so that the
-    residual keeps all of p there. Without drawn children it is the verification of EAGLE-2 and EAGLE-3, arXiv
+    residual keeps all of p there. Without sampled children it is the verification of EAGLE-2 and EAGLE-3, arXiv
     2406.16858 and 2503.01840.)
 
     Each token of a row's text uses one number for accepting and one for drawing, independent of drafts and other rows.
-    `seed` is the first row's; row b uses seed + b. `row_processors`, empty or one for each row, come before those of
-    all rows. `draws` and `draft_streams` are as in `Verifier`.
+    `seed` is the first row's; row b uses seed + b. `samples_drafts` and `draft_streams` are as in `Verifier`;
+    `row_processors`, empty or one for each row, come before those of all rows.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class SamplingVerifier:
         sampling: SamplingOptions,
         prompts: Sequence[Sequence[int]],
         seed: int,
-        draws: bool,
+        samples_drafts: bool,
         row_processors: Sequence[Processor] = (),
     ) -> None:
-        self.draws = draws
+        self.samples_drafts = samples_drafts
         self._sampling = sampling
         needs_prefix = sampling.needs_prefix or bool(row_processors)
         self._prefixes = Prefixes(sampling, prompts, row_processors) if needs_prefix else None
@@ -135,23 +135,23 @@ class SamplingVerifier:
     def _choose_at_all_nodes(self, batch: TreeBatch, logits_BNV: Tensor) -> Tensor:
         """Choose the token after each node, int64 [B, N], with one upload."""
         (rows, nodes, vocab), device, depths = logits_BNV.shape, logits_BNV.device, batch.depth + 1
-        drawn = _Drawn(batch, vocab)
+        sampled = _SampledNodes(batch, vocab)
         packed = [
             [*accept, *residual, *children, *indices]  # float64 holds every index
-            for accept, residual, children, indices in zip(*self._next_numbers(depths), *drawn.places(), strict=True)
+            for accept, residual, children, indices in zip(*self._next_numbers(depths), *sampled.places(), strict=True)
         ]
         parts_BX = torch.split(upload(packed, device, torch.float64), [depths, depths, nodes, nodes], dim=1)
         depths_BN = batch.depths_BN.expand(rows, -1)
         accept_X, residual_X = (part_BK.gather(1, depths_BN).flatten() for part_BK in parts_BX[:2])
         child_BN, index_X = parts_BX[2].long(), parts_BX[3].long().flatten()
         tokens_BN = batch.tokens_BN.gather(1, child_BN.clamp(min=0)).masked_fill(child_BN < 0, -1)
-        logits_XV, drawn_X = logits_BNV.flatten(0, 1), tokens_BN.flatten()
+        logits_XV, sampled_X = logits_BNV.flatten(0, 1), tokens_BN.flatten()
         chosen = [
             accept_or_draw(
                 warp(self._sampling, logits_XV[part]),
                 accept_X[part],
                 residual_X[part],
-                *((drawn_X[part], drawn.q_draft(index_X[part])) if drawn else ()),
+                *((sampled_X[part], sampled.q_draft(index_X[part])) if sampled else ()),
             )
             for part in in_parts(rows * nodes, vocab, device)
         ]
@@ -162,8 +162,8 @@ class SamplingVerifier:
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
         depths = batch.depth + 1
         accept_BK, residual_BK = self._upload_numbers(depths, device)
-        drawn, parents_BN = _Drawn(batch, vocab), batch.parents_BN.expand(rows, -1)
-        child_BN, index_BN = upload(drawn.places(), device).unbind() if drawn else (None, None)
+        sampled, parents_BN = _SampledNodes(batch, vocab), batch.parents_BN.expand(rows, -1)
+        child_BN, index_BN = upload(sampled.places(), device).unbind() if sampled else (None, None)
         tokens_BK, path_BK = torch.full((2, rows, depths), -1, device=device)
         row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
         for depth in range(depths):
@@ -175,13 +175,13 @@ class SamplingVerifier:
             for part in in_parts(len(row_M), vocab, device):
                 p_target_MV = self._distributions(logits_MV[part], numbers[part], paths[part])
                 rows_M, nodes_M = row_M[part], node_M[part]
-                drawn_M = q_draft_MV = None
+                sampled_M = q_draft_MV = None
                 if child_BN is not None and index_BN is not None:
                     child_M = child_BN[rows_M, nodes_M]
-                    drawn_M = batch.tokens_BN[rows_M, child_M.clamp(min=0)].masked_fill(child_M < 0, -1)
-                    q_draft_MV = drawn.q_draft(index_BN[rows_M, nodes_M])
+                    sampled_M = batch.tokens_BN[rows_M, child_M.clamp(min=0)].masked_fill(child_M < 0, -1)
+                    q_draft_MV = sampled.q_draft(index_BN[rows_M, nodes_M])
                 accept_M, residual_M = accept_BK[rows_M, depth], residual_BK[rows_M, depth]
-                chosen.append(accept_or_draw(p_target_MV, accept_M, residual_M, drawn_M, q_draft_MV))
+                chosen.append(accept_or_draw(p_target_MV, accept_M, residual_M, sampled_M, q_draft_MV))
             next_M = torch.cat(chosen)
             match_MN = (parents_BN[row_M] == node_M[:, None]) & (batch.tokens_BN[row_M] == next_M[:, None])
             child_M, found_M = match_MN.int().argmax(1), match_MN.any(1)
@@ -244,58 +244,58 @@ def accept_or_draw(
     p_target_MV: Tensor,
     accept_M: Tensor,
     residual_M: Tensor,
-    drawn_M: Tensor | None = None,
+    sampled_M: Tensor | None = None,
     q_draft_MV: Tensor | None = None,
 ) -> Tensor:
-    """Choose the token after one node of each row, int64 [M]: its drawn child with probability min(1, p / q), else a
-    token drawn from norm((p - q)+); without a drawn child a token drawn from p. See `SamplingVerifier`.
+    """Choose the token after one node of each row, int64 [M]: its sampled child with probability min(1, p / q), else a
+    token drawn from norm((p - q)+); without a sampled child a token drawn from p. See `SamplingVerifier`.
 
-    Overwrites `p_target_MV`. The numbers for accepting and drawing are float64 in [0, 1). `drawn_M` is the token of the
-    node's drawn child, -1 without one, and `q_draft_MV` its distribution.
+    Overwrites `p_target_MV`. The numbers for accepting and drawing are float64 in [0, 1). `sampled_M` is the token of the
+    node's sampled child, -1 without one, and `q_draft_MV` its distribution.
     """
     next_M, _ = draw_at(p_target_MV, residual_M)
-    if drawn_M is None or q_draft_MV is None:
+    if sampled_M is None or q_draft_MV is None:
         return next_M
-    is_drawn_M, drawn_M1 = drawn_M >= 0, drawn_M.clamp(min=0)[:, None]
-    p_drawn_M, q_drawn_M = (probs_MV.gather(1, drawn_M1)[:, 0].double() for probs_MV in (p_target_MV, q_draft_MV))
-    kept_M = is_drawn_M & (accept_M * q_drawn_M < p_drawn_M)
+    is_sampled_M, sampled_M1 = sampled_M >= 0, sampled_M.clamp(min=0)[:, None]
+    p_sampled_M, q_sampled_M = (probs_MV.gather(1, sampled_M1)[:, 0].double() for probs_MV in (p_target_MV, q_draft_MV))
+    kept_M = is_sampled_M & (accept_M * q_sampled_M < p_sampled_M)
     residual_MV = p_target_MV.sub_(q_draft_MV).clamp_(min=0.0)
     # With an empty residual p equals q, and rounding rejected the draft. Any distribution would be exact in theory, but
     # p stays in the target's support.
     rest_M, mass_M = draw_at(residual_MV, residual_M)
-    next_M = torch.where(is_drawn_M & (mass_M > 0), rest_M, next_M)
-    return torch.where(kept_M, drawn_M, next_M)
+    next_M = torch.where(is_sampled_M & (mass_M > 0), rest_M, next_M)
+    return torch.where(kept_M, sampled_M, next_M)
 
 
-class _Drawn:
-    """Drawn nodes of a batch, with their distributions."""
+class _SampledNodes:
+    """The sampled nodes of a batch, with their distributions."""
 
     def __init__(self, batch: TreeBatch, vocab: int) -> None:
         self._batch, self._vocab = batch, vocab
-        self._drawn = [drawn for tree in batch.trees for drawn in tree.drawn.values()]
+        self._distributions = [one for tree in batch.trees for one in tree.sampled.values()]
         self._q_draft_WD: Tensor | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._drawn)
+        return bool(self._distributions)
 
     def places(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return each node's drawn child (-1 without one), and that child's index in the batch's drawn nodes."""
+        """Return each node's sampled child (-1 without one), and its index in the batch's sampled nodes."""
         children, indices = ([[value] * self._batch.size for _ in self._batch.trees] for value in (-1, 0))
-        drawn = ((row, tree, child) for row, tree in enumerate(self._batch.trees) for child in tree.drawn)
-        for index, (row, tree, child) in enumerate(drawn):
+        drawn = ((row, tree, child) for row, tree in enumerate(self._batch.trees) for child in tree.⟪drawn)
+        for index, (row, tree, child) in enumerate(drawn)⟛sampled⟫:
             parent = tree.parents[child]
             children[row][parent], indices[row][parent] = child, index
         return children, indices
 
     def q_draft(self, index_M: Tensor) -> Tensor:
-        """Return distributions of drawn nodes over the target's vocabulary, [M, V]."""
+        """Return distributions of sampled nodes over the target's vocabulary, [M, V]."""
         if index_M.device.type == "cpu":  # stack only the needed ones
-            q_draft_MD = torch.stack([self._drawn[index].q_draft_D for index in index_M.tolist()])
+            q_draft_MD = torch.stack([self._distributions[index].q_draft_D for index in index_M.tolist()])
         else:
             if self._q_draft_WD is None:
-                self._q_draft_WD = torch.stack([drawn.q_draft_D for drawn in self._drawn])
+                self._q_draft_WD = torch.stack([one.q_draft_D for one in self._distributions])
             q_draft_MD = self._q_draft_WD[index_M]
-        draft_to_target_D = self._drawn[0].draft_to_target_D
+        draft_to_target_D = self._distributions[0].draft_to_target_D
         if draft_to_target_D is None:
             return q_draft_MD
         return q_draft_MD.new_zeros(len(index_M), self._vocab).index_copy_(1, draft_to_target_D, q_draft_MD)
@@ -336,9 +336,9 @@ def make_verifier(
     row_processors = min_length_processors(options, prompts, target)
     if options.verifier == "auto" and options.greedy and not options.needs_prefix and not row_processors:
         return Verifier()
-    draws = not options.greedy if options.verifier == "auto" else DRAWS[options.verifier]
+    samples_drafts = not options.greedy if options.verifier == "auto" else SAMPLES_DRAFTS[options.verifier]
     assert options.seed is not None, "the loop sets it"
-    return SamplingVerifier(options, prompts, options.seed, draws, row_processors)
+    return SamplingVerifier(options, prompts, options.seed, samples_drafts, row_processors)
 
 
 def min_length_processors(options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target) -> list[Processor]:

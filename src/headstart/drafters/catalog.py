@@ -7,18 +7,17 @@ from pathlib import Path
 
 from headstart.decode.loop import Drafter
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.draft_model import DraftModelDrafter, early_exit
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import SHIPPED_STEPS, ShippedDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.memory import MemoryDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
-from headstart.model.loading import DTYPES, load_target
 from headstart.model.model import Target
 from headstart.support.answer_file import AnswerFile
 from headstart.tree.calibration import DEEPEST
 
-DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp", "draft-model")
+DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp")
 """Names, explained in `DecodeOptions.drafter`; + joins several, as in heads+ngram."""
 
 DEFAULT = DecodeOptions.drafter
@@ -35,22 +34,23 @@ def make_drafters(
     """Make the drafters that a name joins; none for plain decoding.
 
     `heads` serve the name "heads". `answers` is the file of earlier answers for "memory"; without it a joined name
-    drops "memory". `models` caches drafters with a model of their own, by name, between calls.
+    drops "memory". `models` caches drafters that load or copy a model, by name, between calls.
 
     Raises:
-        UserError: an unknown name or argument, no heads for "heads", an unsuitable draft model, or no answers.
+        UserError: an unknown name or argument, no heads for "heads", an unsuitable target, or no answers.
     """
     check_drafter(name)
-    names = parts_of(name)
-    if names == ["none"]:
-        return ()
+    names = [part for part in parts_of(name) if part != "none"]
     if answers is None and len(names) > 1:
         names = [part for part in names if part != "memory"]
     models = {} if models is None else models
+    drafters = []
     for part in names:
-        if part not in models and part.partition(":")[0] in ("mtp", "draft-model"):
-            models[part] = _single(part, target, heads, answers)
-    return tuple(models.get(part) or _single(part, target, heads, answers) for part in names)
+        drafter = models.get(part) or _make_one(part, target, heads, answers)
+        if part.partition(":")[0] in ("mtp", "early-exit"):
+            models[part] = drafter
+        drafters.append(drafter)
+    return tuple(drafters)
 
 
 def check_drafter(name: str) -> None:
@@ -64,24 +64,22 @@ def check_drafter(name: str) -> None:
             wrong = next((part for part in kind.split("+") if part not in DRAFTERS), kind)
             inside = f" in {name!r}" if wrong != name else ""
             raise UserError(f"Unknown drafter {wrong!r}{inside}.", nearest(wrong, DRAFTERS))
-        if colon and kind not in ("memory", "early-exit", "mtp", "draft-model"):
+        if colon and kind not in ("memory", "early-exit", "mtp"):
             raise UserError(f"The drafter {kind} takes no argument, and {part!r} gives one.", f"Write {kind}.")
         if kind == "memory" and colon and not argument:
             raise UserError("The drafter memory: names no file.", "Write memory:FILE, or memory alone.")
-        if kind == "draft-model" and not argument:
-            raise UserError("The drafter draft-model names no model.", "Write draft-model:SPEC, such as a hub id.")
 
 
 def parts_of(name: str) -> list[str]:
-    """Split a joined name. A path or hub id may hold a plus sign: only one before a known name joins.
+    """Split a joined name. A path may hold a plus sign: only one before a known name joins.
 
-    >>> parts_of("heads+draft-model:a+b/c+ngram")
-    ['heads', 'draft-model:a+b/c', 'ngram']
+    >>> parts_of("heads+memory:a+b/c+ngram")
+    ['heads', 'memory:a+b/c', 'ngram']
     """
     return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
 
 
-def _single(name: str, target: Target, heads: Drafter | None, answers: Path | None) -> Drafter:
+def _make_one(name: str, target: Target, heads: Drafter | None, answers: Path | None) -> Drafter:
     kind, colon, argument = name.partition(":")
     match kind:
         case "ngram":
@@ -98,12 +96,9 @@ def _single(name: str, target: Target, heads: Drafter | None, answers: Path | No
             return LookaheadDrafter()
         case "early-exit":
             layers = _count(name, "layers", target.num_layers) if colon else max(1, target.num_layers // 6)
-            return DraftModelDrafter(early_exit(target, layers), target)
+            return EarlyExitDrafter(target, layers)
         case "mtp":
             return ShippedDrafter(target, _count(name, "drafts", DEEPEST) if colon else SHIPPED_STEPS)
-        case "draft-model":
-            dtype = {kind: name for name, kind in DTYPES.items()}.get(target.dtype, "auto")
-            return DraftModelDrafter(load_target(argument, dtype, str(target.device), exact="tokens"), target)
         case "heads":
             if heads is None:
                 raise UserError(

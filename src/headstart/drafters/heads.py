@@ -2,13 +2,13 @@
 
 Static trees take the ranks of their shape. Dynamic trees take every child that pays for its verification, by the heads'
 probabilities calibrated to acceptance (EAGLE-2's idea, arXiv 2406.16858, with measured calibration and costs). The
-number of a node's children never depends on a drawn token, so sampling stays lossless.
+number of a node's children never depends on a sampled token, so sampling stays lossless.
 
-If more paths pay than fit, the tree keeps the best, whatever their depth: nodes of a level replace worse ones above,
-which no better path can go through, since probabilities fall along a path. So a best-first search would find the same
-tree, and each level costs one call of the heads. A drawn node is never replaced, for this could depend on its token:
-trees with such nodes leave room at each level for the nodes expected below. Drawn children get their places first and
-their tokens later (see `drawing`).
+If more paths pay than fit, the tree keeps the best, whatever their depth: nodes of a level replace worse ones above.
+Probabilities fall along a path, so no better path goes through a replaced node. A best-first search would find the same
+tree, but a level costs only one call of the heads. A sampled node is never replaced, since that could depend on its
+token. Trees with such nodes leave room at each level for the nodes expected below (see `draft_sampling` for their
+tokens).
 
 Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 """
@@ -16,7 +16,7 @@ Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter, mul
 from typing import Any
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.decode.options import TreeKind
-from headstart.drafters.captured import DraftGraphs, best_drafts
-from headstart.drafters.drawing import UNKNOWN, Draws, Growing, Leaf, Undrawn
+from headstart.drafters.draft_graphs import DraftGraphs, best_drafts
+from headstart.drafters.draft_sampling import UNKNOWN, GrowingTree, Leaf, PendingChild, PendingSamples
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.heads.mtp import shipped_heads
 from headstart.heads.parts.graphed import GraphedHead
@@ -47,7 +47,7 @@ MAX_RANK = 8
 
 
 class HeadDrafter:
-    """Draft with trained heads of any family.
+    """Drafter with trained heads of any family.
 
     Args:
         shape: the static tree, at most as deep as the heads and as wide as their draft vocabulary.
@@ -73,7 +73,7 @@ class HeadDrafter:
         self.shape = {"dynamic": None, "static": shape, "chain": TreeShape.chain(shape.depth)}[tree]
         self.calibration = calibration or Calibration()
         self._sampled = sampled
-        self._warm: dict[float, Calibration] = {}
+        self._interpolated: dict[float, Calibration] = {}
         device = heads.draft_to_target_D.device.type
         self._graphs = DraftGraphs(heads) if device == "cuda" and isinstance(heads, GraphedHead) else None
         # Compile now, so that no first answer is delayed.
@@ -90,14 +90,14 @@ class HeadDrafter:
         self.heads.read_text(session, request.check)
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
         if shape is not None and (nodes < shape.size or (request.chain and shape.width > 1)):
-            # Too little room, or a target that verifies chains only.
+            # Too little room, or a target that verifies only chains.
             shape = TreeShape.chain(min(shape.depth, nodes - 1))
         request = replace(request, max_nodes=nodes, calibration=self._calibration_at(request.temperature), shape=shape)
-        if shape is None and not request.draws and len(roots.trees) == 1:
+        if shape is None and not request.sample_drafts and len(roots.trees) == 1:
             tree = self.heads.draft_tree(session, roots.root_tokens[0], request, MAX_RANK)
             if tree is not None:
                 return [tree]
-        graphs = self._graphs if self._graphs and self._graphs.ready(session, len(roots.trees), nodes) else None
+        graphs = self._graphs if self._graphs and self._graphs.prepare(session, len(roots.trees), nodes) else None
         return grow(self.heads, session, roots, request, graphs=graphs)
 
     @property
@@ -120,9 +120,9 @@ class HeadDrafter:
         share = min(1.0, temperature)
         if self._sampled is None or share == 0:
             return self.calibration
-        if share not in self._warm:
-            self._warm[share] = self.calibration.towards(self._sampled, share)
-        return self._warm[share]
+        if share not in self._interpolated:
+            self._interpolated[share] = self.calibration.towards(self._sampled, share)
+        return self._interpolated[share]
 
     def commit(self, session: Any, committed: Committed) -> None:
         self.heads.commit(session, committed)
@@ -132,7 +132,7 @@ class HeadDrafter:
 
 
 class ShippedDrafter(HeadDrafter):
-    """Draft chains with the multi-token-prediction module of the target's checkpoint, untrained."""
+    """Drafter of chains with the multi-token-prediction module of the target's checkpoint, untrained."""
 
     def __init__(self, target: Target, draft_steps: int = SHIPPED_STEPS) -> None:
         heads = shipped_heads(target, draft_steps)
@@ -149,8 +149,8 @@ class ShippedDrafter(HeadDrafter):
 
 
 _Candidate = tuple[int, int, float, float, float]
-"""A possible child: index in the draft vocabulary, token, and acceptance probability given its parent; for drawing also
-the acceptance probability of a child drawn in its place, and its probability under the heads."""
+"""A possible child: index in the draft vocabulary, token, acceptance probability given its parent, and for sampling the
+acceptance probability of a child sampled in its place and its probability under the heads."""
 
 
 @torch.no_grad()
@@ -165,78 +165,42 @@ def grow(
     """Draft a tree after each row's root, level by level, of the request's `shape` or with at most `max_rank` children
     a node. `graphs` replay the levels, if given.
 
-    The host waits for the device once a level, or once for a `OneForwardHead`; plus once where children are drawn.
+    The host waits for the device once a level, or once for a `OneForwardHead`; plus once if children are sampled.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
-    depth_logits = heads.depth_logits if isinstance(heads, OneForwardHead) else None
-    rows = [Growing(Tree([token], accept_probs=[1.0]), [Leaf(0)]) for token in roots.root_tokens]
+    rows = [GrowingTree(Tree([token], accept_probs=[1.0]), [Leaf()]) for token in roots.root_tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.draft_to_target_D.numel())
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
-    shape_children = shape.children if shape else []
-    device, reading_is_free = roots.tokens_BN.device, roots.tokens_BN.is_cpu
-    curves = [calibration] if shape or calibration.off_best is None else [calibration, calibration.off_best]
+    all_at_once, reading_is_free = isinstance(heads, OneForwardHead), roots.tokens_BN.is_cpu
     table: _Table | None = None
     first = drafted = 0
-    undrawn: list[Undrawn] = []
-    draws: Draws | None = None
-
-    def read(depths: range) -> _Table:
-        """Read the best drafts of the next level or of the given depths, along with pending draws."""
-        put = upload_into if draws is None else draws.put
-        level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks, put)
-        if level is not None:
-            return _Table.of(*level, draws)
-        if depth_logits is not None:
-            logits_BWD = depth_logits(session, roots.root_B, depths)
-        else:
-            tokens, parents = _level(rows)
-            tokens_BW, parents_BW = roots.tokens_BN, torch.tensor(parents)
-            if draws is not None:
-                tokens_BW = torch.empty(parents_BW.shape, dtype=torch.long, device=device)
-                draws.put(tokens_BW, torch.tensor(tokens))
-            elif depths.start:
-                tokens_BW = upload(tokens, device)
-            logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
-        return _Table.of(logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D), draws)
-
+    children: list[PendingChild] = []
+    samples: PendingSamples | None = None
     for depth in range(levels):
-        if depth and shape is None and not _pays(rows, depth, calibration, request):
+        if depth and shape is None and not _level_pays(rows, depth, calibration, request):
             break
-        if depth_logits is None or table is None or depth >= first + table.width:
+        if table is None or not all_at_once or depth >= first + table.width:
             # If reading is free, the next depth waits until it is known to be worth its LM head.
-            last = depth + 1 if depth_logits is None or reading_is_free else levels
-            table, first, draws = read(range(depth, last)), depth, None
+            depths = range(depth, levels if all_at_once and not reading_is_free else depth + 1)
+            table = _read_level(heads, session, roots, rows, depths, ranks, graphs, samples)
+            first, samples = depth, None
         drafted += 1
-        shared = depth - first if depth_logits else 0 if table.width == 1 else None  # column of all nodes of the level
-        sides = [table.candidates(depth, shared, curve, request.draws) for curve in curves]
-        below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
-        for number, row in enumerate(rows):
-            columns = [leaf.column if shared is None else shared for leaf in row.level]
-            tables = [
-                _blend([side[number][leaf.column if shared is None else 0] for side in sides], leaf.off_best)
-                for leaf in row.level
-            ]
-            if shape:
-                picks = [[shape.ranks[child] for child in shape_children[leaf.place]] for leaf in row.level]
-            else:
-                picks = _worth_it(row, tables, below, request)
-            for above, node, siblings in _extend(row, tables, picks, shape_children, request.draws):
-                undrawn.append(Undrawn(number, node, columns[above], siblings))
-            if not shape and row.tree.size > request.max_nodes:
-                assert not request.draws, "a drawn node is never pushed out"
-                row.keep(row.tree.best(request.max_nodes))
+        # The column of all nodes of the level, if they share one.
+        shared = depth - first if all_at_once else 0 if table.width == 1 else None
+        children += _add_level(rows, table, depth, shared, calibration, levels, request)
         # The next table needs the tokens, or replaces this one.
-        if undrawn and (depth_logits is None or depth + 1 == first + table.width):
-            draws, undrawn = Draws(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request), []
-            if reading_is_free or depth_logits is not None:
-                draws.take()
-                draws = None
+        if children and (not all_at_once or depth + 1 == first + table.width):
+            samples = PendingSamples(rows, children, table.logits_BWD, heads.draft_to_target_D, request)
+            children = []
+            if reading_is_free or all_at_once:
+                samples.assign()
+                samples = None
         if not any(row.level for row in rows):
             break
-    if undrawn and table is not None:
-        draws = Draws(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request)
-    if draws is not None:
-        draws.take()
+    if children and table is not None:
+        samples = PendingSamples(rows, children, table.logits_BWD, heads.draft_to_target_D, request)
+    if samples is not None:
+        samples.assign()
     for row in rows:
         row.tree.levels = drafted
         if shape:  # verified without pruning
@@ -244,45 +208,25 @@ def grow(
     return [row.tree for row in rows]
 
 
-def _pays(rows: Sequence[Growing], depth: int, calibration: Calibration, request: Request) -> bool:
+def _level_pays(rows: Sequence[GrowingTree], depth: int, calibration: Calibration, request: Request) -> bool:
     """Whether the best children, less the cost of verifying them, are worth a further level."""
-    children = (
-        _prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.off_best) for row in rows for leaf in row.level
-    )
+    children = (leaf.prob * calibration.best_child(depth, leaf.off_best) for row in rows for leaf in row.level)
     return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
 
 
-def _prob(tree: Tree, node: int) -> float:
-    assert tree.accept_probs is not None, "a growing tree knows its probabilities"
-    return tree.accept_probs[node]
-
-
-def _level(rows: Sequence[Growing]) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of the level's nodes and their parents' columns, [B, W], short rows padded."""
-    width = max(len(row.level) for row in rows)
-    tokens, parents = [], []
-    for row in rows:
-        padding = width - len(row.level)
-        tokens.append([*(row.tree.tokens[leaf.node] for leaf in row.level), *[row.tree.tokens[0]] * padding])
-        parents.append([*(leaf.above for leaf in row.level), *[0] * padding])
-    return tokens, parents
-
-
-@dataclass
 class _Table:
-    """The `best_drafts` of some levels on the host, and their logits on the device, for drawing."""
+    """The `best_drafts` of some levels on the host, and their logits on the device."""
 
-    logits_BWD: Tensor
-    best_3BWR: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, logits_BWD: Tensor, best: Tensor, draws: Draws | None = None) -> _Table:
-        """Read `best_drafts`, along with tokens drawn on the device."""
-        if draws is None:
-            return cls(logits_BWD, best.cpu().numpy())
-        numbers = torch.cat([best.flatten(), draws.tokens_M.int()]).cpu().numpy()
-        draws.take(numbers[best.numel() :].tolist())
-        return cls(logits_BWD, numbers[: best.numel()].reshape(best.shape))
+    def __init__(self, logits_BWD: Tensor, best: Tensor, samples: PendingSamples | None) -> None:
+        """Read `best_drafts`, along with tokens sampled on the device."""
+        self.logits_BWD = logits_BWD
+        self.best_3BWR: NDArray[np.int32]
+        if samples is None:
+            self.best_3BWR = best.cpu().numpy()
+        else:
+            numbers = torch.cat([best.flatten(), samples.tokens_M.int()]).cpu().numpy()
+            samples.assign(numbers[best.numel() :].tolist())
+            self.best_3BWR = numbers[: best.numel()].reshape(best.shape)
 
     @property
     def width(self) -> int:
@@ -290,121 +234,187 @@ class _Table:
         return int(self.best_3BWR.shape[2])
 
     def candidates(
-        self, depth: int, column: int | None, calibration: Calibration, draws: bool
+        self, depth: int, column: int | None, calibration: Calibration, sampling: bool
     ) -> list[list[list[_Candidate]]]:
         """Candidates by row and node, best first; of one column if it serves a whole level."""
         best_3BWR = self.best_3BWR if column is None else self.best_3BWR[:, :, column : column + 1]
         log_probs, (indices, tokens) = best_3BWR[0].view(np.float32), best_3BWR[1:].tolist()
         probs = calibration.probs(depth, log_probs).tolist()
-        drawn_probs = calibration.drawn(depth, log_probs).tolist() if draws else probs
-        q_draft = np.exp(log_probs).tolist() if draws else probs
-        columns = (indices, tokens, probs, drawn_probs, q_draft)
+        sampled_probs = calibration.sampled_probs(depth, log_probs).tolist() if sampling else probs
+        q_draft = np.exp(log_probs).tolist() if sampling else probs
+        columns = (indices, tokens, probs, sampled_probs, q_draft)
         return [
             [list(zip(*node, strict=True)) for node in zip(*row, strict=True)] for row in zip(*columns, strict=True)
         ]
 
 
-def _blend(sides: Sequence[list[_Candidate]], off_best: float) -> list[_Candidate]:
-    """Interpolate a node's candidates by the probability that its path has left the best one."""
-    if len(sides) == 1 or off_best in (0.0, 1.0):
-        return sides[int(off_best) if len(sides) > 1 else 0]
+def _read_level(
+    heads: DraftHead,
+    session: Any,
+    roots: TreeBatch,
+    rows: Sequence[GrowingTree],
+    depths: range,
+    ranks: int,
+    graphs: DraftGraphs | None,
+    samples: PendingSamples | None,
+) -> _Table:
+    """Draft the next level, or these depths of a `OneForwardHead`, and read its best drafts and pending samples."""
+    tokens, parents = _level_inputs(rows)
+    if graphs is not None:
+        write = upload_into if samples is None else samples.fill
+        level = graphs.run_level(session, roots.root_B, (tokens, parents), depths, ranks, write)
+        if level is not None:
+            return _Table(*level, samples)
+    if isinstance(heads, OneForwardHead):
+        logits_BWD = heads.depth_logits(session, roots.root_B, depths)
+    else:
+        tokens_BW, parents_BW = roots.tokens_BN, torch.tensor(parents)
+        if samples is not None:
+            tokens_BW = torch.empty(parents_BW.shape, dtype=torch.long, device=tokens_BW.device)
+            samples.fill(tokens_BW, torch.tensor(tokens))
+        elif depths.start:
+            tokens_BW = upload(tokens, tokens_BW.device)
+        logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
+    return _Table(logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D), samples)
+
+
+def _level_inputs(rows: Sequence[GrowingTree]) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of the level's nodes and their parents' columns, [B, W], short rows padded."""
+    width = max(len(row.level) for row in rows)
+    tokens, parents = [], []
+    for row in rows:
+        padding = width - len(row.level)
+        tokens.append([*(row.tree.tokens[leaf.node] for leaf in row.level), *[row.tree.tokens[0]] * padding])
+        parents.append([*(leaf.parent_column for leaf in row.level), *[0] * padding])
+    return tokens, parents
+
+
+def _add_level(
+    rows: Sequence[GrowingTree],
+    table: _Table,
+    depth: int,
+    shared: int | None,
+    calibration: Calibration,
+    levels: int,
+    request: Request,
+) -> list[PendingChild]:
+    """Add children to the nodes of a level; return those without a token. `shared` is the column of all nodes, if they
+    share one."""
+    shape, sampling = request.shape, request.sample_drafts
+    shape_children = shape.children if shape else []
+    curves = [calibration] if shape or calibration.off_best is None else [calibration, calibration.off_best]
+    by_curve = [table.candidates(depth, shared, curve, sampling) for curve in curves]
+    # Probabilities that a right node has a right child, a right grandchild and so on.
+    below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
+    pending: list[PendingChild] = []
+    for number, row in enumerate(rows):
+        candidates = [
+            _interpolate([of_curve[number][leaf.column if shared is None else 0] for of_curve in by_curve], leaf)
+            for leaf in row.level
+        ]
+        if shape:
+            picks = [[shape.ranks[child] for child in shape_children[leaf.shape_node]] for leaf in row.level]
+        else:
+            picks = _pick_ranks(row, candidates, below, request)
+        for leaf, node, siblings in _extend(row, candidates, picks, shape_children, sampling):
+            pending.append(PendingChild(number, node, leaf.column if shared is None else shared, siblings))
+        if not shape and row.tree.size > request.max_nodes:
+            assert not sampling, "a sampled node is never removed"
+            row.keep(row.tree.best(request.max_nodes))
+    return pending
+
+
+def _interpolate(by_curve: Sequence[list[_Candidate]], leaf: Leaf) -> list[_Candidate]:
+    """Interpolate a node's candidates on and off the best path, by the probability that its path has left it."""
+    off_best = leaf.off_best
+    if len(by_curve) == 1 or off_best in (0.0, 1.0):
+        return by_curve[int(off_best) if len(by_curve) > 1 else 0]
     return [
-        (index, token, prob + off_best * (far - prob), drawn_prob + off_best * (far_drawn - drawn_prob), q_draft)
-        for (index, token, prob, drawn_prob, q_draft), (_, _, far, far_drawn, _) in zip(*sides, strict=True)
+        (index, token, prob + off_best * (off - prob), sampled + off_best * (sampled_off - sampled), q_draft)
+        for (index, token, prob, sampled, q_draft), (_, _, off, sampled_off, _) in zip(*by_curve, strict=True)
     ]
 
 
-def _worth_it(
-    row: Growing, tables: Sequence[list[_Candidate]], below: Sequence[float], request: Request
+def _pick_ranks(
+    row: GrowingTree, candidates: Sequence[list[_Candidate]], below: Sequence[float], request: Request
 ) -> list[list[int]]:
-    """For each node of the level, the ranks worth verifying, or the best of them if room is short. `below` are the
+    """Pick the ranks worth verifying for each node of the level, or the best of them if room is short. `below` are the
     probabilities that a right node has a right child, a right grandchild and so on."""
-    grown: list[tuple[float, int, int]] = []  # (-path probability, parent's index, rank), best first
-    for above, leaf in enumerate(row.level):
-        path_prob = _prob(row.tree, leaf.node)
-        candidates = tables[above]
-        marginals = _marginals(candidates) if request.draws else [prob for _, _, prob, _, _ in candidates]
-        for rank, marginal in enumerate(marginals):
-            accept_prob = path_prob * marginal
+    found: list[tuple[float, int, int]] = []  # (-path probability, parent's index, rank), best first
+    for parent, leaf in enumerate(row.level):
+        own = candidates[parent]
+        gains = _marginal_gains(own) if request.sample_drafts else [prob for _, _, prob, _, _ in own]
+        for rank, gain in enumerate(gains):
+            accept_prob = leaf.prob * gain
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
-            grown.append((-accept_prob, above, rank))
-    grown.sort()
+            found.append((-accept_prob, parent, rank))
+    found.sort()
     if request.chain:
-        grown = grown[:1]
-    elif request.draws:
-        grown = _in_room(grown, below, request.max_nodes - row.tree.size)
+        found = found[:1]
+    elif request.sample_drafts:
+        found = _leave_room(found, below, request.max_nodes - row.tree.size)
     else:
-        grown = grown[: request.max_nodes - 1]
+        found = found[: request.max_nodes - 1]
     picks: list[list[int]] = [[] for _ in row.level]
-    for _, above, rank in sorted(grown, key=itemgetter(1, 2)):
-        picks[above].append(rank)
+    for _, parent, rank in sorted(found, key=itemgetter(1, 2)):
+        picks[parent].append(rank)
     return picks
 
 
-def _in_room(grown: list[tuple[float, int, int]], below: Sequence[float], room: int) -> list[tuple[float, int, int]]:
-    """The best children that fit, with room for the nodes expected below better ones.
+def _leave_room(found: list[tuple[float, int, int]], below: Sequence[float], room: int) -> list[tuple[float, int, int]]:
+    """Return the best children that fit, with room for the nodes expected below better ones.
 
-    >>> grown = [(-0.5, 0, 0), (-0.3, 0, 1), (-0.2, 0, 2)]  # the first one's child has 0.4
-    >>> [len(_in_room(grown, [0.8], room)) for room in (1, 2, 3, 4, 5)]
+    >>> found = [(-0.5, 0, 0), (-0.3, 0, 1), (-0.2, 0, 2)]  # the first one's child has 0.4
+    >>> [len(_leave_room(found, [0.8], room)) for room in (1, 2, 3, 4, 5)]
     [1, 1, 2, 2, 3]
     """
-    better: list[float] = []  # probabilities of the nodes expected below those taken
-    for count, (less, _, _) in enumerate(grown):
-        if count + sum(accept_prob > -less for accept_prob in better) >= room:
-            return grown[:count]
-        better += [-less * share for share in below]
-    return grown
+    expected: list[float] = []  # probabilities of the nodes expected below those taken
+    for count, (negated, _, _) in enumerate(found):
+        if count + sum(accept_prob > -negated for accept_prob in expected) >= room:
+            return found[:count]
+        expected += [-negated * share for share in below]
+    return found
 
 
-def _marginals(candidates: Sequence[_Candidate]) -> Iterator[float]:
-    """Yield how much each further child adds to the probability that one is accepted if the last is drawn, never
+def _marginal_gains(candidates: Sequence[_Candidate]) -> Iterator[float]:
+    """Yield how much each further child adds to the probability that one is accepted if the last is sampled, never
     increasing."""
-    before, marginal = 0.0, 1.0
-    for count in range(1, len(candidates) + 1):
-        together = sum(_probs(candidates[:count], True))
-        marginal = min(marginal, together - before)
-        yield marginal
-        before = together
-
-
-def _probs(chosen: Sequence[_Candidate], draws: bool) -> list[float]:
-    """Each child's acceptance probability. With `draws` the last child is the drawn one."""
-    fixed = len(chosen) - draws
-    return [drawn_prob if rank == fixed else prob for rank, (_, _, prob, drawn_prob, _) in enumerate(chosen)]
+    fixed, before, gain = 0.0, 0.0, 1.0
+    for _, _, prob, sampled_prob, _ in candidates:
+        total = fixed + sampled_prob
+        gain = min(gain, total - before)
+        yield gain
+        fixed, before = fixed + prob, total
 
 
 def _extend(
-    row: Growing,
-    tables: Sequence[list[_Candidate]],
+    row: GrowingTree,
+    candidates: Sequence[list[_Candidate]],
     picks: Sequence[list[int]],
     shape_children: Sequence[list[int]],
-    draws: bool,
-) -> list[tuple[int, int, list[int]]]:
+    sampling: bool,
+) -> list[tuple[Leaf, int, list[int]]]:
     """Add children to the nodes of a level, which become the row's level; `picks` are the ranks of each node's
-    children. With `draws` the last child has no token yet: returns its parent's index in the level, its node, and its
-    siblings' indices in the draft vocabulary."""
+    children. With `sampling` the last child has no token yet: return its parent, its node, and its siblings' indices in
+    the draft vocabulary."""
     level: list[Leaf] = []
-    undrawn: list[tuple[int, int, list[int]]] = []
-    for above, (leaf, candidates, ranks) in enumerate(zip(row.level, tables, picks, strict=True)):
+    pending: list[tuple[Leaf, int, list[int]]] = []
+    for leaf, own, ranks in zip(row.level, candidates, picks, strict=True):
         if not ranks:
             continue
-        path_prob, chosen = _prob(row.tree, leaf.node), [candidates[rank] for rank in ranks]
-        places = shape_children[leaf.place] if shape_children else [0] * len(chosen)
-        details = zip(chosen, _probs(chosen, draws), _have_left(leaf, chosen, draws), places, strict=True)
-        for rank, ((_, token, *_), prob, off_best, place) in enumerate(details):
-            drawn = draws and rank == len(chosen) - 1
-            node = row.tree.add(leaf.node, UNKNOWN if drawn else token, path_prob * prob)
-            if not shape_children or shape_children[place]:
-                level.append(Leaf(node, leaf.column, off_best, place, len(level)))
-            if drawn:
-                undrawn.append((above, node, [index for index, *_ in chosen[:-1]]))
+        chosen = [own[rank] for rank in ranks]
+        shape_nodes = shape_children[leaf.shape_node] if shape_children else [0] * len(chosen)
+        # An only child that is sampled may differ from the best; of several children, the first is the best.
+        first_is_best = (1 - leaf.off_best) * (chosen[0][-1] if sampling and len(chosen) == 1 else 1.0)
+        for rank, ((_, token, prob, sampled_prob, _), shape_node) in enumerate(zip(chosen, shape_nodes, strict=True)):
+            sampled = sampling and rank == len(chosen) - 1
+            accept_prob = leaf.prob * (sampled_prob if sampled else prob)
+            node = row.tree.add(leaf.node, UNKNOWN if sampled else token, accept_prob)
+            if not shape_children or shape_children[shape_node]:
+                off_best = 1.0 if rank else 1 - first_is_best
+                level.append(Leaf(node, accept_prob, leaf.column, off_best, shape_node, len(level)))
+            if sampled:
+                pending.append((leaf, node, [index for index, *_ in chosen[:-1]]))
     row.level = level
-    return undrawn
-
-
-def _have_left(leaf: Leaf, chosen: Sequence[_Candidate], draws: bool) -> list[float]:
-    """Probability for each child that its path has left the best one: an only child that is drawn may differ from the
-    best; of several children, the first is the best."""
-    stays = (1 - leaf.off_best) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
-    return [1.0 if rank else 1 - stays for rank in range(len(chosen))]
+    return pending

@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al., arXiv 2402.02057): drafting without a draft model, from the target's own guesses.
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): drafting from the target's own guesses.
 
 A window of guessed tokens is part of every verified tree. The target's token after each guess (a Jacobi step) extends
 the guesses and fills a pool of n-grams; n-grams that begin with the root token are the drafts.

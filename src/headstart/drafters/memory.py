@@ -1,18 +1,18 @@
 """Drafting from the target's earlier answers, in training or since: continuations of the same words.
 
-Answers are concatenated in parts, oldest first; a part is sorted by the three tokens before each token, so all places
-after the same words form a range. Those with the longest match give a tree of continuations. A place votes for its
-continuation with a weight that grows with its match, and disagreeing places leave room for something new, as in
+Answers are concatenated in segments, oldest first. A segment is sorted by the three tokens before each position, so all
+positions after the same words form a range. The longest matches give a tree of continuations. A match votes for its
+continuation with a weight that grows with its length, and disagreeing matches leave room for something new, as in
 prediction by partial matching (Witten and Bell 1991):
 
-    p(token) = sum of the weights of its places / (sum of all weights + number of different continuations)
+    p(token) = sum of the weights of its matches / (sum of all weights + number of different continuations)
 
-A trust factor per match length is learned from each text while it is written. Beside other drafters it is lower: a
-continuation that trained heads do not propose is seldom right, for they know their training answers. That factor is
-learned as well; tokens that others propose keep their probabilities.
+Each text learns how often predictions are right, by match length, and scales later ones. Tokens that other drafters
+propose keep the other drafters' probabilities. A second rate, which is lower, scales the tokens that they do not
+propose: trained heads know their training answers.
 
-Parts are merged as they grow, the newest first, so that a search reads few of them. A text searches the parts of its
-start; adding answers replaces the list of parts, and never changes one.
+Segments are merged as they grow, the newest first, so that a search reads few of them. A text searches the segments of
+its start; adding answers replaces the tuple of segments, and never changes one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ from torch import Tensor
 from headstart.drafters.ngram import TextDrafter
 from headstart.errors import UserError
 from headstart.support.answer_file import AnswerFile, read_answers
-from headstart.tree.tree import Request, Tree, TreeBatch
+from headstart.tree.tree import Tree
 
 MOST_TOKENS = 1_000_000
 """Size of an index; beyond it the oldest tokens are dropped."""
@@ -45,35 +44,37 @@ LONGEST = 16
 AHEAD = 24
 """Tokens of a continuation."""
 WEIGHTS = (0.0, 0.0, 0.42, 0.53, 0.7, 1.3, 1.6, 1.8, 2.0, 2.9, 3.4, 3.8, 4.5, 12.0, 20.0, 40.0, 57.0)
-"""Weight of a place, by the length of its match.
+"""Weight of a match, by its length.
 
 Fitted (maximum likelihood) to greedy answers of SmolLM2-135M-Instruct to 54 prompts of its own, 6,600 tokens, beside
-1,145 answers that it was trained on: 77 % of the 6,600 had a place, and the probability that any continuation is
+1,145 answers that it was trained on: 77 % of the 6,600 had a match, and the probability that any continuation is
 right agrees within 0.02 with the measured frequency, for each match length.
 """
 
-NEW = (0.03, 0.03, 0.05, 0.1, 0.25, 0.6, 0.9)
-"""Initial trust, by `_CLASSES`, in a continuation that other drafters do not propose although they draft."""
+NOVEL = (0.03, 0.03, 0.05, 0.1, 0.25, 0.6, 0.9)
+"""Initial hit rates, by `_CLASSES`, of continuations that other drafters do not propose although they draft."""
 
-_PLACES = 32  # most places per tree
-_LOOKS = 1024  # most places with the same last tokens to compare, latest first
+_MOST_MATCHES = 32  # most matches per tree
+_LOOKS = 1024  # most positions after the same last tokens to compare, latest first
 _BITS = 21  # bits of a token in a key
 _NO_TOKEN = (1 << _BITS) - 1
-_SMALL = 4  # a part is merged with the previous one unless that is this many times larger
+_MERGE_RATIO = 4  # a segment is merged with the previous one unless that is this many times larger
 _CLASSES = (2, 3, 4, 6, 8, 12, 16)  # shortest match length of each class
 _CLASS = [max(0, bisect_right(_CLASSES, length) - 1) for length in range(LONGEST + 1)]
-_PRIOR_WEIGHT = 4.0  # promised tokens that a prior counts as
-_KEPT = 31 / 32  # decay of a text's statistics per token
+_PRIOR_WEIGHT = 4.0  # predicted tokens that a prior counts as
+_DECAY = 31 / 32  # of a text's statistics per token
 _MOST_CERTAIN = 0.98
-_AGREEING = 8  # most places to follow per continuation
+_FOLLOWED = 8  # most matches to follow per continuation
+_AROUND = np.arange(-LONGEST, AHEAD)
 
 
-class _Part:
-    """Concatenated answers, with gaps of -1 between them and at both ends; `order` are the places of tokens, sorted by
-    the three tokens before them, and `keys` these tokens, the nearest first."""
+class _Segment:
+    """Concatenated answers, each followed by -1, with padding of -1 at both ends of `tokens`. `order` are the positions
+    of tokens, sorted by the three tokens before them, and `keys` these tokens, the nearest first."""
 
-    def __init__(self, tokens: NDArray[np.int32]) -> None:
-        self.tokens = np.concatenate([np.full(LONGEST, -1, np.int32), tokens, np.full(AHEAD, -1, np.int32)])
+    def __init__(self, answers: NDArray[np.int32]) -> None:
+        self.tokens = np.pad(answers, (LONGEST, AHEAD), constant_values=-1)
+        self.answers = self.tokens[LONGEST:-AHEAD]
         wide = self.tokens.astype(np.int64)
         key = (wide[2:-1] << 2 * _BITS) | (wide[1:-2] << _BITS) | (wide[:-3] + 1)
         known = (wide[2:-1] >= 0) & (wide[1:-2] >= 0) & (wide[3:] >= 0)
@@ -82,127 +83,107 @@ class _Part:
         self.keys = key[order]
         self.order = (np.flatnonzero(known)[order] + 3).astype(np.int32)
 
-    @property
-    def size(self) -> int:
-        return len(self.tokens) - LONGEST - AHEAD
-
-    @property
-    def inner(self) -> NDArray[np.int32]:
-        return self.tokens[LONGEST:-AHEAD]
-
-    def places(self, tail: Sequence[int]) -> NDArray[np.int32]:
-        """Places after the same last tokens: the latest of the longest matches, at most `_PLACES`."""
+    def matches(self, tail: Sequence[int]) -> NDArray[np.int32]:
+        """Positions after the same last tokens: the latest of the longest matches, at most `_MOST_MATCHES`."""
         two = (tail[-1] << 2 * _BITS) | (tail[-2] << _BITS)
         three = two | (tail[-3] + 1 if len(tail) > 2 else _NO_TOKEN)
         bounds = self.keys.searchsorted([two, three, three + 1, two + (1 << _BITS)]).tolist()
         begin, end, length = (bounds[1], bounds[2], 3) if bounds[1] < bounds[2] else (bounds[0], bounds[3], 2)
         found = self.order[max(begin, end - _LOOKS) : end]
-        while len(found) > _PLACES and length < min(LONGEST, len(tail)):
+        while len(found) > _MOST_MATCHES and length < min(LONGEST, len(tail)):
             longer = found[self.tokens[found - length - 1] == tail[-length - 1]]
             if not len(longer):
                 break
             found, length = longer, length + 1
-        return found[-_PLACES:]
+        return found[-_MOST_MATCHES:]
 
 
-_AROUND = np.arange(-LONGEST, AHEAD)
+class AnswerIndex:
+    """Searchable answers; adding to them never changes earlier `segments`.
 
-
-class Index:
-    """Searchable answers; adding to them never changes an earlier `parts`.
-
-    >>> index = Index(vocab_size=10)
+    >>> index = AnswerIndex(vocab_size=10)
     >>> index.add([[1, 2, 3, 4], [5, 2, 3, 6]])
-    2
-    >>> index.parts[0].places([9, 2, 3]).size
+    >>> len(index.segments[0].matches([9, 2, 3]))
     2
     """
 
     def __init__(self, vocab_size: int, most_tokens: int = MOST_TOKENS) -> None:
-        self.parts: tuple[_Part, ...] = ()
+        self.segments: tuple[_Segment, ...] = ()
         self._vocab_size = vocab_size
         self._most_tokens = most_tokens
-        self._held: set[int] = set()
+        self._hashes: set[int] = set()
 
-    def add(self, answers: Iterable[Sequence[int]]) -> int:
-        """Add new answers, unless the target lacks one of their tokens; return the number added."""
+    def add(self, answers: Iterable[Sequence[int]]) -> None:
+        """Add new answers, unless the target lacks one of their tokens."""
         added: list[int] = []
-        count = 0
         for answer in answers:
-            if len(answer) < 3 or self.holds(answer) or not 0 <= min(answer) <= max(answer) < self._vocab_size:
+            if len(answer) < 3 or answer in self or not 0 <= min(answer) <= max(answer) < self._vocab_size:
                 continue
-            self._held.add(hash(tuple(answer)))
+            self._hashes.add(hash(tuple(answer)))
             added += [*answer, -1]
-            count += 1
         if not added:
-            return 0
-        parts, tokens = list(self.parts), np.array(added[-self._most_tokens :], np.int32)
-        while parts and parts[-1].size < _SMALL * len(tokens):
-            tokens = np.concatenate([parts.pop().inner, tokens])
-        parts.append(_Part(tokens))
-        self.parts = tuple(parts)
+            return
+        segments, tokens = list(self.segments), np.array(added[-self._most_tokens :], np.int32)
+        while segments and len(segments[-1].answers) < _MERGE_RATIO * len(tokens):
+            tokens = np.concatenate([segments.pop().answers, tokens])
+        self.segments = (*segments, _Segment(tokens))
         if self.size > self._most_tokens:
-            # Drop an eighth at once, since the part is sorted anew; dropped answers may be added again.
-            self.parts = (_Part(np.concatenate([part.inner for part in parts])[-self._most_tokens * 7 // 8 :]),)
-            self._held.clear()
-        return count
+            # Drop an eighth at once, since the segment is sorted anew; dropped answers may be added again.
+            tokens = np.concatenate([segment.answers for segment in self.segments])
+            self.segments = (_Segment(tokens[-self._most_tokens * 7 // 8 :]),)
+            self._hashes.clear()
 
-    def holds(self, answer: Sequence[int]) -> bool:
-        return hash(tuple(answer)) in self._held
+    def __contains__(self, answer: Sequence[int]) -> bool:
+        return hash(tuple(answer)) in self._hashes
 
     @property
     def size(self) -> int:
         """Tokens, with a gap after each answer."""
-        return sum(part.size for part in self.parts)
+        return sum(len(segment.answers) for segment in self.segments)
 
 
-def find(parts: Sequence[_Part], tail: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+def find(segments: Sequence[_Segment], tail: Sequence[int]) -> tuple[list[list[int]], list[int]]:
     """Continuations of a text's last tokens, `AHEAD` tokens each (meaningless from a -1 on, where an answer ended), and
     their match lengths; the longest matches first, then the latest."""
-    if len(tail) < 2:
+    if len(tail) < 2 or not segments:
         return [], []
-    around = [part.tokens[at[:, None] + _AROUND] for part in reversed(parts) if len(at := part.places(tail)[::-1])]
-    if not around:
-        return [], []
-    rows = around[0] if len(around) == 1 else np.concatenate(around)
+    around = np.concatenate(
+        [segment.tokens[segment.matches(tail)[::-1, None] + _AROUND] for segment in reversed(segments)]
+    )
     before = np.full(LONGEST, -2, np.int32)
     before[-len(tail) :] = tail[-LONGEST:]
-    differs = rows[:, :LONGEST][:, ::-1] != before[::-1]
-    lengths = np.where(differs.any(1), differs.argmax(1), LONGEST)
-    best = np.argsort(-lengths, kind="stable")[:_PLACES]
-    return rows[best, LONGEST:].tolist(), lengths[best].tolist()
+    lengths = (around[:, LONGEST - 1 :: -1] != before[::-1]).argmax(1)
+    lengths[lengths == 0] = LONGEST  # no difference: every match has two tokens
+    best = np.argsort(-lengths, kind="stable")[:_MOST_MATCHES]
+    return around[best, LONGEST:].tolist(), lengths[best].tolist()
 
 
 @dataclass
-class _Seen:
-    """Predictions of the next token, to be checked: their match class, the probability of each token, and of tokens
-    that no other drafter proposed, if others drafted."""
+class _Prediction:
+    """Probabilities of the next token, to be checked, of a match class; `novel` are those of tokens that no other
+    drafter proposed, if others drafted."""
 
-    kind: int
-    every: dict[int, float]
-    new: dict[int, float]
+    match_class: int
+    probs: dict[int, float]
+    novel: dict[int, float]
 
 
-@dataclass
-class _Trust:
-    """Numbers of predicted tokens, and of right ones, by match class."""
+class _HitRates:
+    """How often predictions are right, by match class."""
 
-    promised: list[float]
-    came: list[float]
+    def __init__(self, priors: Sequence[float]) -> None:
+        self._predicted = [_PRIOR_WEIGHT] * len(priors)
+        self._right = [_PRIOR_WEIGHT * rate for rate in priors]
 
-    @classmethod
-    def prior(cls, rates: Sequence[float]) -> _Trust:
-        return cls([_PRIOR_WEIGHT] * len(rates), [_PRIOR_WEIGHT * rate for rate in rates])
-
-    def of(self, kind: int) -> float:
+    def __getitem__(self, match_class: int) -> float:
         """Factor of a predicted probability."""
-        return self.came[kind] / self.promised[kind]
+        return self._right[match_class] / self._predicted[match_class]
 
-    def note(self, kind: int, said: Mapping[int, float], token: int) -> None:
+    def update(self, match_class: int, probs: Mapping[int, float], token: int) -> None:
         """Learn from the decided token."""
-        if said:
-            self.promised[kind] = _KEPT * self.promised[kind] + sum(said.values())
-            self.came[kind] = _KEPT * self.came[kind] + (token in said)
+        if probs:
+            self._predicted[match_class] = _DECAY * self._predicted[match_class] + sum(probs.values())
+            self._right[match_class] = _DECAY * self._right[match_class] + (token in probs)
 
 
 @dataclass
@@ -210,18 +191,18 @@ class _Row:
     """The last tokens of a row's text, and how often continuations were right.
 
     Attributes:
-        parts: the index when the text began.
-        any, new: trust in all continuations, and in continuations that no other drafter proposed.
-        seen: predictions by path of tokens after the newest root.
+        segments: the index when the text began.
+        rates, novel_rates: of all continuations, and of those that no other drafter proposed.
+        predictions: by path of tokens after the newest root.
         path: tokens since then.
     """
 
-    parts: Sequence[_Part]
+    segments: Sequence[_Segment]
     tail: list[int]
-    any: _Trust = field(default_factory=lambda: _Trust.prior([1.0] * len(_CLASSES)))
-    new: _Trust = field(default_factory=lambda: _Trust.prior(NEW))
-    ahead: bool = False
-    seen: dict[tuple[int, ...], _Seen] = field(default_factory=dict)
+    rates: _HitRates = field(default_factory=lambda: _HitRates([1.0] * len(_CLASSES)))
+    novel_rates: _HitRates = field(default_factory=lambda: _HitRates(NOVEL))
+    has_root: bool = False
+    predictions: dict[tuple[int, ...], _Prediction] = field(default_factory=dict)
     path: tuple[int, ...] = ()
 
     def append(self, token: int) -> None:
@@ -229,125 +210,113 @@ class _Row:
         self.tail.append(token)
         if len(self.tail) > 4 * LONGEST:
             del self.tail[:-LONGEST]
-        if (seen := self.seen.get(self.path)) is not None:
-            self.any.note(seen.kind, seen.every, token)
-            self.new.note(seen.kind, seen.new, token)
+        if (made := self.predictions.get(self.path)) is not None:
+            self.rates.update(made.match_class, made.probs, token)
+            self.novel_rates.update(made.match_class, made.novel, token)
             self.path = (*self.path, token)
 
-    def grow(self, beside: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
+    def grow(self, others: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
         """The most probable continuations after the root of other drafters' tree, best first; records predictions."""
-        ahead, lengths = find(self.parts, self.tail)
-        others: dict[int, dict[int, tuple[int, float]]] = {}  # by node and token: the child and its probability or 0
-        probs = beside.accept_probs or [0.0] * beside.size
-        for child in range(1, beside.size):
-            others.setdefault(beside.parents[child], {})[beside.tokens[child]] = (child, probs[child])
-        tree, numbers = Tree(beside.tokens[:1], accept_probs=[1.0]), count()
-        self.seen, self.path = {}, ()
-        # -probability, number, parent, token, places, node of the tree beside or -1, path
-        open_: list[tuple[float, int, int, int, list[int], int, tuple[int, ...]]] = []
-        node, prob, places, path = 0, 1.0, list(range(len(ahead))), tuple[int, ...]()
-        other = 0 if beside.size > 1 else -1
+        continuations, lengths = find(self.segments, self.tail)
+        proposed: dict[int, dict[int, tuple[int, float]]] = {}  # by node and token: the child and its probability or 0
+        probs = others.accept_probs or [0.0] * others.size
+        for child in range(1, others.size):
+            proposed.setdefault(others.parents[child], {})[others.tokens[child]] = (child, probs[child])
+        tree, numbers = Tree(others.tokens[:1], accept_probs=[1.0]), count()
+        self.predictions, self.path = {}, ()
+        # -probability, number, parent, token, matches, node of the other tree or -1, path
+        heap: list[tuple[float, int, int, int, list[int], int, tuple[int, ...]]] = []
+        node, prob, matches, path = 0, 1.0, list(range(len(lengths))), tuple[int, ...]()
+        other = 0 if others.size > 1 else -1
         while True:
-            if places and len(path) < AHEAD:
-                kind = _CLASS[min(LONGEST, lengths[places[0]] + len(path))]
-                said = _continuations(ahead, lengths, places, len(path))
-                known = others.get(other, {})
-                trust = self.any.of(kind) if other < 0 else self.new.of(kind)
+            if matches and len(path) < AHEAD:
+                match_class = _CLASS[min(LONGEST, lengths[matches[0]] + len(path))]
+                votes = _vote(continuations, lengths, matches, len(path))
+                known = proposed.get(other, {})
+                rate = self.rates[match_class] if other < 0 else self.novel_rates[match_class]
                 children = []
-                for share, token, agreeing in said:
+                for share, token, agreeing in votes:
                     child, accept_prob = known.get(token, (-1, 0.0))
-                    accept_prob = accept_prob or prob * min(_MOST_CERTAIN, share * trust)
+                    accept_prob = accept_prob or prob * min(_MOST_CERTAIN, share * rate)
                     if accept_prob >= minimum:
                         children.append((-accept_prob, next(numbers), node, token, agreeing, child, (*path, token)))
-                for opened in [min(children)] if chain and children else children:
-                    heappush(open_, opened)
-                every = {token: share for share, token, _ in said}
-                new = {token: share for token, share in every.items() if other >= 0 and token not in known}
-                self.seen[path] = _Seen(kind, every, new)
-            if not open_ or tree.size >= max_nodes:
+                for entry in [min(children)] if chain and children else children:
+                    heappush(heap, entry)
+                shares = {token: share for share, token, _ in votes}
+                novel = {token: share for token, share in shares.items() if other >= 0 and token not in known}
+                self.predictions[path] = _Prediction(match_class, shares, novel)
+            if not heap or tree.size >= max_nodes:
                 return tree
-            prob, _, parent, token, places, other, path = heappop(open_)
-            prob = -prob
+            negated, _, parent, token, matches, other, path = heappop(heap)
+            prob = -negated
             node = tree.add(parent, token, prob)
 
 
-def _continuations(
-    ahead: Sequence[Sequence[int]], lengths: Sequence[int], places: Sequence[int], depth: int
+def _vote(
+    continuations: Sequence[Sequence[int]], lengths: Sequence[int], matches: Sequence[int], depth: int
 ) -> list[tuple[float, int, list[int]]]:
-    """Tokens at a depth after some places: the probability and the places of each, most likely first.
+    """Tokens at a depth after some matches: the probability and the matches of each, most likely first.
 
-    >>> found = _continuations([[7, 8], [7, 9], [6, -1]], [2, 2, 2], [0, 1, 2], 0)
-    >>> [(round(prob, 3), token, places) for prob, token, places in found]
+    >>> found = _vote([[7, 8], [7, 9], [6, -1]], [2, 2, 2], [0, 1, 2], 0)
+    >>> [(round(prob, 3), token, matches) for prob, token, matches in found]
     [(0.258, 7, [0, 1]), (0.129, 6, [2])]
     """
     following: dict[int, list[int]] = {}
-    for place in places:
-        following.setdefault(ahead[place][depth], []).append(place)
+    for match in matches:
+        following.setdefault(continuations[match][depth], []).append(match)
     weights = {
-        token: sum(WEIGHTS[min(LONGEST, lengths[place] + depth)] for place in agreeing)
+        token: sum(WEIGHTS[min(LONGEST, lengths[match] + depth)] for match in agreeing)
         for token, agreeing in following.items()
     }
     total = sum(weights.values()) + len(weights)
     ranked = sorted(weights, key=weights.__getitem__, reverse=True)
-    # A few of the agreeing places suffice to continue.
-    return [(weights[token] / total, token, following[token][:_AGREEING]) for token in ranked if token >= 0]
+    # A few of the agreeing matches suffice to continue.
+    return [(weights[token] / total, token, following[token][:_FOLLOWED]) for token in ranked if token >= 0]
 
 
 class MemoryDrafter(TextDrafter):
-    """Draft continuations of the same words in the target's earlier answers.
+    """Drafter of continuations of the same words in the target's earlier answers.
 
     Args:
         shipped: file of answers that came with the heads, if any.
         served: answers that `remember` and other processes add to; None keeps nothing.
     """
 
-    def __init__(
-        self, vocab_size: int, shipped: Path | None = None, served: AnswerFile | None = None, **limits: Any
-    ) -> None:
-        super().__init__(**limits)
+    def __init__(self, vocab_size: int, shipped: Path | None = None, served: AnswerFile | None = None) -> None:
         self._vocab_size = vocab_size
         self._shipped = read_answers(shipped) if shipped is not None else []
         self._served = served
         self._lock = threading.Lock()
-        self._index = self._fresh_index()
+        self._index = self._new_index()
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         with self._lock:
-            self._look_for_more()
-            return [_Row(self._index.parts, list(prompt[-LONGEST:])) for prompt in prompts]
-
-    def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
-        nodes, minimum = min(self.max_nodes, request.max_nodes), max(self.minimum, request.threshold)
-        trees = []
-        for row, beside in zip(session, request.beside or roots.trees, strict=True):
-            row.append(beside.tokens[0])
-            row.ahead = True
-            trees.append(row.grow(beside, nodes, minimum, request.chain))
-        return trees
+            self._read_new()
+            return [_Row(self._index.segments, list(prompt[-LONGEST:])) for prompt in prompts]
 
     def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Add an answer to the file, if any; a failure is a warning."""
         if self._served is None:
             return
-        kept = [*prompt[-CONTEXT:], *answer]
+        text = [*prompt[-CONTEXT:], *answer]
         with self._lock:
             try:
-                self._look_for_more()
-                if not self._index.holds(kept):
-                    self._served.add([kept])
+                self._read_new()
+                if text not in self._index:
+                    self._served.add([text])
             except UserError as error:
                 warnings.warn(f"An answer was not kept: {error.problem}", RuntimeWarning, stacklevel=2)
 
-    def _look_for_more(self) -> None:
+    def _read_new(self) -> None:
         """Read answers that were added to the file."""
         if self._served is None:
             return
-        answers, begun_anew = self._served.new()
-        if begun_anew:
-            self._index = self._fresh_index()
+        answers, recreated = self._served.new()
+        if recreated:
+            self._index = self._new_index()
         self._index.add(answers)
 
-    def _fresh_index(self) -> Index:
-        index = Index(self._vocab_size)
+    def _new_index(self) -> AnswerIndex:
+        index = AnswerIndex(self._vocab_size)
         index.add(self._shipped)
         return index

@@ -2,7 +2,7 @@
 
 As in prompt lookup and suffix-automaton drafting (SAM decoding, arXiv 2411.10666), with the index of deflate (RFC
 1951): every pair of tokens is chained to its last occurrence, and a short walk along the chain finds the longest match.
-A step costs a dictionary entry, and continuing a match needs no search.
+A new token costs a dictionary entry, and continuing a match needs no search.
 
 The length of a chain follows from how often matches of each length were right: one of 2 tokens is right half of the
 time, one of 24 nearly always, and each accepted token makes the match longer by one.
@@ -33,17 +33,17 @@ _CLASS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 
 _LONGEST = _LENGTHS[-1]  # longest match that is compared
 _LOOKS = 64  # occurrences of a pair that a search reads, latest first
 _PRIOR_WEIGHT = 8.0  # observations that a prior counts as
-_MEMORY = 1 / 32  # least weight of the newest observation: a text may change
+_LEAST_WEIGHT = 1 / 32  # of the newest observation: a text may change
 
 
-class Index:
+class TextIndex:
     """A growing text that finds the longest earlier occurrence of its end, among the latest `looks` occurrences of its
     last two tokens.
 
-    >>> index = Index()
+    >>> index = TextIndex()
     >>> for token in [7, 8, 9, 1, 8, 9]:
     ...     index.append(token)
-    >>> index.longest()  # the text ends like its first three tokens; number 3 followed
+    >>> index.longest()  # the text ends like its first three tokens; token 3 followed
     (3, 2)
     """
 
@@ -91,77 +91,86 @@ class _Row:
         rates: by class of length, see `PRIORS`, from `seen` observations.
     """
 
-    index: Index = field(default_factory=Index)
+    index: TextIndex = field(default_factory=TextIndex)
     source: int = -1
     length: int = 0
     rates: list[float] = field(default_factory=lambda: [rate for _, rate in PRIORS])
     seen: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * len(PRIORS))
-    ahead: bool = False
+    has_root: bool = False
 
     def append(self, token: int) -> None:
         """Append a decided token, which extends the match or ends it."""
         if self.source >= 0:
             hit = self.index.text[self.source] == token
-            kind = _CLASS[min(self.length, _LONGEST)]
-            self.seen[kind] += 1
-            self.rates[kind] += max(1 / self.seen[kind], _MEMORY) * (hit - self.rates[kind])
+            match_class = _CLASS[min(self.length, _LONGEST)]
+            self.seen[match_class] += 1
+            weight = max(1 / self.seen[match_class], _LEAST_WEIGHT)
+            self.rates[match_class] += weight * (hit - self.rates[match_class])
             self.source, self.length = (self.source + 1, self.length + 1) if hit else (-1, 0)
         self.index.append(token)
 
-    def chain(self, longest: int, minimum: float) -> tuple[list[int], list[float]]:
-        """Tokens that the match predicts, and their acceptance probabilities as a path."""
+    def grow(self, others: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
+        """A chain of the tokens that the match predicts, after the root of `others`."""
         if self.source < 0:
             self.source, self.length = self.index.longest()
-        tokens, accept_probs = list[int](), list[float]()
-        if self.source < 0:
-            return tokens, accept_probs
-        text, end, accept_prob = self.index.text, len(self.index.text), 1.0
-        for step in range(longest):
+        tree, accept_prob = Tree(others.tokens[:1], accept_probs=[1.0]), 1.0
+        text, end = self.index.text, len(self.index.text)
+        for step in range(max_nodes - 1 if self.source >= 0 else 0):
             accept_prob *= self.rates[_CLASS[min(self.length + step, _LONGEST)]]
             if accept_prob < minimum:
                 break
             position = self.source + step
             # Past its end the text repeats the predicted tokens.
-            tokens.append(text[position] if position < end else tokens[position - end])
-            accept_probs.append(accept_prob)
-        return tokens, accept_probs
+            token = text[position] if position < end else tree.tokens[1 + position - end]
+            tree.add(step, token, accept_prob)
+        return tree
 
 
 class TextRow(Protocol):
-    """A row that reads its text token by token; `ahead` if its last token is a root not yet committed."""
+    """A row that reads its text token by token; `has_root` if its last token is a root not yet committed."""
 
-    ahead: bool
+    has_root: bool
 
     def append(self, token: int) -> None: ...
 
+    def grow(self, others: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
+        """Draft after the root of other drafters' tree; nodes below the `minimum` probability are left out."""
+        ...
+
 
 class TextDrafter:
-    """A drafter that reads tokens and no hidden states.
+    """Base of drafters that read tokens and no hidden states.
 
-    Args:
-        max_nodes: largest tree, root included.
+    Attributes:
         minimum: acceptance probability below which nothing is proposed, whatever the request says.
     """
 
     aux_layers: tuple[int, ...] = ()
     draft_share = 0.005
+    max_nodes = 32
+    minimum = 0.03
 
-    def __init__(self, max_nodes: int = 32, minimum: float = 0.03) -> None:
-        self.max_nodes = max_nodes
-        self.minimum = minimum
+    def propose(self, session: list[TextRow], roots: TreeBatch, request: Request) -> list[Tree]:
+        nodes, minimum = min(self.max_nodes, request.max_nodes), max(self.minimum, request.threshold)
+        trees = []
+        for row, others in zip(session, request.beside or roots.trees, strict=True):
+            row.append(others.tokens[0])
+            row.has_root = True
+            trees.append(row.grow(others, nodes, minimum, request.chain))
+        return trees
 
     def commit(self, session: list[TextRow], committed: Committed) -> None:
         for row, tokens in zip(session, committed.tokens, strict=True):
-            for token in tokens[row.ahead :]:
+            for token in tokens[row.has_root :]:
                 row.append(token)
-            row.ahead = False
+            row.has_root = False
 
     def reorder(self, session: list[TextRow], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]
 
 
 class NgramDrafter(TextDrafter):
-    """Draft the continuation of the longest earlier occurrence of the text's end, in the prompt or in the answer."""
+    """Drafter of the continuation of the longest earlier occurrence of the text's end, in prompt or answer."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         rows = [_Row() for _ in prompts]
@@ -169,14 +178,3 @@ class NgramDrafter(TextDrafter):
             for token in prompt:
                 row.index.append(token)
         return rows
-
-    def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
-        longest = min(self.max_nodes, request.max_nodes) - 1
-        minimum = max(self.minimum, request.threshold)
-        trees = []
-        for row, root in zip(session, roots.root_tokens, strict=True):
-            row.append(root)
-            row.ahead = True
-            drafts, accept_probs = row.chain(longest, minimum)
-            trees.append(Tree.chain_of([root, *drafts], [1.0, *accept_probs]))
-        return trees

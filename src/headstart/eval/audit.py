@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop, Drafter, Generation, check
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import DRAWS
+from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge
@@ -93,7 +93,7 @@ def run_audit(
     options = replace(
         options,
         drafters=options.drafters or AUDITED,
-        verifier=options.verifier or tuple(DRAWS),
+        verifier=options.verifier or tuple(SAMPLES_DRAFTS),
         temperature=[temperature for temperature in options.temperature or TEMPERATURES if temperature != 0],
     )
     started = perf_counter()

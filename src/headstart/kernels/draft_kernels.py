@@ -393,7 +393,7 @@ def attend(functions: Any, qkv_BWHd: Tensor, view: KVView) -> Tensor:
 
 
 def best_drafts(functions: Any, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:
-    """See `headstart.drafters.captured.best_drafts`."""
+    """See `headstart.drafters.draft_graphs.best_drafts`."""
     logits_BWD = logits_BWD.contiguous()
     *shape, size = logits_BWD.shape
     assert ranks <= size == len(draft_to_target_D), "one target token per draft token"

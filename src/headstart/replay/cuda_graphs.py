@@ -6,7 +6,7 @@ lengths are copied to static buffers; the graph computes positions, masks and sl
 their outputs ignored.
 
 Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `GraphPool`
-also serves the graphs of draft heads (see `drafters.captured`).
+also serves the graphs of draft heads (see `drafters.draft_graphs`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """

@@ -45,10 +45,10 @@ class Calibration:
         log_probs: knots of each depth, ascending.
         accepted: acceptance rate at each knot, never falling.
         reached: at each depth, how often one of the best drafts is accepted after an accepted path; with `sampled` the
-            last one is drawn.
-        sampled: calibration of a drawn child, evaluated at the log-probability of the draft that it replaces; None
-            treats it as that draft. Applies to a child drawn from the full distribution. Its own `sampled`, if any,
-            applies to children drawn from the remainder of other drafts, and is evaluated at the log of that remainder.
+            last one is sampled.
+        sampled: calibration of a sampled child, evaluated at the log-probability of the draft that it replaces; None
+            treats it as that draft. Applies to a child sampled from the full distribution. Its own `sampled`, if any,
+            applies to children sampled from the rest of the distribution, at the log of that rest.
         off_best: calibration after paths that contain a token other than its node's best draft; the fields above then
             apply to the other paths only. None makes no difference between the two.
     """
@@ -150,12 +150,12 @@ class Calibration:
         reached = array("d", map(self.best_child, range(DEEPEST)))
         return knots, shares, reached, array("q", accumulate(map(len, self.log_probs), initial=0))
 
-    def drawn(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of acceptance of a child drawn in place of each draft of a node, the best draft first.
+    def sampled_probs(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Probability of acceptance of a child sampled in place of each draft of a node, the best draft first.
 
         >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.5),))
         >>> whole = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))
-        >>> whole.drawn(0, np.log(np.array([np.exp(-1), 0.1], dtype=np.float32))).round(3).tolist()
+        >>> whole.sampled_probs(0, np.log(np.array([np.exp(-1), 0.1], dtype=np.float32))).round(3).tolist()
         [0.4, 0.385]
         """
         if self.sampled is None:

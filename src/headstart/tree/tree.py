@@ -27,8 +27,8 @@ RankPath = tuple[int, ...]
 
 
 @dataclass
-class Drawn:
-    """Sampling distribution of a drawn node.
+class DraftDistribution:
+    """Sampling distribution of a sampled node.
 
     Attributes:
         q_draft_D: float [D], over the draft vocabulary.
@@ -55,7 +55,7 @@ class Tree:
         tokens: token of each node, the root's first.
         parents: parent of each node, -1 for the root.
         accept_probs: probability that each node's whole path is accepted (1 for the root); None if unknown.
-        drawn: randomly drawn nodes, at most one child of each node. All others are deterministic.
+        sampled: sampled nodes and their distributions, at most one child of each node; the others are deterministic.
         levels: sequential levels that trained heads drafted; None without trained heads.
 
     >>> tree = Tree([5, 6, 7, 8], [-1, 0, 0, 1])
@@ -66,7 +66,7 @@ class Tree:
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     accept_probs: list[float] | None = None
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    sampled: dict[int, DraftDistribution] = field(default_factory=dict)
     levels: int | None = None
 
     @classmethod
@@ -105,7 +105,7 @@ class Tree:
         self.tokens = [self.tokens[node] for node in renumbered]
         if self.accept_probs is not None:
             self.accept_probs = [self.accept_probs[node] for node in renumbered]
-        self.drawn = {renumbered[node]: drawn for node, drawn in self.drawn.items() if node in renumbered}
+        self.sampled = {renumbered[node]: one for node, one in self.sampled.items() if node in renumbered}
         return renumbered
 
     def best(self, count: int, always: int = 1) -> list[int]:
@@ -301,15 +301,15 @@ class Request:
     Attributes:
         max_nodes: maximum nodes of a row, root included.
         threshold: accepted tokens that a node must add to pay for its verification: the probability of its whole path,
-            or for a drawn node its gain in the probability that it or a sibling is accepted. Drafters that know these
+            or for a sampled node its gain in the probability that it or a sibling is accepted. Drafters that know these
             probabilities drop nodes below it; 0 keeps all nodes that add anything.
         level_threshold: accepted tokens, over all rows and net of verification, that another level of drafting must
             promise to pay for its time; 0 asks for all levels.
         chain: no node may have more than one child.
-        draws: draw the last child of each node from the drafter's distribution without its siblings, the most likely
-            drafts; else it is the next most likely one. Drafters without a distribution never draw.
+        sample_drafts: sample the last child of each node from the drafter's distribution without its siblings, the most
+            likely drafts; else it is the next most likely one. Drafters without a distribution never sample.
         warp: maps draft logits [..., D] to the sampling distribution, float [..., D], temperature included.
-        streams: one random generator per row, only for drawing children.
+        streams: one random generator per row, only for sampling children.
         temperature: of the decoding, 0 if greedy; acceptance falls with it.
         calibration: of trained heads; None trusts their probabilities. Their drafter sets this and the shape.
         shape: static tree for trained heads; None lets them choose.
@@ -321,7 +321,7 @@ class Request:
     threshold: float = 0.0
     level_threshold: float = 0.0
     chain: bool = False
-    draws: bool = False
+    sample_drafts: bool = False
     warp: Callable[[Tensor], Tensor] | None = None
     streams: Sequence[torch.Generator] = ()
     temperature: float = 0.0
@@ -405,8 +405,8 @@ def build_commit(
 def union(tree: Tree, other: Tree, request: Request) -> Tree:
     """Merge two trees with the same root, taking the larger probability of shared nodes.
 
-    If there are more nodes than allowed, the least probable ones go. A tree with drawn nodes, or the first one if
-    probabilities are unknown, stays complete: dropping a drawn node because of its token would break losslessness.
+    If there are more nodes than allowed, the least probable ones go. A tree with sampled nodes, or the first one if
+    probabilities are unknown, stays complete: dropping a sampled node because of its token would break losslessness.
 
     >>> both = union(Tree([5, 6], [-1, 0], [1.0, 0.5]), Tree.chain_of([5, 6, 7], [1.0, 0.4, 0.3]), Request(8))
     >>> both.tokens, both.parents, both.accept_probs
@@ -415,14 +415,14 @@ def union(tree: Tree, other: Tree, request: Request) -> Tree:
     levels = max((part.levels for part in (tree, other) if part.levels is not None), default=None)
     if tree.size == 1 or other.size == 1:
         return replace(other if tree.size == 1 else tree, levels=levels)
-    assert not (tree.drawn and other.drawn), "only one drafter is asked to draw"
-    if other.drawn:
+    assert not (tree.sampled and other.sampled), "only one drafter samples"
+    if other.sampled:
         tree, other = other, tree
     if request.chain:
-        return replace(tree if tree.drawn or _promise(tree) >= _promise(other) else other, levels=levels)
+        return replace(tree if tree.sampled or _promise(tree) >= _promise(other) else other, levels=levels)
     known = tree.accept_probs is not None and other.accept_probs is not None
     both = Tree(
-        list(tree.tokens), list(tree.parents), list(tree.accept_probs or ()) if known else None, tree.drawn, levels
+        list(tree.tokens), list(tree.parents), list(tree.accept_probs or ()) if known else None, tree.sampled, levels
     )
     index, numbers = both.index, [0]
     for node in range(1, other.size):
@@ -434,7 +434,7 @@ def union(tree: Tree, other: Tree, request: Request) -> Tree:
             both.accept_probs[index[place]] = max(both.accept_probs[index[place]], prob)
         numbers.append(index[place])
     if both.size > request.max_nodes:
-        complete = tree.size if tree.drawn or not known else 1
+        complete = tree.size if tree.sampled or not known else 1
         assert complete <= request.max_nodes, "each drafter keeps to the limit by itself"
         both.keep(both.best(request.max_nodes, complete))
     return both

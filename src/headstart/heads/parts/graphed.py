@@ -1,4 +1,4 @@
-"""Interface of families that draft with CUDA graphs, see `drafters.captured`.
+"""Interface of families that draft with CUDA graphs, see `drafters.draft_graphs`.
 
 A draft level is one graph. Its host inputs are uploaded once, as integers; all other tensors have fixed addresses in
 the session's memory. `draft_step` and `depth_logits` are the reference with unpadded tensors, and the fallback.

@@ -23,7 +23,9 @@ from headstart.replay.cuda_graphs import WIDTHS, GraphPool, next_power_of_two
 from headstart.support.uploads import upload_into
 
 Forward = Callable[[Tensor], tuple[Tensor, ...]]
-"""Maps the numbers of a level to outputs."""
+"""Maps the integer inputs of a level to outputs."""
+Write = Callable[[Tensor, Tensor], None]
+"""Writes integers into an input buffer."""
 _SPARE = 256
 """Spare slots beyond the prompt in a new session."""
 
@@ -35,7 +37,7 @@ class DraftGraphs(GraphPool[Memory]):
         super().__init__(heads.bytes_per_token, heads.draft_to_target_D.device)
         self._heads = heads
 
-    def ready(self, session: Any, rows: int, nodes: int) -> bool:
+    def prepare(self, session: Any, rows: int, nodes: int) -> bool:
         """Make room for a round of up to this many nodes a level; false if it must be drafted without graphs."""
         heads, memory = self._heads, session.memory
         if self.refused is not None or nodes > WIDTHS[-1]:
@@ -43,29 +45,28 @@ class DraftGraphs(GraphPool[Memory]):
         slots = heads.slots(session) + heads.draft_steps * next_power_of_two(nodes)
         if memory is None or memory.capacity < slots:
             if any(weight.device != self._device for weight in heads.weights()):
-                self.disable("their weights lie on several devices")
+                self.disable("their weights are on several devices")
                 return False
-            room = self.lend(partial(heads.new_memory, session), rows, slots + _SPARE, heads.weights())
+            larger = self.lend(partial(heads.new_memory, session), rows, slots + _SPARE, heads.weights())
             if memory is not None:
                 memory.lent.detach()  # it is too small for the next text, too
-            self.return_when_collected(session, room)
-            heads.move(session, room)
+            self.return_when_collected(session, larger)
+            heads.move(session, larger)
         for level in heads.pending_levels(session):
             self._run(session.memory, level, None, upload_into, partial(_read, heads, session.memory, level))
         return True
 
-    def level(
+    def run_level(
         self,
         session: Any,
         root_B: Tensor,
         nodes: tuple[list[list[int]], list[list[int]]],
         depths: range,
         ranks: int,
-        put: Callable[[Tensor, Tensor], None] = upload_into,
+        write: Write,
     ) -> tuple[Tensor, Tensor] | None:
         """Logits [B, W, D] after the nodes of a level (or at these depths), valid until the next level, and their
-        `best_drafts`; None if this level must be drafted without a graph. `nodes` are tokens and parents; `put`
-        writes numbers into a graph's input buffer."""
+        `best_drafts`; None if this level must be drafted without a graph. `nodes` are tokens and parents."""
         heads, memory = self._heads, session.memory
         tokens_BW, parents_BW = map(np.array, nodes)
         level = heads.level(session, root_B, tokens_BW, parents_BW, depths)
@@ -76,15 +77,13 @@ class DraftGraphs(GraphPool[Memory]):
             logits_BWD = heads.draft_level(memory, numbers_BX, level.sizes).float()
             return logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D)
 
-        logits_BWD, best = self._run(memory, level, ranks, put, forward)
+        logits_BWD, best = self._run(memory, level, ranks, write, forward)
         count = len(level.inputs_BX)
         return logits_BWD[:count, : level.width], best[:, :count, : level.width]
 
-    def _run(
-        self, memory: Any, level: Level, ranks: int | None, put: Callable[[Tensor, Tensor], None], forward: Forward
-    ) -> tuple[Tensor, ...]:
-        """Outputs of a forward over the numbers of a level, valid until the next one; replayed from a graph if
-        possible. `ranks` distinguishes graphs of equal levels."""
+    def _run(self, memory: Any, level: Level, ranks: int | None, write: Write, forward: Forward) -> tuple[Tensor, ...]:
+        """Outputs of a forward over a level's inputs, valid until the next one; replayed from a graph if possible.
+        `ranks` distinguishes graphs of equal levels."""
         count = len(level.inputs_BX)
         rows = min(next_power_of_two(count), memory.rows)
         numbers_BX = np.pad(level.inputs_BX, ((0, rows - count), (0, 0)), mode="edge")
@@ -92,7 +91,7 @@ class DraftGraphs(GraphPool[Memory]):
         graph = memory.graphs.get(bucket)
         inputs = torch.empty(numbers_BX.shape, dtype=torch.long, device=self._device) if graph is None else graph.inputs
         if inputs.numel():
-            put(inputs, torch.from_numpy(numbers_BX))
+            write(inputs, torch.from_numpy(numbers_BX))
         if graph is None and self.refused is None:
             graph = self.capture(memory, bucket, inputs, partial(forward, inputs))
         if graph is None:  # capture was refused in the middle of a round

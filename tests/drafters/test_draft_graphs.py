@@ -13,7 +13,7 @@ import torch
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.eval.environment import environment
@@ -135,16 +135,16 @@ def test_captures_once(name: str, host: Target, target: Target, device: StandIn,
     assert count and drafted(target, drafter) == first and len(captures) == count
 
 
-def test_a_draft_model_keeps_its_graphs_when_its_cache_grows(
+def test_early_exit_keeps_its_graphs_when_its_cache_grows(
     target: Target, device: StandIn, captures: list[StandInGraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.drafters.draft_model._SPARE", 0)
+    monkeypatch.setattr("headstart.drafters.early_exit._SPARE", 0)
     monkeypatch.setattr("headstart.replay.cuda_graphs._MIN_SLOTS", 16)
-    draft = Target(tiny_model("llama", vocab_size=61, seed=1).to(CUDA))
-    loop, options = DecodeLoop(target, DraftModelDrafter(draft, target)), replace(OPTIONS, max_new_tokens=70)
+    drafter = EarlyExitDrafter(target, 1)
+    loop, options = DecodeLoop(target, drafter), replace(OPTIONS, max_new_tokens=80)
     caches: list[TreeCache] = []
-    forward = draft.forward_tree
-    monkeypatch.setattr(draft, "forward_tree", lambda cache, *rest: (caches.append(cache), forward(cache, *rest))[1])
+    forward = drafter.first_layers.forward_tree
+    monkeypatch.setattr(drafter.first_layers, "forward_tree", lambda *args: (caches.append(args[0]), forward(*args))[1])
     texts = [list(range(3, 59))]  # it just fits at first
     (first,) = loop.generate(texts, options)
     assert len({cache.capacity for cache in caches}) > 1, "it has grown"
@@ -158,7 +158,7 @@ def test_a_draft_model_keeps_its_graphs_when_its_cache_grows(
 def test_memory_grows_with_a_text_and_stays_for_the_next(
     name: str, length: int, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
+    monkeypatch.setattr("headstart.drafters.draft_graphs._SPARE", 0)
     monkeypatch.setattr("headstart.replay.cuda_graphs._ROUND_UP_SHARE", 0.0)
     drafter = drafter_of(name, host, target)
     memories: list[Memory] = []
@@ -191,7 +191,7 @@ def test_graphs_read_texts_in_parts(lengths: tuple[int, ...], host: Target, targ
 
 def test_memory_after_a_pause(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding of the last part lies beyond the text's end."""
-    monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
+    monkeypatch.setattr("headstart.drafters.draft_graphs._SPARE", 0)
     monkeypatch.setattr("headstart.replay.cuda_graphs._ROUND_UP_SHARE", 0.0)
 
     @torch.inference_mode()

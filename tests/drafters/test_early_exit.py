@@ -1,4 +1,4 @@
-"""A draft model and early exit: output, the draft's cache, vocabularies, and a target that stays as it was."""
+"""Early exit: output, its cache, probabilities, and a target that stays as it was."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
-from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, early_exit
-from headstart.errors import UserError
+from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.decode.drafters import lossless
-from tests.tiny import KINDS, tiny_model, tiny_tokenizer
+from tests.tiny import KINDS, tiny_model
 
 OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)
 
 
-def tiny(seed: int = 0, vocab: int = 61, **settings: Any) -> Target:
-    return Target(tiny_model("llama", seed=seed, vocab_size=vocab, **settings))
+def tiny(**settings: Any) -> Target:
+    return Target(tiny_model("llama", vocab_size=61, **settings))
 
 
 def texts(lengths: tuple[int, ...] = (3, 17, 9)) -> list[list[int]]:
@@ -36,37 +35,18 @@ def plain(target: Target) -> list[list[int]]:
     return [DecodeLoop(target).generate([text], OPTIONS)[0].tokens for text in texts()]
 
 
-@pytest.mark.parametrize(("seed", "right"), [(0, True), (1, False)])
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("spare", [0, 512], ids=["cache grows", "cache is large"])
-def test_output_equals_plain_decoding(seed: int, right: bool, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.drafters.draft_model._SPARE", spare)
+def test_output_equals_plain_decoding(layers: int, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.drafters.early_exit._SPARE", spare)
     target = tiny()
-    drafter = DraftModelDrafter(tiny(seed), target, draft_steps=5)
-    together = lossless(target, [drafter], texts(), OPTIONS)
-    if right:  # the draft is the target: only a cache that holds the right tokens accepts everything
+    together = lossless(target, [EarlyExitDrafter(target, layers, draft_steps=5)], texts(), OPTIONS)
+    if layers == 3:  # the whole target: only a cache that holds the right tokens accepts everything
         assert all(round.emitted == 6 for row in together for round in row.rounds)
 
 
-@pytest.mark.parametrize("vocab", [50, 70])
-def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.drafters.draft_model.check_tokenizers", lambda draft, target: None)
-    target = tiny()
-    drafter = DraftModelDrafter(tiny(1, vocab), target)
-    lossless(target, [drafter], texts(), OPTIONS)
-    session = drafter.prefill(texts(), {})
-    request = Request(
-        5, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=[torch.Generator()] * 3
-    )
-    trees = drafter.propose(session, TreeBatch.roots([60, 1, 2]), request)
-    drawn = [one for tree in trees for one in tree.drawn.values()]
-    assert drawn
-    for one in drawn:
-        assert one.q_draft_V(61).shape == (61,)
-        assert one.q_draft_V(61).sum() == pytest.approx(1.0)
-
-
 def drafted(
-    drafter: DraftModelDrafter, rows: list[list[int]], roots: list[int], request: Request | None = None
+    drafter: EarlyExitDrafter, rows: list[list[int]], roots: list[int], request: Request | None = None
 ) -> list[Tree]:
     return drafter.propose(drafter.prefill(rows, {}), TreeBatch.roots(roots), request or Request(8))
 
@@ -76,8 +56,7 @@ def counts(trees: list[Tree]) -> list[int]:
 
 
 def test_accepted_tokens_are_not_read_again() -> None:
-    draft = tiny()
-    drafter = DraftModelDrafter(draft, draft, draft_steps=4)
+    drafter = EarlyExitDrafter(tiny(), 3, draft_steps=4)
     rows = texts()
     session = drafter.prefill(rows, {})
     trees = drafter.propose(session, TreeBatch.roots([1, 2, 3]), Request(8))
@@ -101,11 +80,12 @@ def test_accepted_tokens_are_not_read_again() -> None:
     assert [tree.tokens for tree in again] == [tree.tokens for tree in drafted(drafter, late, [1, 2])]
 
 
-def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
-    draft = tiny()
+def test_probabilities_are_of_the_first_layers_and_end_the_chain() -> None:
+    target = tiny()
     with torch.no_grad():
-        draft.model.get_output_embeddings().weight.mul_(12.0)
-    drafter = DraftModelDrafter(draft, draft, draft_steps=6)
+        target.model.get_output_embeddings().weight.mul_(12.0)
+    drafter = EarlyExitDrafter(target, 2)
+    draft = drafter.first_layers
     whole = drafted(drafter, texts(), [1, 2, 3])
     probs = [tree.accept_probs for tree in whole if tree.accept_probs is not None]
     assert len(probs) == 3 and counts(whole) == [7, 7, 7]
@@ -125,8 +105,8 @@ def test_probabilities_are_the_draft_models_own_and_end_the_chain() -> None:
 
 
 def test_sampled_chains_follow_the_warped_distribution() -> None:
-    draft = tiny()
-    drafter = DraftModelDrafter(draft, draft, draft_steps=2)
+    drafter = EarlyExitDrafter(tiny(), 2, draft_steps=2)
+    draft = drafter.first_layers
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=3))
     root, text = 5, texts()[0]
     cache = draft.new_cache(1, 8)
@@ -135,11 +115,11 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
     counts = torch.zeros(61)
     rows = 40
     for _ in range(10):
-        request = Request(3, draws=True, warp=warper, streams=[stream] * rows)
+        request = Request(3, sample_drafts=True, warp=warper, streams=[stream] * rows)
         for tree in drafted(drafter, [text] * rows, [root] * rows, request):
-            assert list(tree.drawn) == [1, 2]
-            torch.testing.assert_close(tree.drawn[1].q_draft_V(61), q_draft_V)
-            assert tree.drawn[2].q_draft_V(61)[tree.tokens[2]] > 0
+            assert list(tree.sampled) == [1, 2]
+            torch.testing.assert_close(tree.sampled[1].q_draft_V(61), q_draft_V)
+            assert tree.sampled[2].q_draft_V(61)[tree.tokens[2]] > 0
             counts[tree.tokens[1]] += 1
     assert (counts / 400 - q_draft_V).abs().max() < 0.1
 
@@ -147,34 +127,14 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
 def test_sampling_runs_with_sampled_drafts() -> None:
     target = tiny()
     options = DecodeOptions(max_new_tokens=30, ignore_end=True, temperature=1.0, top_p=0.9, seed=0)
-    rows = DecodeLoop(target, DraftModelDrafter(tiny(), target)).generate(texts(), options)
+    rows = DecodeLoop(target, EarlyExitDrafter(target, 3)).generate(texts(), options)
     assert all(row.drafter_error is None for row in rows)
-    assert all(row.tokens_per_round > 5 for row in rows), "a draft that is the target is accepted whole"
+    assert all(row.tokens_per_round > 5 for row in rows), "drafts of all layers are accepted"
 
 
-def test_a_full_draft_context_ends_drafting() -> None:
-    target = tiny()
-    draft = tiny(max_length=32)
-    rows = DecodeLoop(target, DraftModelDrafter(draft, target)).generate(texts(), OPTIONS)
-    assert all(row.drafter_error is None for row in rows)
-    assert [row.tokens for row in rows] == plain(target)
-    assert rows[0].rounds[0].nodes > 1 and rows[0].rounds[-1].nodes == 1
-    long = texts((40,))
-    short = DecodeOptions(max_new_tokens=8, ignore_end=True)
-    out = DecodeLoop(target, DraftModelDrafter(draft, target)).generate(long, short)[0]
-    assert out.tokens == DecodeLoop(target).generate(long, short)[0].tokens
-
-
-def test_other_tokenizers_are_refused() -> None:
-    one, two = tiny_tokenizer(), tiny_tokenizer(special=("<|endoftext|>", "<|user|>", "<|im_end|>"))
-    target = Target(tiny_model("llama", vocab_size=len(one)), one, "the-target")
-    same = Target(tiny_model("llama", vocab_size=len(one) + 8), one, "padded")
-    check_tokenizers(same, target)
-    other = Target(tiny_model("llama", vocab_size=len(two)), two, "the-draft")
-    with pytest.raises(UserError, match=r"the-draft has another tokenizer than the-target.*'<\|.*same tokenizer"):
-        DraftModelDrafter(other, target)
-    with pytest.raises(UserError, match=r"has 70 tokens and .* has 61"):
-        DraftModelDrafter(tiny(vocab=70), tiny())
+def test_chains_end_at_the_context_of_the_target() -> None:
+    drafter = EarlyExitDrafter(tiny(max_length=32), 3)
+    assert [counts(drafted(drafter, texts((length,)), [1])) for length in (25, 29, 31, 32)] == [[7], [4], [2], [1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,7 +148,8 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     answer = DecodeLoop(target).generate([text], OPTIONS)[0].tokens
     states = target.hidden_states([text], (1, 2, FINAL))[0]
 
-    short = early_exit(target, 2)
+    drafter = EarlyExitDrafter(target, 2)
+    short = drafter.first_layers
     assert len(short.layers) == short.num_layers == 2
     assert {parameter.data_ptr() for parameter in short.model.parameters()} < memory
     short_states = short.hidden_states([text], (1, 2, FINAL))[0]
@@ -201,7 +162,6 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     assert {name: id(module) for name, module in target.model.named_modules()} == modules
     assert target.identity() == before
     assert target.model.config.to_dict() == settings
-    drafter = DraftModelDrafter(short, target)
     out = DecodeLoop(target, drafter).generate([text], OPTIONS)[0]
     assert (out.tokens, out.drafter_error) == (answer, None)
     after = target.hidden_states([text], (1, 2, FINAL))[0]
