@@ -239,6 +239,22 @@ def test_batches_that_were_finished_early_survive_a_kill(tiny_target: Target, tm
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
+@pytest.mark.parametrize("more", [{}, {"conversations": 6}])
+def test_a_gap_filled_with_smaller_batches_skips_no_prompt(
+    tiny_target: Target, tmp_path: Path, more: dict[str, int]
+) -> None:
+    """Batches 2 and 3 are lost; the last one of the gap takes all prompts up to those of batch 4."""
+    folder = tmp_path / "killed"
+    before = build_conversations(tiny_target, section(tmp_path, conversations=18), folder)
+    ids = {item.id for part in everything(before) for item in part}
+    for number in (2, 3):
+        (folder / "batches" / f"{number:05d}-train.jsonl").unlink()
+    data = section(tmp_path, conversations=18, batch_size=2)
+    build_conversations(tiny_target, data.model_copy(update=more), folder)
+    again = build_conversations(tiny_target, data, folder)
+    assert {item.id for part in everything(again) for item in part} == ids
+
+
 def test_a_time_budget_ends_all_processes(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first batch the time is up for both, so neither begins another one."""
     data, folder = section(tmp_path, minutes=1e-6), tmp_path / "together"

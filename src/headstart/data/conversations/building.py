@@ -367,17 +367,18 @@ class _SplitWriter:
             # Round the running total, not each batch, so that a batch's share depends on its number alone.
             due = own_share * size
             own = int(due * (self._number + 1)) - int(due * self._number)
-            later = list[int]()  # first prompts of the batches after a gap
-            if self._number < self._last:
-                later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
-            start, prompts = self._start, list[Prompt]()
+            start, prompts, count = self._start, list[Prompt](), size - own
+            later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
+            limit = min(later, default=None)
+            if limit is not None and self._number + 1 in build.batches:
+                count = limit - start  # the last batch of a gap takes all of its prompts, whatever the batch size
             if own_share < 1:
-                prompts, self._start = build.prompts(split, start, size - own, min(later, default=None))
+                prompts, self._start = build.prompts(split, start, count, limit)
             if not (own_share or prompts or later):
                 build.asked = max(build.asked, self._start)
                 return None
             number, self._number = self._number, self._number + 1
             if own_share or prompts:  # with an own share, the target writes the rest
                 file = build.folder / file_name(number, split)
-                return _Planned(number, file, prompts, (start, self._start), size)
+                return _Planned(number, file, prompts, (start, self._start), max(size, own + len(prompts)))
         return None
