@@ -26,7 +26,7 @@ from headstart.data.generation.generator import Continuation
 from headstart.data.generation.in_process import CACHE_PEAK, InProcess, next_tokens
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.loading import LeftOut
-from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
+from headstart.data.prompts.seed_prompts import SEED_PROMPTS
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
@@ -170,7 +170,7 @@ def test_the_time_of_earlier_sessions_counts_once_for_batches_written_at_once(tm
 
     def taken(minutes: float | None) -> int:
         clock = TimeBudget(minutes, tmp_path / "clocks.json")
-        count = sum(clock.takes(batch, is_new=False) for batch in batches)
+        count = sum(clock.admit(batch, is_new=False) for batch in batches)
         clock.stop()
         return count
 
@@ -186,7 +186,7 @@ def test_progress_ends_at_the_budget(tiny_target: Target, tmp_path: Path, monkey
     build_conversations(tiny_target, section(prompts, conversations=20), tmp_path / "all")
     assert set(totals) == {4 + 3 + 20}
     totals.clear()
-    spent = property(lambda clock: clock._taken / 16 if clock._budget < math.inf else 0.0)
+    spent = property(lambda clock: clock._admitted / 16 if clock._budget < math.inf else 0.0)
     monkeypatch.setattr(TimeBudget, "fraction_spent", spent)
     asked = section(prompts, conversations=20, batch_size=1, minutes=1000)
     build_conversations(tiny_target, asked, tmp_path / "some")
@@ -433,14 +433,13 @@ def test_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pyt
     answer = [*tokenizer.encode(" of the sea"), tokenizer.eos_token_id]
     assert tokenizer.decode(answer[:-1]) == "of the sea"
     monkeypatch.setattr(InProcess, "continue_rows", lambda _self, rows, _how: [answer for _ in rows])
-    monkeypatch.setattr(self_prompts, "seed_prompt_list", lambda _breadth: [("writing", "Write a poem")])
+    monkeypatch.setattr(self_prompts, "SEED_PROMPTS", {"writing": ["Write a poem"]})
     ((text, _),) = self_prompts.generate_prompts(target, 1, "broad", seed=0)
     assert text == "Write a poem of the sea"
 
 
 def test_seed_prompts_cover_many_kinds() -> None:
-    assert len({category for category, _ in seed_prompt_list("broad")}) >= 10
-    assert seed_prompt_list("none") == [("open", "")]
+    assert len(SEED_PROMPTS) >= 10
 
 
 @pytest.mark.parametrize(

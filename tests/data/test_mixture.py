@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headstart.data.conversations import batch_generator
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.identity import identity, pin_as_begun, pinned
+from headstart.data.conversations.identity import identity, pin_as_begun, pin_to
 from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import Origin
@@ -257,7 +257,7 @@ def test_run_keeps_the_commits_it_began_with(monkeypatch: pytest.MonkeyPatch, ti
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
     settings = data
     begun = identity(tiny_target, settings)
-    fixed = pinned(data, begun)
+    fixed = pin_to(data, begun)
     assert [one.revision for one in fixed.sources] == ["1" * 40, "2" * 40]
     newest = "3" * 40
     assert identity(tiny_target, settings) != begun

@@ -76,7 +76,7 @@ class BatchGenerator:
     ) -> list[Prompt]:
         """Generate at most `count` prompts; deterministic for the same settings."""
         settings = self.settings
-        drafts = generate_prompts(self.target, count, settings.seed_prompts, seed, generator, check)
+        drafts = generate_prompts(self.target, count, settings.seed_prompts, seed, generator=generator, check=check)
         prompts: dict[str, Prompt] = {}
         for number, (text, category) in enumerate(drafts):
             prompt = Prompt([{"role": "user", "content": text}], category, f"{name}-{number}")

@@ -12,7 +12,7 @@ from typing import Any
 from headstart.data.generation.generator import Continuation, TextGenerator
 from headstart.data.generation.in_process import InProcess
 from headstart.data.prompts.chat import check_prompts
-from headstart.data.prompts.seed_prompts import SHARES, TOPICS, seed_prompt_list
+from headstart.data.prompts.seed_prompts import SEED_PROMPTS, SHARES, TOPICS
 from headstart.model.model import Target
 from headstart.support.detokenizer import decode_text
 
@@ -40,9 +40,7 @@ def generate_prompts(
     Deterministic for a seed. `breadth` "broad" samples seed prompts, "none" uses none. `check` aborts by raising.
     """
     rng = random.Random(seed)
-    by_category: dict[str, list[str]] = {}
-    for category, seed_prompt in seed_prompt_list(breadth):
-        by_category.setdefault(category, []).append(seed_prompt)
+    by_category = SEED_PROMPTS if breadth == "broad" else {"open": [""]}
     categories = sorted(by_category)
     shares = [SHARES.get(category, 1.0) for category in categories]
     starts = []

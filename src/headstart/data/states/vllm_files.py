@@ -32,7 +32,7 @@ from headstart.model.identity import dtype_name
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.servers.client import Endpoint, Pool, Refused, RetryableError
-from headstart.servers.completions import Ask, served_by
+from headstart.servers.completions import CompletionRequest, served_by
 from headstart.support.files import need_disk
 
 _COMPARED = 128
@@ -228,12 +228,12 @@ def import_from_servers(
     waiting, done, refusals = work.waiting, 0, list[Refused]()
     total = sum(len(item.tokens) for item in waiting)
 
-    def ask(number: int, endpoint: Endpoint) -> Path:
-        return _written(endpoint, work.target.spec, waiting[number].tokens)
+    def send(number: int, endpoint: Endpoint) -> Path:
+        return _request_file(endpoint, work.target.spec, waiting[number].tokens)
 
     pool = Pool(urls, requests or _REQUESTS * len(urls), _RESTART)
     try:
-        with closing(pool.answers(len(waiting), ask)) as files:
+        with closing(pool.run(len(waiting), send)) as files:
             for number, file in files:
                 done += len(waiting[number].tokens)
                 advance(done, total)
@@ -256,11 +256,11 @@ def import_from_servers(
         work.flush()  # also after a failure, since the files of imported states are deleted
 
 
-def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
+def _request_file(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
     """Send token ids to a server; return the file with their states."""
-    served = endpoint.once(lambda endpoint: served_by(endpoint, spec))
-    path, body = served.dialect.request(Ask(tokens, 1), served.model)
-    page = endpoint.ask("POST", path, body)
+    served = endpoint.cached(lambda endpoint: served_by(endpoint, spec))
+    path, body = served.dialect.request(CompletionRequest(tokens, 1), served.model)
+    page = endpoint.fetch("POST", path, body)
     try:
         file = Path((page.get("kv_transfer_params") or {})["hidden_states_path"])
         read = served.dialect.read(page).prompt
