@@ -23,7 +23,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import headstart
-from headstart.adapt.gate import compared, refusals
+from headstart.adapt.gate import compare_rounds, refusals
 from headstart.adapt.options import AdaptOptions
 from headstart.adapt.service import Service
 from headstart.adapt.update import Update, Waiting
@@ -385,10 +385,10 @@ def test_texts_of_one_source_are_drawn_together(whole: Path) -> None:
     rounds = {text.id: (20, 10) for text in texts}
     of_five = [replace(text, category=f"user {place % 5}") for place, text in enumerate(texts)]
     of_four = [replace(text, category=f"user {place % 4}") for place, text in enumerate(texts)]
-    assert compared(rounds, rounds, of_five, traffic=True)["drawn"] == 5
-    assert compared(rounds, rounds, of_four, traffic=True)["drawn"] == len(texts), "too few for an interval"
-    assert compared(rounds, rounds, of_five)["drawn"] == len(texts), "the run's own kinds are what they are"
-    assert compared({}, {}, texts)["change"]["low"] is None
+    assert compare_rounds(rounds, rounds, of_five, traffic=True)["drawn"] == 5
+    assert compare_rounds(rounds, rounds, of_four, traffic=True)["drawn"] == len(texts), "too few for an interval"
+    assert compare_rounds(rounds, rounds, of_five)["drawn"] == len(texts), "the run's own kinds are what they are"
+    assert compare_rounds({}, {}, texts)["change"]["low"] is None
 
 
 # -- disturbances ------------------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_two_adapters_at_once(place: Path) -> None:
     update = update_of(place)
     with locked(place / "log"), pytest.raises(Busy):  # of other heads, from this log
         update.train()
-    with update.service.held(), pytest.raises(Busy, match="stop it"):
+    with update.service.lock(), pytest.raises(Busy, match="stop it"):
         update.train()
 
 

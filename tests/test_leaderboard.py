@@ -14,7 +14,7 @@ import pytest
 
 from headstart.data.prompts.overlap import SAME, Excluded, normalise
 from headstart.data.prompts.questions import read_questions
-from headstart.data.prompts.seed_prompts import seed_prompt_list
+from headstart.data.prompts.seed_prompts import SEED_PROMPTS
 from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS
 from headstart.recipes.recipe import load_recipe
@@ -37,7 +37,7 @@ def test_there_are_forty_different_questions_of_ten_kinds(board: ModuleType) -> 
 def test_no_question_is_trained_on(board: ModuleType) -> None:
     """No seed prompt shares eight words with one, no audit prompt equals one, and data exclude equal prompts."""
     questions = [normalise(question.turns[0]) for question in read_questions(board.QUESTIONS)]
-    seeds = " | ".join(normalise(seed) for _, seed in seed_prompt_list("broad"))
+    seeds = " | ".join(normalise(seed) for seeds in SEED_PROMPTS.values() for seed in seeds)
     words = [question.split() for question in questions]
     assert not [at for text in words for at in range(len(text) - 7) if " ".join(text[at : at + 8]) in seeds]
     assert not {normalise(prompt) for prompt in PROMPTS} & set(questions)

@@ -143,9 +143,9 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
     (
         chat(user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}),
-        "1 with a call of a tool whose arguments are no JSON",
+        "1 with a call of a tool whose arguments are not JSON",
     ),
-    ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are no list"),
+    ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are not a list"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "1 with a message of the role 'wizard'"),
     ({"messages": [{"role": "user", "content": None}]}, "1 with a message without text"),
     ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without text"),

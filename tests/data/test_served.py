@@ -17,7 +17,7 @@ import pytest
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.served.log import RequestLog, Served, prune, segments, template_version
-from headstart.data.served.reading import as_conversation, chosen, read_log
+from headstart.data.served.reading import choose_requests, read_log, to_conversation
 from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.model.model import Target
@@ -247,14 +247,14 @@ def test_prompts_and_sources_are_capped() -> None:
     equal = [replace(ONE, time=2000.0 + number) for number in range(50)]
     others = [replace(ONE, source=f"user {number}", prompt=[6, number], time=3000.0) for number in range(5)]
     left_out = LeftOut()
-    kept = chosen([*flood, *equal, *others], 8, left_out)
+    kept = choose_requests([*flood, *equal, *others], 8, left_out)
     assert [item.source for item in kept].count("mallory") == 8 and len(kept) == 14
     assert left_out.counts == {"beyond 8 of one source": 992, "that repeat a prompt": 49}
     assert kept[0].time == 992.0, "the newest of a source"
 
 
 def test_served_request_becomes_a_conversation() -> None:
-    made = as_conversation(replace(ONE, source="anna"))
+    made = to_conversation(replace(ONE, source="anna"))
     assert (
         list(made.tokens) == [5, 6, 7, 8, 9, 10, 11, 2]
         and made.supervised_spans == [(3, 8)]

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import identity
+from headstart.data.conversations.identity import identity
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
-from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
+from headstart.data.prompts.chat import has_variable, prompt_tokens, with_template_kwargs
 from headstart.data.prompts.self_prompts import user_prefix
 from headstart.errors import UserError
 from headstart.model.model import Target
@@ -86,6 +86,24 @@ def test_unknown_variable_is_refused(switched: Target) -> None:
         with_template_kwargs(switched.tokenizer, {"enable_thinkin": False})
     with pytest.raises(UserError, match="no chat template"):
         with_template_kwargs(tiny_tokenizer(None), QUIET)
+    mentioned = tiny_tokenizer("{# enable_thinking #}{{ 'enable_thinking: ' }}" + CHATML)
+    with pytest.raises(UserError, match="no variable 'enable_thinking'"):
+        with_template_kwargs(mentioned, QUIET)
+
+
+@pytest.mark.parametrize(
+    "template", [SWITCH, "{%- generation -%}" + SWITCH + "{% endgeneration %}", {"default": CHATML, "think": SWITCH}]
+)
+def test_variables_are_found(template: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    assert has_variable(tokenizer, "enable_thinking") and not has_variable(tokenizer, "m")
+
+
+def test_a_malformed_template_is_named() -> None:
+    broken = tiny_tokenizer("{% if enable_thinking %}" + CHATML)
+    with pytest.raises(UserError, match=r"chat template refuses.*endif"):
+        prompt_tokens([{"role": "user", "content": "Hi"}], with_template_kwargs(broken, QUIET))
 
 
 def chats(count: int, **answer: Any) -> list[dict[str, Any]]:

@@ -8,16 +8,16 @@ such call.
 
 from __future__ import annotations
 
-from headstart.adapt.gate import rounds_of, tokens_per_round
+from headstart.adapt.gate import replay_heads, tokens_per_round
 from headstart.adapt.update import Update
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.served.log import Served
-from headstart.data.served.reading import as_conversation, chosen, read_log
+from headstart.data.served.reading import choose_requests, read_log, to_conversation
 from headstart.errors import UserError
 from headstart.hub.format import read_heads
 from headstart.servers.client import Endpoint, RetryableError
 from headstart.servers.completions import served_by
-from headstart.servers.process import Running
+from headstart.servers.process import RunningEngine
 from headstart.tree.tree import TreeShape
 
 _PROMPTS, _TOKENS = 16, 64
@@ -42,11 +42,11 @@ def check_engine(url: str, update: Update) -> tuple[str, bool]:
         served = served_by(endpoint, "")
     except RetryableError as problem:
         raise UserError(f"{url} does not answer: {problem}.", remedy) from None
-    engine, target = Running(url, endpoint, served.dialect, served.model, remedy), update.target
+    engine, target = RunningEngine(url, endpoint, served.dialect, served.model, remedy), update.target
     before, texts = engine.counters(), []
-    for item in chosen(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]:
+    for item in choose_requests(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]:
         answer = list(engine.answer(item.prompt, _TOKENS).tokens)
-        texts.append(as_conversation(Served(item.prompt, answer, "length", item.time)))
+        texts.append(to_conversation(Served(item.prompt, answer, "length", item.time)))
     counted = engine.counters() - before
     if not counted["drafts"] or not texts:
         raise UserError(f"{url} counts no drafts.", f"{remedy} llama-server counts with --metrics.")
@@ -59,7 +59,7 @@ def check_engine(url: str, update: Update) -> tuple[str, bool]:
     for number in dict.fromkeys((serving, service.earlier)):
         if number is not None:
             heads = read_heads(service.heads(number), target)[0]
-            rounds = rounds_of(target, heads, texts, TreeShape.chain(min(drafts, heads.draft_steps)).paths)
+            rounds = replay_heads(target, heads, texts, TreeShape.chain(min(drafts, heads.draft_steps)).paths)
             expected[number] = tokens_per_round(rounds)
     rate = 1 + counted["accepted_tokens"] / counted["drafts"]
     told_apart = len(expected) == 1 or max(expected.values()) > (1 + _CLOSE) * min(expected.values())

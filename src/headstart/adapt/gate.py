@@ -1,8 +1,8 @@
 """The gate for new heads: better than the heads in service on later traffic, and not worse on the run's own texts.
 
 Both draft the same static tree on the same texts, and are compared by the tokens per round of a replay. Rounds are
-paired by text. The bootstrap draws traffic by source, so that its interval covers the variation between sources; it
-draws the run's own texts, and traffic of too few sources, one by one.
+paired by text. The bootstrap resamples traffic by source, so that its interval covers the variation between sources. It
+resamples the run's own texts, and traffic of too few sources, by text.
 
 Shape suffixes: O origins, K steps.
 """
@@ -30,7 +30,7 @@ Rounds = dict[str, tuple[int, int]]
 """Tokens and rounds of each text, by its id."""
 
 
-def rounds_of(
+def replay_heads(
     target: Target,
     heads: DraftHead,
     texts: Sequence[Conversation],
@@ -43,7 +43,7 @@ def rounds_of(
     except UserError:
         return {}
     text_O = drafts.text_O
-    assert text_O is not None, "as measure_drafts gives it"
+    assert text_O is not None
     return {texts[at].id: replay_rounds(drafts.ranks_OK[text_O == at], paths) for at in sorted({*text_O.tolist()})}
 
 
@@ -55,7 +55,7 @@ def tokens_per_round(rounds: Rounds) -> float:
     return float(tokens / count)
 
 
-def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: bool = False) -> dict[str, Any]:
+def compare_rounds(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: bool = False) -> dict[str, Any]:
     """Compare tokens per round, with intervals: over the sources of `traffic` if there are enough, else over texts."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     used = [text for text in texts if text.id in new and text.id in old]
@@ -81,18 +81,18 @@ def refusals(later: dict[str, Any], original: dict[str, dict[str, Any]], fall: f
     reasons = []
     low = later["change"]["low"]
     if low is None or low <= 0:
-        reasons.append(f"On {later['texts']} later requests they are not clearly better: {in_words(later)}.")
+        reasons.append(f"On {later['texts']} later requests they are not clearly better: {describe(later)}.")
     for name, figures in original.items():
         low, where = figures["change"]["low"], f"On the run's own validation texts, compared with {name}"
         if low is None:
             few = f"{figures['texts']} are long enough to draft in, and an interval needs {LEAST_UNITS}"
             reasons.append(f"{where}: {few} (data.validation and data.max_new_tokens of the run).")
         elif low < -fall:
-            reasons.append(f"{where}, a fall of more than {100 * fall:g} % is not excluded: {in_words(figures)}.")
+            reasons.append(f"{where}, a fall of more than {100 * fall:g} % is not excluded: {describe(figures)}.")
     return reasons
 
 
-def in_words(figures: dict[str, Any]) -> str:
+def describe(figures: dict[str, Any]) -> str:
     before, after, change = figures["before"]["mean"], figures["after"]["mean"], figures["change"]
     interval = "" if change["low"] is None else f", {100 * change['low']:+.1f} to {100 * change['high']:+.1f} %"
     return f"{before:.3f} to {after:.3f} tokens per round ({100 * change['mean']:+.1f} %{interval})"

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headstart.adapt.gate import in_words
+from headstart.adapt.gate import describe
 from headstart.adapt.service import Service
 from headstart.data.served.log import segments
 from headstart.heads.io import version_of
@@ -53,9 +53,9 @@ def show_update(update: Mapping[str, Any], console: Console) -> None:
         f"{plan['requests']} requests and {plan['own_conversations']} conversations of the run, "
         f"{update['training']['steps']} steps in {spent}.",
     )
-    tell(console, f"    later requests: {in_words(update['later'])}")
+    tell(console, f"    later requests: {describe(update['later'])}")
     for name, figures in update["own"].items():
-        tell(console, f"    the run's own texts, compared with {name}: {in_words(figures)}")
+        tell(console, f"    the run's own texts, compared with {name}: {describe(figures)}")
     for reason in update["why"]:
         tell(console, f"    {reason}", style="yellow")
 

@@ -27,10 +27,10 @@ _FOLDER = "adapt"
 _HISTORY = "service.json"
 _FIGURES = "update.json"
 BUSY = "Wait for it, or stop it: it resumes where it stopped."
-"""Remedy while another process adapts."""
+"""Remedy if another process holds the lock."""
 
 
-def recipe_of(run: Path) -> Path:
+def recipe_file(run: Path) -> Path:
     """Return the recipe file of a run. Raises UserError if the folder is not a run."""
     if not (run / RUN_RECIPE).is_file():
         remedy = "Give the folder of the run that trained the heads: its conversations keep them from forgetting."
@@ -46,21 +46,21 @@ class Service:
     """
 
     def __init__(self, run: Path) -> None:
-        run = recipe_of(run).parent.resolve()
+        run = recipe_file(run).parent.resolve()
         self.folder = run / _FOLDER
         self.link = self.folder / "heads"
-        if self._changes() and self.link.resolve() == self.heads(self.serving).resolve():
+        if self._history() and self.link.resolve() == self.heads(self.serving).resolve():
             return
-        with self.held():  # begins with the run's own heads, and repairs the state after a killed process
+        with self.lock():  # begins with the run's own heads, and repairs the state after a killed process
             check_folder(heads_folder(run))
             if not self.heads(0).is_dir():
                 link_into_run(heads_folder(run), self.heads(0))
-            if not self._changes():
-                self._note(0, "the heads of the run")
+            if not self._history():
+                self._record(0, "the heads of the run")
             set_symlink(self.link, self.heads(self.serving))
 
-    def held(self) -> AbstractContextManager[object]:
-        """Hold the lock on the service. Raises Busy (a UserError) if another process has it."""
+    def lock(self) -> AbstractContextManager[object]:
+        """Lock the service. Raises Busy (a UserError) if another process holds the lock."""
         return locked(self.folder, BUSY)
 
     def check_current(self) -> None:
@@ -76,7 +76,7 @@ class Service:
 
     @property
     def serving(self) -> int:
-        return int(self._changes()[-1]["update"])
+        return int(self._history()[-1]["update"])
 
     @property
     def next_number(self) -> int:
@@ -101,14 +101,14 @@ class Service:
             raise UserError(f"There is no update {number} in {self.folder}.", f"Here are: {known}.")
         check_folder(self.heads(number))
         if number != self.serving:
-            self._note(number, why)
+            self._record(number, why)
         set_symlink(self.link, self.heads(number))
 
     @property
     def earlier(self) -> int | None:
         """Number of the update that served before, for `back`; None if there was none."""
         stack: list[int] = []
-        for change in self._changes():
+        for change in self._history():
             if change["why"] == "back":
                 stack.pop()
             else:
@@ -124,11 +124,11 @@ class Service:
     def _update(self, number: int) -> Path:
         return self.folder / "updates" / f"{number:04d}"
 
-    def _changes(self) -> list[dict[str, Any]]:
+    def _history(self) -> list[dict[str, Any]]:
         file = self.folder / _HISTORY
         return list(read_json(file)) if file.is_file() else []
 
-    def _note(self, number: int, why: str) -> None:
+    def _record(self, number: int, why: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         change = {"time": now, "update": number, "version": version_of(self.heads(number)), "why": why}
-        write_json(self.folder / _HISTORY, [*self._changes(), change])
+        write_json(self.folder / _HISTORY, [*self._history(), change])

@@ -6,8 +6,7 @@ Its files are in the folder of the log, so that deleting the log deletes them to
     LOG/update/plan.json                       written after these: their provenance
     LOG/update/states, train, heads            hidden states, training, and the trained heads
 
-A killed update resumes. Once judged, the update moves to the run's folder and this
-folder is deleted.
+A killed update resumes. Once judged, the update moves to the run's folder and this folder is deleted.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from typing import Any
 
 import yaml
 
-from headstart.adapt.gate import compared, refusals, rounds_of
+from headstart.adapt.gate import compare_rounds, refusals, replay_heads
 from headstart.adapt.options import LEAST, AdaptOptions
 from headstart.adapt.service import BUSY, Service
 from headstart.data.conversations.records import Conversation, read_conversations, tokens_key, write_conversations
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.sources import shuffled
 from headstart.data.served.log import PLAN, UPDATE, Served, delete_update
-from headstart.data.served.reading import as_conversation, chosen, read_log
-from headstart.data.states.shards import StateKind, Work, build_store
+from headstart.data.served.reading import choose_requests, read_log, to_conversation
+from headstart.data.states.shards import StateKind, build_store
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
@@ -50,7 +49,7 @@ from headstart.train.training_artifact import RESULT, finished
 from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import Tuning, tune
 
-_LATER = 4
+_JUDGING = 4
 """The newest 1/4 of the requests is held out to judge the heads."""
 _VALIDATION = 8
 """1/8 of the training texts is held out for model selection."""
@@ -62,7 +61,7 @@ class Waiting(UserError):
 
 @dataclass
 class Update:
-    """An update of a run's heads from a log. `overrides` are settings of its training, as of a recipe."""
+    """An update of a run's heads from a log. `overrides` change settings of its training."""
 
     run: Run
     log: Path
@@ -81,7 +80,7 @@ class Update:
 
     @property
     def planned(self) -> bool:
-        """Whether the training texts have been chosen."""
+        """Whether the training texts are on disk."""
         return (self.folder / PLAN).is_file()
 
     @property
@@ -89,8 +88,8 @@ class Update:
         return self.planned and (self.folder / "heads").is_dir()
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold the lock on the log against other updates and deletion."""
+    def _lock(self) -> Iterator[None]:
+        """Lock the log against other updates and deletion."""
         if not self.log.is_dir():
             raise no_folder(self.log, "Serve with a log first: headstart chat HEADS --log FOLDER.")
         with locked(self.log, BUSY):
@@ -109,15 +108,15 @@ class Update:
             Busy: another process adapts these heads, or uses this log.
             UserError: nothing to learn from, or training refuses its settings.
         """
-        with self._held():
+        with self._lock():
             if not self.planned:
-                with self.service.held():
+                with self.service.lock():
                     self._plan()
             if not self.trained:
                 plan = read_json(self.folder / PLAN)
                 recipe = self._recipe(plan)
                 if not finished(self.folder / "train"):
-                    train(recipe, self.target, *self._stores(recipe), self._made("train"), self.run.console)
+                    train(recipe, self.target, *self._stores(recipe), self._subfolder("train"), self.run.console)
                 self._tune(recipe, plan)
         return self.folder / "heads"
 
@@ -129,7 +128,7 @@ class Update:
             UserError: no heads to judge.
         """
         service = self.service
-        with self._held(), service.held():
+        with self._lock(), service.lock():
             if not self.trained:
                 raise UserError("There is no update to judge.", "Train one: headstart adapt train RUN --log FOLDER.")
             plan = read_json(self.folder / PLAN)
@@ -156,17 +155,17 @@ class Update:
                 "Serve more, or lower --requests.",
             )
         recent = served[-self.options.recent :]
-        first_later = len(recent) - len(recent) // _LATER
-        learnt = chosen(recent[:first_later], self.options.per_source, left_out)
+        first_later = len(recent) - len(recent) // _JUDGING
+        learnt = choose_requests(recent[:first_later], self.options.per_source, left_out)
         own, share = conversations(self.run, "train"), self.options.mix / (1 - self.options.mix)
         own = shuffled(own, self.service.next_number)[: round(share * len(learnt))]
-        texts = {"traffic": list(map(as_conversation, learnt)), "own": own}
+        texts = {"traffic": list(map(to_conversation, learnt)), "own": own}
         data = self.run.recipe.data
         kind = StateKind(self.target, tuple(aux_layers(self.run)), data.states_dtype)
         needed = sum(kind.bytes(len(text.tokens)) for part in texts.values() for text in part)
-        held = min(1.0, 1e9 * data.cache_gigabytes / max(needed, 1))
-        if held < 1:  # the same share of both, keeping the newest requests
-            texts = {name: part[len(part) - int(held * len(part)) :] for name, part in texts.items()}
+        fraction = 1e9 * data.cache_gigabytes / max(needed, 1)
+        if fraction < 1:  # the same fraction of both, keeping the newest requests
+            texts = {name: part[len(part) - int(fraction * len(part)) :] for name, part in texts.items()}
             left_out.add("beyond data.cache_gigabytes", count=len(learnt) - len(texts["traffic"]))
         splits: dict[str, list[Conversation]] = {"train": [], "validation": []}
         for part in texts.values():
@@ -176,7 +175,7 @@ class Update:
             raise Waiting(f"{len(texts['traffic'])} requests are usable. {left_out.notice}", "Serve more.")
         delete_update(self.log)
         for split, part in splits.items():
-            write_conversations(self._made() / f"{split}.jsonl", part)
+            write_conversations(self._subfolder() / f"{split}.jsonl", part)
         plan = {
             "of": version_of(self.service.heads(0)),
             "base": self.service.serving,
@@ -188,8 +187,8 @@ class Update:
             "left_out": left_out.counts,
         }
         write_json(self.folder / PLAN, plan)
-        learnt_again = plan["own_conversations"]
-        tell(self.run.console, f"An update of {plan['requests']} requests and {learnt_again} conversations of the run.")
+        counts = f"{plan['requests']} requests and {plan['own_conversations']} conversations of the run"
+        tell(self.run.console, f"An update of {counts}.")
         if left_out.notice:
             tell(self.run.console, f"    {left_out.notice}")
 
@@ -205,20 +204,26 @@ class Update:
 
     def _stores(self, recipe: Recipe) -> tuple[StateStore, StateStore]:
         """Prefill the texts for hidden states, reusing the run's shards of its own conversations."""
-        shards, data = self._made("states/shards"), recipe.data
-        kept = referred(self.run.folder, "states")
-        for file in kept.glob("shard-*.safetensors") if kept is not None else ():
+        shards, data = self._subfolder("states/shards"), recipe.data
+        existing = referred(self.run.folder, "states")
+        for file in existing.glob("shard-*.safetensors") if existing is not None else ():
             if not (shards / file.name).exists():
                 link_or_copy(file, shards / file.name)
         stores = []
         for split in ("train", "validation"):
             texts, folder = read_conversations(self.folder / f"{split}.jsonl"), self.folder / "states" / split
             with progress_bar(self.run.console, f"hidden states ({split})", unit="tokens") as bar:
-                work = Work(data.states_dtype, advance=bar.update)
-                budget, layers = int(1e9 * data.cache_gigabytes), aux_layers(self.run)
-                stores.append(
-                    build_store(folder, texts, self.target, layers, budget_bytes=budget, shards=shards, work=work)
+                store = build_store(
+                    folder,
+                    texts,
+                    self.target,
+                    aux_layers(self.run),
+                    budget_bytes=int(1e9 * data.cache_gigabytes),
+                    shards=shards,
+                    states_dtype=data.states_dtype,
+                    advance=bar.update,
                 )
+                stores.append(store)
             if stores[-1].notice:
                 tell(self.run.console, f"    {stores[-1].notice}")
         return stores[0], stores[1]
@@ -234,8 +239,8 @@ class Update:
             "requests learnt": str(plan["requests"]),
             "conversations of the run": str(plan["own_conversations"]),
         }
-        kept = self.service.heads(plan["base"]) / ANSWERS  # of the run's own texts: traffic stays in the log
-        answers = read_answers(kept) if kept.is_file() else []
+        file = self.service.heads(plan["base"]) / ANSWERS  # of the run's own texts: traffic stays in the log
+        answers = read_answers(file) if file.is_file() else []
         export_heads(self.folder / "heads", heads, self.target, tuning.to_json(), {"training": facts}, answers)
 
     def _judge(self, plan: dict[str, Any]) -> dict[str, Any]:
@@ -245,9 +250,9 @@ class Update:
         served: list[Served] = [item for item in read_log(self.log, target)[0] if item.time > plan["until"]]
         new, _, _ = read_heads(self.folder / "heads", target)
         later = []
-        for item in chosen(served[-self.options.recent :], self.options.per_source, left_out, known):
+        for item in choose_requests(served[-self.options.recent :], self.options.per_source, left_out, known):
             if len(item.answer) > new.draft_steps + 1:
-                later.append(as_conversation(item))
+                later.append(to_conversation(item))
             else:
                 left_out.add("too short to draft in")
         if len(later) < LEAST:
@@ -260,14 +265,14 @@ class Update:
         serving = self.service.serving
         old, shape, _ = self._read(serving)
         paths = (shape if shape.size > 1 else TreeShape.chain(old.draft_steps)).paths
-        of_new = rounds_of(target, new, [*later, *own], paths, console)
-        of_old = rounds_of(target, old, [*later, *own], paths, console)
-        beside = {f"the heads in service (update {serving})": compared(of_new, of_old, own)}
+        of_new = replay_heads(target, new, [*later, *own], paths, console)
+        of_old = replay_heads(target, old, [*later, *own], paths, console)
+        baselines = {f"the heads in service (update {serving})": compare_rounds(of_new, of_old, own)}
         if serving:  # so that undetected small falls do not add up
-            of_run = rounds_of(target, self._read(0)[0], own, paths, console)
-            beside["the run's heads"] = compared(of_new, of_run, own)
-        on_later = compared(of_new, of_old, later, traffic=True)
-        reasons = refusals(on_later, beside, self.options.fall)
+            of_run = replay_heads(target, self._read(0)[0], own, paths, console)
+            baselines["the run's heads"] = compare_rounds(of_new, of_run, own)
+        on_later = compare_rounds(of_new, of_old, later, traffic=True)
+        reasons = refusals(on_later, baselines, self.options.fall)
         result = read_json(self.folder / "train" / RESULT)
         return {
             "accepted": not reasons,
@@ -275,7 +280,7 @@ class Update:
             "version": version_of(self.folder / "heads"),
             "judged": time.time(),
             "later": {**on_later, "left_out": left_out.counts},
-            "own": beside,
+            "own": baselines,
             "training": {"steps": result["steps"], "seconds": result["elapsed_seconds"]},
             "plan": plan,
         }
@@ -283,7 +288,7 @@ class Update:
     def _read(self, number: int) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
         return read_heads(self.service.heads(number), self.target)
 
-    def _made(self, name: str = "") -> Path:
+    def _subfolder(self, name: str = "") -> Path:
         self.folder.mkdir(mode=0o700, exist_ok=True)  # conversations stay private in a readable log folder
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)

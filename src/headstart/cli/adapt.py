@@ -125,7 +125,7 @@ def _serve(run: Path, update: int | None) -> None:
     from headstart.adapt.service import Service
 
     service = Service(run)
-    with service.held():
+    with service.lock():
         if update is None:
             service.back()
         else:
@@ -225,9 +225,9 @@ def watch(
 
 def _update(run: Path, log: Path, options: AdaptOptions = AdaptOptions(), overrides: list[str] | None = None) -> Update:
     """The current or next update of a run's heads."""
-    from headstart.adapt.service import recipe_of
+    from headstart.adapt.service import recipe_file
     from headstart.adapt.update import Update
     from headstart.pipeline.run import Run
     from headstart.recipes.recipe import load_recipe
 
-    return Update(Run(load_recipe(str(recipe_of(run))), run, Console()), log, options, overrides or ())
+    return Update(Run(load_recipe(str(recipe_file(run))), run, Console()), log, options, overrides or ())

@@ -1,8 +1,8 @@
 """HTTP client with retries and load balancing over servers.
 
 A transient failure (no connection, 429, 5xx, truncated reply) is retried with exponential backoff, on another server if
-there is one; requests that fail together count as one failure. A permanent failure raises a `UserError` with the
-server's address, or `Refused` if only this request is at fault.
+there is one. Concurrent requests that fail together count as one failure. A permanent failure raises a `UserError` with
+the server's address, or `Refused` if only this request is at fault.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ TRIES = 10
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 """Backoff in seconds: the first, doubled with each consecutive failure, and the longest."""
-_LONGEST_ASKED_WAIT = 600.0
+_LONGEST_RETRY_AFTER = 600.0
 """Upper limit of Retry-After, in seconds."""
 ANSWER_SECONDS = 1800.0
 """Timeout of an answer; a busy server queues requests."""
 _CONNECT_SECONDS = 10.0
-_KEPT_SECONDS = 2.0
+_IDLE_SECONDS = 2.0
 """Idle time before a connection is closed; servers close theirs after five seconds."""
-_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+_KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
     if hasattr(socket, name)
 ]
-"""TCP keep-alive: connections are silent while an answer is generated, and a dead machine should show in minutes."""
+"""TCP keep-alive, to notice a dead machine in minutes: connections are silent while an answer is generated."""
 _CHECK_SECONDS = 0.1
-_WAITING = {408, 409, 425, 429}
+_TRANSIENT = {408, 409, 425, 429}
 """Transient statuses below 500."""
 _REFUSED = {400, 413, 422}
-"""Statuses for a faulty request."""
+"""Statuses of a faulty request."""
 _ABSENT = {400, 404, 405, 422, 501}
-"""Statuses for a page the server lacks or defines differently."""
+"""Statuses of a page that the server lacks or defines differently."""
 
 
 class Stopped(Exception):
@@ -65,7 +65,7 @@ class Stopped(Exception):
 
 
 class RetryableError(Exception):
-    """A transient failure; the server may be `busy` (429) and ask for a retry after `seconds`."""
+    """A transient failure; a `busy` server (429) may request a retry after `seconds`."""
 
     def __init__(self, problem: str, busy: bool = False, seconds: float = 0.0) -> None:
         super().__init__(problem)
@@ -79,19 +79,19 @@ class Refused(UserError):
 class Endpoint:
     """One server; a trailing `/v1` of the URL is dropped.
 
-    The lock of the `Pool` guards requests `under_way`, number of the `last` one, consecutive `failures`, `rests_until`.
+    The lock of the `Pool` guards requests `in_flight`, number of the `last` one, consecutive `failures`, `retry_at`.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.under_way = self.last = self.failures = 0
-        self.rests_until = self._failed_at = 0.0
-        self._known: Any = None
+        self.in_flight = self.last = self.failures = 0
+        self.retry_at = self._failed_at = 0.0
+        self._cached: Any = None
         self._key = _key()
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_SECONDS)
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            transport=httpx.HTTPTransport(limits=limits, trust_env=False, socket_options=_ALIVE),
+            transport=httpx.HTTPTransport(limits=limits, trust_env=False, socket_options=_KEEP_ALIVE),
             trust_env=False,
         )
 
@@ -101,14 +101,14 @@ class Endpoint:
     def send(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
     ) -> httpx.Response:
-        """Send a request with a JSON body; return the reply with any status; no reply raises `RetryableError`."""
+        """Send a request with a JSON body; return the reply with any status, or raise `RetryableError` without one."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
             raise RetryableError(f"{type(error).__name__}: {error}") from None
 
-    def ask(
+    def fetch(
         self,
         method: str,
         path: str,
@@ -123,14 +123,14 @@ class Endpoint:
         return self.read(self.send(method, path, body, seconds), absent)
 
     def read(self, reply: httpx.Response, absent: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object of a reply; see `ask`."""
+        """Return the JSON object of a reply; see `fetch`."""
         status, text = reply.status_code, " ".join(reply.text.split())
         words = (text.replace(self._key, "***") if self._key else text)[:300]  # some servers repeat a key
         if status in _ABSENT and absent is not None:
             return absent
-        if status in _WAITING or status >= 500:
-            after = _seconds_asked(reply.headers.get("retry-after", ""))
-            raise RetryableError(f"{status} {words}".strip(), status == 429, after)
+        if status in _TRANSIENT or status >= 500:
+            seconds = _retry_seconds(reply.headers.get("retry-after", ""))
+            raise RetryableError(f"{status} {words}".strip(), status == 429, seconds)
         if not reply.is_success:
             remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
             if status in (401, 403):
@@ -145,26 +145,25 @@ class Endpoint:
             raise RetryableError(f"a reply that is none: {words[:100]!r}")
         return page
 
-    def once(self, find: Callable[[Endpoint], T]) -> T:
+    def cached(self, find: Callable[[Endpoint], T]) -> T:
         """Return the cached result of `find`, which concurrent first requests may each compute."""
-        if self._known is None:
-            self._known = find(self)
-        return cast(T, self._known)
+        if self._cached is None:
+            self._cached = find(self)
+        return cast(T, self._cached)
 
-    def failed(self, problem: RetryableError, began: float, jitter: float) -> None:
-        """Record a failure of a request started at `began`; concurrent failures count once."""
-        now = monotonic()
-        seconds = problem.seconds
+    def record_failure(self, problem: RetryableError, began: float, jitter: float) -> None:
+        """Back off after a failure of a request started at `began`; concurrent failures count once."""
+        now, seconds = monotonic(), problem.seconds
         if began >= self._failed_at:
             self._failed_at = now
             self.failures += 1
             seconds = max(seconds, jitter * min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(self.failures - 1, 30)))
-        self.rests_until = max(self.rests_until, now + seconds)
+        self.retry_at = max(self.retry_at, now + seconds)
 
-    def worked(self, began: float) -> None:
-        """Record an answer to a request started at `began`."""
+    def record_success(self, began: float) -> None:
+        """End the backoff after an answer to a request started at `began`, unless a later one failed."""
         if began >= self._failed_at:
-            self.failures, self.rests_until = 0, 0.0
+            self.failures, self.retry_at = 0, 0.0
 
 
 class Pool:
@@ -176,20 +175,19 @@ class Pool:
     def __init__(self, urls: Sequence[str], requests: int | None, remedy: str) -> None:
         self._endpoints = [Endpoint(url) for url in urls]
         self.requests, self._remedy = requests or REQUESTS * len(urls), remedy
-        self._waiting = deque[Callable[[], None]]()
-        self._threads = 0
+        self._queue = deque[Callable[[], None]]()
+        self._threads = self._answered = 0
         self._lock = threading.Lock()
         self._jitter = random.Random()
-        self._answered = 0
         self._numbers = count(1)
 
-    def answers(
-        self, questions: int, ask: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
+    def run(
+        self, jobs: int, send: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
     ) -> Generator[tuple[int, T | Refused], None, None]:
-        """Yield (question number, answer or refusal) as they arrive; close the generator to cancel the other questions.
+        """Yield (job number, answer or refusal) in order of arrival; close the generator to cancel the other jobs.
 
-        `ask` sends a question to a server and raises `RetryableError` for a retry. `check` is polled while waiting and
-        aborts by raising. Questions of several threads share one first-in, first-out queue.
+        `send` sends a job's request to a server, and raises `RetryableError` for a retry. `check` is polled and aborts
+        by raising. Jobs of several threads share one first-in, first-out queue.
 
         Raises:
             UserError: retries are exhausted.
@@ -200,13 +198,13 @@ class Pool:
         def put(number: int) -> None:
             if not stop.is_set():
                 try:
-                    done.put((number, self._answer(partial(ask, number), stop)))
+                    done.put((number, self._retry(partial(send, number), stop)))
                 except BaseException as error:
                     done.put((number, error))
 
         try:
-            self._begin([partial(put, number) for number in range(questions)])
-            remaining = questions
+            self._enqueue([partial(put, number) for number in range(jobs)])
+            remaining = jobs
             while remaining:
                 check()
                 with suppress(queue.Empty):
@@ -218,67 +216,65 @@ class Pool:
         finally:
             stop.set()
 
-    def each(self, ask: Callable[[Endpoint], T]) -> list[T]:
-        """Return the answers of all servers that answer at once, or the first answer after retries."""
+    def query(self, find: Callable[[Endpoint], T]) -> list[T]:
+        """Query every server once; if none answers, return the first answer after retries."""
         answers = []
         for endpoint in self._endpoints:
             with suppress(RetryableError):
-                answers.append(ask(endpoint))
-        for _, answer in self.answers(0 if answers else 1, lambda _, endpoint: ask(endpoint)):
+                answers.append(find(endpoint))
+        for _, answer in self.run(0 if answers else 1, lambda _, endpoint: find(endpoint)):
             if isinstance(answer, Refused):
                 raise answer
             answers.append(answer)
         return answers
 
-    def _begin(self, questions: Sequence[Callable[[], None]]) -> None:
+    def _enqueue(self, jobs: Sequence[Callable[[], None]]) -> None:
         with self._lock:
-            self._waiting.extend(questions)
-            new = min(self.requests - self._threads, len(self._waiting))
+            self._queue.extend(jobs)
+            new = min(self.requests - self._threads, len(self._queue))
             self._threads += new
-        _allow_files(self._threads + _OTHER_FILES)
+        _raise_file_limit(self._threads + _OTHER_FILES)
         for _ in range(new):
-            # Daemon: a cancelled request does not keep the program from exiting.
+            # Daemon, so that a cancelled request does not delay the program's exit.
             threading.Thread(target=self._work, name="request", daemon=True).start()
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
+                if not self._queue:
                     self._threads -= 1
                     return
-                question = self._waiting.popleft()
-            question()
+                job = self._queue.popleft()
+            job()
 
-    def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T | Refused:
-        tries, most = 0, TRIES * len(self._endpoints)
+    def _retry(self, send: Callable[[Endpoint], T], stop: threading.Event) -> T | Refused:
+        """Send a request until it is answered; a UserError after `TRIES` per server."""
+        tries, max_tries = 0, TRIES * len(self._endpoints)
         while True:
-            answered_before = self._answered
-            endpoint = self._next(stop)
-            began = monotonic()
+            answered_before, endpoint, began = self._answered, self._next(stop), monotonic()
             answer: T | Refused
             try:
-                try:
-                    answer = ask(endpoint)
-                except Refused as refusal:  # an answer of a working server
-                    answer = refusal
+                answer = send(endpoint)
+            except Refused as refusal:  # an answer of a working server
+                answer = refusal
             except RetryableError as problem:
                 tries += 1
                 with self._lock:
-                    endpoint.failed(problem, began, self._jitter.uniform(0.5, 1.0))
+                    endpoint.record_failure(problem, began, self._jitter.uniform(0.5, 1.0))
                     if problem.busy and self._answered > answered_before:
                         tries = 1  # the server is answering others: this one is only queued
-                if tries >= most:
+                if tries >= max_tries:
                     raise UserError(
                         f"{endpoint.url} did not answer: {str(problem).rstrip('.')} ({tries} tries).", self._remedy
                     ) from None
-            else:
-                with self._lock:
-                    endpoint.worked(began)
-                    self._answered += 1
-                return answer
+                continue
             finally:
                 with self._lock:
-                    endpoint.under_way -= 1
+                    endpoint.in_flight -= 1
+            with self._lock:
+                endpoint.record_success(began)
+                self._answered += 1
+            return answer
 
     def _next(self, stop: threading.Event) -> Endpoint:
         """Return the least busy server; wait while all are backing off."""
@@ -286,23 +282,23 @@ class Pool:
             with self._lock:
                 now = monotonic()
                 working = any(not endpoint.failures for endpoint in self._endpoints)
-                # While other servers work, a failed one gets one probe at a time.
+                # While other servers work, a failed one receives one probe at a time.
                 ready = [
                     endpoint
                     for endpoint in self._endpoints
-                    if endpoint.rests_until <= now and not (endpoint.failures and endpoint.under_way and working)
+                    if endpoint.retry_at <= now and not (endpoint.failures and endpoint.in_flight and working)
                 ]
                 if ready:
-                    chosen = min(ready, key=lambda endpoint: (endpoint.under_way, endpoint.last))
-                    chosen.under_way, chosen.last = chosen.under_way + 1, next(self._numbers)
+                    chosen = min(ready, key=lambda endpoint: (endpoint.in_flight, endpoint.last))
+                    chosen.in_flight, chosen.last = chosen.in_flight + 1, next(self._numbers)
                     return chosen
-                seconds = min(endpoint.rests_until for endpoint in self._endpoints) - now
-                seconds *= self._jitter.uniform(1.0, 1.2)  # jitter against synchronised retries
+                seconds = min(endpoint.retry_at for endpoint in self._endpoints) - now
+                seconds *= self._jitter.uniform(1.0, 1.2)  # against synchronised retries
             stop.wait(max(0.001, seconds))
         raise Stopped
 
 
-def _allow_files(count: int) -> None:
+def _raise_file_limit(count: int) -> None:
     """Raise the soft limit of open files (often 1024), up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < count:
@@ -319,9 +315,9 @@ def _key() -> str:
     return key
 
 
-def _seconds_asked(retry_after: str) -> float:
+def _retry_seconds(retry_after: str) -> float:
     """Parse Retry-After in seconds; 0 if absent or a date."""
     try:
-        return min(max(0.0, float(retry_after)), _LONGEST_ASKED_WAIT)
+        return min(max(0.0, float(retry_after)), _LONGEST_RETRY_AFTER)
     except ValueError:
         return 0.0

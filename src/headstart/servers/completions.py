@@ -18,7 +18,7 @@ class NoTokenIds(KeyError):
 
 
 @dataclass(frozen=True)
-class Ask:
+class CompletionRequest:
     """A completion request; temperature 0 is greedy. `ends` overrides the server's end tokens if it supports that."""
 
     prompt: Sequence[int]
@@ -57,7 +57,7 @@ class Dialect(ABC):
     """API of a kind of server."""
 
     @abstractmethod
-    def request(self, ask: Ask, model: str) -> tuple[str, dict[str, Any]]:
+    def request(self, completion: CompletionRequest, model: str) -> tuple[str, dict[str, Any]]:
         """Return path and body of a completion request to this model."""
 
     @abstractmethod
@@ -72,11 +72,16 @@ class Dialect(ABC):
 class OpenAI(Dialect):
     """OpenAI's completions with vLLM's additions."""
 
-    def request(self, ask: Ask, model: str) -> tuple[str, dict[str, Any]]:
-        body = {"model": model, "prompt": list(ask.prompt), "max_tokens": ask.max_new_tokens, **ask.sampling}
+    def request(self, completion: CompletionRequest, model: str) -> tuple[str, dict[str, Any]]:
+        body = {
+            "model": model,
+            "prompt": list(completion.prompt),
+            "max_tokens": completion.max_new_tokens,
+            **completion.sampling,
+        }
         body |= {"repetition_penalty": 1.0, "return_token_ids": True}
-        if ask.ends is not None:
-            body |= {"stop_token_ids": sorted(ask.ends), "ignore_eos": True}
+        if completion.ends is not None:
+            body |= {"stop_token_ids": sorted(completion.ends), "ignore_eos": True}
         return "/v1/completions", body
 
     def read(self, reply: dict[str, Any]) -> Reply:
@@ -94,8 +99,8 @@ class OpenAI(Dialect):
 class LlamaServer(Dialect):
     """llama-server's native completions; its OpenAI-compatible ones return no token ids."""
 
-    def request(self, ask: Ask, model: str) -> tuple[str, dict[str, Any]]:
-        body = {"prompt": list(ask.prompt), "n_predict": ask.max_new_tokens, **ask.sampling}
+    def request(self, completion: CompletionRequest, model: str) -> tuple[str, dict[str, Any]]:
+        body = {"prompt": list(completion.prompt), "n_predict": completion.max_new_tokens, **completion.sampling}
         body |= {"repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": False}
         return "/completion", body | ({"model": model} if model else {})
 
@@ -131,13 +136,13 @@ class ServedModel:
 
 def served_by(endpoint: Endpoint, spec: str) -> ServedModel:
     """Find the server's model of this Hub id or path; its first model by default."""
-    listed = endpoint.ask("GET", "/v1/models", absent={"data": []}, seconds=_PAGE_SECONDS).get("data")
+    listed = endpoint.fetch("GET", "/v1/models", absent={"data": []}, seconds=_PAGE_SECONDS).get("data")
     models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
     served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])
     name = str(served.get("id", ""))
     if served.get("owned_by") != "llamacpp":
         return ServedModel(OpenAI(), name, _positive(served.get("max_model_len")))
-    about = endpoint.ask("GET", "/props", absent={}, seconds=_PAGE_SECONDS)
+    about = endpoint.fetch("GET", "/props", absent={}, seconds=_PAGE_SECONDS)
     slot = about.get("default_generation_settings")
     window = _positive(slot.get("n_ctx")) if isinstance(slot, dict) else None
     return ServedModel(LlamaServer(), name, window, _positive(about.get("total_slots")))

@@ -13,9 +13,9 @@ class ServingEngine:
     """Properties of an engine.
 
     Attributes:
-        name: typed by users; also its name among the engines of `format`.
-        format: the one of `headstart.hub.engines` that it loads.
-        command: start command; `target_option`, the target and further options follow it.
+        name: name on the command line, and among the engines of `format`.
+        format: format of `headstart.hub.engines` that it loads.
+        command: start command, followed by `target_option`, the target and further options.
         server_options: options for complete counters and answers.
         version_page: path and JSON key of the running engine's version.
         needs_gguf: whether it loads only GGUF targets.

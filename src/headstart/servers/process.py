@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from headstart.errors import UserError
 from headstart.servers.client import Endpoint, RetryableError
-from headstart.servers.completions import Ask, Dialect
+from headstart.servers.completions import CompletionRequest, Dialect
 from headstart.servers.engines import ServingEngine
 
 _HOST = "127.0.0.1"
@@ -43,8 +43,8 @@ class EngineAnswer:
     seconds: float
 
 
-class Running:
-    """A running engine; `remedy` is the user's remedy if it does not answer."""
+class RunningEngine:
+    """A client of a running engine; `remedy` is the user's remedy if it does not answer."""
 
     def __init__(self, name: str, endpoint: Endpoint, dialect: Dialect, model: str, remedy: str) -> None:
         self._name, self._endpoint, self._dialect, self._model, self._remedy = name, endpoint, dialect, model, remedy
@@ -55,7 +55,7 @@ class Running:
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """Return the greedy answer to token ids, with the engine's own end tokens."""
-        path, body = self._dialect.request(Ask(prompt, max_new_tokens), self._model)
+        path, body = self._dialect.request(CompletionRequest(prompt, max_new_tokens), self._model)
         started = perf_counter()
         try:
             reply = self._endpoint.send("POST", path, body)
@@ -80,14 +80,14 @@ class Running:
             raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
 
 
-class Server(Running):
-    """A context manager that runs an engine as a child process; its output goes to `log`.
+class Server(RunningEngine):
+    """A context manager that runs an engine as a child process, with its output in `log`.
 
-    `drafting` are the arguments that add heads, `options` further ones as a command line, `command` replaces the
+    `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
     engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES.
 
     Raises:
-        UserError: the command is missing, exited, or did not answer in time; with the end of its log.
+        UserError: the command is missing, exited, or did not answer in time; quotes its log.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Server(Running):
         super().__init__(engine.name, endpoint, engine.dialect, engine.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
-        self._handlers = _ending_by_exception()
+        self._handlers = _raise_on_signals()
         try:
             self._start()
             self._wait()
@@ -140,7 +140,7 @@ class Server(Running):
         """Return the version reported by the running engine, or an empty string."""
         path, key = self.engine.version_page
         try:
-            return str(self._endpoint.ask("GET", path)[key])
+            return str(self._endpoint.fetch("GET", path)[key])
         except (RetryableError, UserError, KeyError):
             return ""
 
@@ -185,21 +185,21 @@ class Server(Running):
                 if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:
-                cause = self._last_words()
+                cause = self._log_excerpt()
                 shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
                 raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"{self._remedy}{shared}")
             sleep(_POLL_SECONDS)
-        problem = f"did not answer within {self._seconds:.0f} seconds: {self._last_words()}"
+        problem = f"did not answer within {self._seconds:.0f} seconds: {self._log_excerpt()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)
 
-    def _last_words(self) -> str:
-        """Return the first cause in its log, or the last lines that are not routine."""
+    def _log_excerpt(self) -> str:
+        """Return the first error in its log, or else the last lines that are not routine."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
         if causes := [line for line in lines if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)]:
             return causes[0]
-        telling = [line for line in lines if not _NOISE.match(line)]
-        return " | ".join((telling or lines or ["it printed nothing"])[-_LAST_LINES:])
+        unusual = [line for line in lines if not _NOISE.match(line)]
+        return " | ".join((unusual or lines or ["it printed nothing"])[-_LAST_LINES:])
 
 
 def read_counters(text: str) -> Counter[str | int]:
@@ -220,7 +220,7 @@ def read_counters(text: str) -> Counter[str | int]:
     return sums
 
 
-def _ending_by_exception() -> dict[signal.Signals, Any]:
+def _raise_on_signals() -> dict[signal.Signals, Any]:
     """Make SIGTERM and SIGHUP raise SystemExit, so that `finally` stops the engines; return the previous handlers.
 
     Does nothing outside the main thread.

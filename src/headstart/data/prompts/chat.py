@@ -7,8 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from headstart.errors import UserError
 from headstart.support.detokenizer import TEMPLATE_ERRORS
@@ -140,19 +143,24 @@ def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an answer's tool calls with arguments as objects, as chat templates expect."""
     called = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if not isinstance(called, list) or not all(isinstance(call, Mapping) for call in called):
-        raise Unusable("with calls of tools that are no list")
+        raise Unusable("with calls of tools that are not a list")
     calls = []
     for call in called:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Unusable("with a call of a tool that names no function")
         if isinstance(arguments := function.get("arguments"), str):
-            try:
-                function = {**function, "arguments": json.loads(arguments or "{}")}
-            except ValueError:
-                raise Unusable("with a call of a tool whose arguments are no JSON") from None
+            function = {**function, "arguments": parse_arguments(arguments or "{}")}
         calls.append({**call, "function": function} if "function" in call else {"function": function})
     return calls
+
+
+def parse_arguments(text: str) -> Any:
+    """Parse the JSON of a tool call; raise `Unusable` if it is malformed."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise Unusable("with a call of a tool whose arguments are not JSON") from None
 
 
 def text_of(content: Any) -> str:
@@ -214,7 +222,21 @@ def template_kwargs(tokenizer: Any) -> dict[str, Any]:
 
 
 def has_variable(tokenizer: Any, name: str) -> bool:
-    return has_template(tokenizer) and bool(re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)))
+    """Whether the chat template (one of several, if it has names) reads a variable."""
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    try:
+        return any(
+            name in _variables(text) for text in (templates.values() if isinstance(templates, dict) else [templates])
+        )
+    except TemplateSyntaxError:
+        return True  # rendering names the error
+
+
+@lru_cache
+def _variables(template: str) -> set[str]:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    # transformers' own tag, which marks the assistant's text.
+    return find_undeclared_variables(environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)))
 
 
 def check_template(tokenizer: Any) -> None:

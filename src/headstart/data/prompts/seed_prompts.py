@@ -1,7 +1,7 @@
 """Seed prompts: openings of many kinds of requests, for diverse self-prompts.
 
-A target that writes prompts from nothing falls into a few habits; given an opening, it continues that kind of request.
-`{topic}` is filled from TOPICS. No seed prompt is taken from a benchmark or modelled on a benchmark question.
+Without an opening, a target writes few kinds of requests. `{topic}` is filled from TOPICS. No seed prompt is taken from
+a benchmark or modelled on a benchmark question.
 """
 
 from __future__ import annotations
@@ -17,10 +17,3 @@ SHARES: dict[str, float] = {row["category"]: row["share"] for row in _CATEGORIES
 """Sampling weights of categories, 1 by default: other text teaches little code and arithmetic. The packaged requests
 use the same mixture."""
 TOPICS: list[str] = _LAST["topics"]
-
-
-def seed_prompt_list(breadth: str) -> list[tuple[str, str]]:
-    """List (category, seed prompt) pairs; "none" gives a single empty seed prompt."""
-    if breadth == "none":
-        return [("open", "")]
-    return [(category, seed_prompt) for category, seed_prompts in SEED_PROMPTS.items() for seed_prompt in seed_prompts]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, is_utf8, read_messages, text_of
+from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, is_utf8, parse_arguments, read_messages, text_of
 
 SHAPES = (
     '{"turns": [text, ...]}',
@@ -23,8 +23,8 @@ _COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt", "conv
 """Columns that identify a shape, by precedence; null columns are skipped."""
 _WITH_SYSTEM = ("conversations", "conversation", "instruction")
 """Shapes with an optional `system` column."""
-_OF_MESSAGES = ("reasoning_content", "tool_calls", "function_call", "name", "tool_call_id")
-"""Message keys kept beside role and content."""
+_MESSAGE_KEYS = ("reasoning_content", "tool_calls", "function_call", "name", "tool_call_id")
+"""Optional keys of messages."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def opening(messages: Sequence[Message]) -> list[Message]:
 def parse_prompt(row: Mapping[str, Any], name: str, *, keeps_answers: bool = False) -> Prompt:
     """Parse one record of any of `SHAPES`; `name` is the default id. See `read_messages`.
 
-    An unknown role after the user is the assistant's, unless the caller trains on given answers (`keeps_answers`).
+    An unknown role after the user counts as the assistant, unless given answers are trained on (`keeps_answers`).
 
     Raises:
         ValueError: unknown shape.
@@ -125,26 +125,21 @@ def _turns(value: Any, field: str, keeps_answers: bool) -> list[Message]:
         # {"from", "value"} in `messages` and {"role", "content"} in `conversations` are common.
         keys = (("role", "content"), ("from", "value"))
         (role_key, text_key), (other_role, other_text) = reversed(keys) if field.startswith("conv") else keys
-        kept = {key: _without_nulls(turn[key]) for key in _OF_MESSAGES if turn.get(key)}
-        if not isinstance(reasoning := kept.get("reasoning_content"), str) or not reasoning.strip():
-            kept.pop("reasoning_content", None)
+        fields = {key: _without_nulls(turn[key]) for key in _MESSAGE_KEYS if turn.get(key)}
+        if not isinstance(reasoning := fields.get("reasoning_content"), str) or not reasoning.strip():
+            fields.pop("reasoning_content", None)
         role, content = turn.get(role_key, turn.get(other_role)), turn.get(text_key, turn.get(other_text))
-        if role == "function_call" and keeps_answers:  # of ShareGPT: the text is the call
-            kept["tool_calls"], content = _parsed_calls(text_of(content)), None
-        turns.append({**kept, "role": role, "content": content})
+        if role == "function_call" and keeps_answers:  # in ShareGPT the text is the call
+            calls, content = parse_arguments(text_of(content)), None
+            fields["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        turns.append({**fields, "role": role, "content": content})
     messages = read_messages(turns, any_answerer=not keeps_answers)
-    calls = (i for i, m in enumerate(messages) if "tool_calls" in m or (m["role"] == "assistant" and not keeps_answers))
-    if any(message["role"] == "tool" for message in messages[: next(calls, None)]):
-        raise Unusable("with a message of the role 'tool'")
+    for message in messages:
+        if "tool_calls" in message or (message["role"] == "assistant" and not keeps_answers):
+            break
+        if message["role"] == "tool":
+            raise Unusable("with a message of the role 'tool'")
     return messages
-
-
-def _parsed_calls(text: str) -> list[Any]:
-    try:
-        calls = json.loads(text)
-    except ValueError:
-        raise Unusable("with a call of a tool whose arguments are no JSON") from None
-    return calls if isinstance(calls, list) else [calls]
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:

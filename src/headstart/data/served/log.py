@@ -3,9 +3,9 @@
     log.json                 limits in gigabytes and days, shared by all writers
     served-<ms>-<pid>.jsonl  a segment: one answered request a line, written by one process
 
-A line holds token ids of prompt and answer, sampling settings, target, chat template, heads, time and the source if the
-server provides one; no text. Whole segments are deleted, oldest first, when the folder exceeds its limits. JSONL files
-of serving engines in the folder are read too (see `headstart.data.served.reading`) and never deleted.
+A line holds no text: token ids of prompt and answer, sampling settings, target, chat template, heads, time, and the
+source if the server provides one. The oldest segments are deleted if the folder exceeds its limits. JSONL files of
+serving engines in the folder are read too (see `headstart.data.served.reading`) and never deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ UPDATE, PLAN = "update", "plan.json"
 """Folder of an update in progress, and its last written file (`headstart.adapt.update`)."""
 _BOUNDS = {"gigabytes": 1.0, "days": 30.0}
 _SEGMENTS = 8
-"""Segments that fill the limits, so that deleting the oldest loses little."""
+"""Segments within the limits: deleting the oldest loses an eighth."""
 _DAY = 86400.0
 
 
@@ -40,7 +40,7 @@ class Served:
     """One answered request.
 
     Attributes:
-        prompt: token ids of the prompt; `answer`: of the answer.
+        prompt, answer: token ids.
         finish: why the answer ended: "end", "length" or "stop".
         sampling: sampling settings, empty if greedy; "processed" marks penalties, biases and grammars.
         time: Unix time in seconds.
@@ -59,15 +59,6 @@ class Served:
     source: str = ""
     heads: str = ""
     rounds: int = 0
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Served:
-        """Parse a JSON row; raises KeyError, TypeError or ValueError if malformed."""
-        prompt, answer = ([int(token) for token in row[name]] for name in ("prompt", "answer"))
-        target, template, source, heads = (str(row.get(name, "")) for name in ("target", "template", "source", "heads"))
-        sampling, rounds = dict(row.get("sampling", {})), int(row.get("rounds", 0))
-        finish, moment = str(row["finish"]), float(row["time"])
-        return cls(prompt, answer, finish, moment, sampling, target, template, source, heads, rounds)
 
 
 Keep = Callable[[Served], Served | None]
@@ -101,7 +92,7 @@ class RequestLog:
         self._keep = keep
         self._lock = threading.Lock()
         self._segment, self._began = -1, 0.0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.folder / BOUNDS, self._bounds)
         prune(self.folder)
@@ -113,7 +104,7 @@ class RequestLog:
             kept = served if self._keep is None else self._keep(served)
         except Exception as error:  # fail closed: the filter may hide private data
             kept = None
-            self._tell(f"The filter of the log raised {type(error).__name__}: {error}; such requests are not kept.")
+            self._warn(f"The filter of the log raised {type(error).__name__}: {error}; such requests are not kept.")
         if kept is None:
             return
         line = (json.dumps(asdict(kept), separators=(",", ":")) + "\n").encode()
@@ -122,7 +113,7 @@ class RequestLog:
                 self._append(line)
             except OSError as error:
                 self.lost += 1
-                self._tell(f"The log in {self.folder} cannot be written ({error.strerror}); requests are not kept.")
+                self._warn(f"The log in {self.folder} cannot be written ({error.strerror}); requests are not kept.")
 
     def _append(self, line: bytes) -> None:
         most, oldest = 1e9 * self._bounds["gigabytes"] / _SEGMENTS, self._bounds["days"] * _DAY / _SEGMENTS
@@ -138,9 +129,9 @@ class RequestLog:
             self._segment = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         append_atomic(self._segment, line)
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 

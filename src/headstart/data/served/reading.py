@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.prompts.chat import (
     NOT_UTF8,
@@ -40,9 +42,10 @@ _PROCESSED = (
 )
 """Request fields that change the target's distribution."""
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
-_DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _SHORTEST = 4
 """Minimum length of an answer, in tokens."""
+_SERVED = TypeAdapter(Served)
 
 
 def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
@@ -59,11 +62,11 @@ def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
     if not files:
         raise UserError(f"The log in {folder} is empty.", "Serve with it first, or put JSONL of an engine there.")
     left_out, found = LeftOut(), list[Served]()
-    stamp = target.identity().fingerprint, template_version(target.tokenizer)
+    versions = target.identity().fingerprint, template_version(target.tokenizer)
     for where, row in _rows(files, left_out):
         try:
-            served = _of_exchange(row, target) if "response" in row else Served.from_json(row)
-            _check(served, target, *stamp)
+            served = _of_exchange(row, target) if "response" in row else _SERVED.validate_python(row)
+            _check(served, target, *versions)
         except Unusable as reason:
             left_out.add(str(reason), where)
         except Unfit as misfit:
@@ -75,12 +78,14 @@ def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
     return sorted(found, key=lambda served: served.time), left_out
 
 
-def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: Iterable[str] = ()) -> list[Served]:
+def choose_requests(
+    served: Iterable[Served], per_source: int, left_out: LeftOut, known: Iterable[str] = ()
+) -> list[Served]:
     """Keep the newest request of each prompt, at most `per_source` per known source, oldest first; count the rest.
 
     `known` holds keys (`tokens_key`) of prompts that count as seen.
     """
-    seen, of_source, kept = set(known), Counter[str](), list[Served]()
+    seen, of_source, newest = set(known), Counter[str](), list[Served]()
     for item in sorted(served, key=lambda item: -item.time):
         key = tokens_key(item.prompt)
         if key in seen:
@@ -90,11 +95,11 @@ def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: 
         else:
             seen.add(key)
             of_source[item.source] += 1
-            kept.append(item)
-    return kept[::-1]
+            newest.append(item)
+    return newest[::-1]
 
 
-def as_conversation(served: Served) -> Conversation:
+def to_conversation(served: Served) -> Conversation:
     """Convert to a training conversation with the answer supervised and the source as category."""
     tokens, mask = [*served.prompt, *served.answer], [False] * len(served.prompt) + [True] * len(served.answer)
     name = f"{tokens_key(tokens)}-{served.time:.3f}"
@@ -123,7 +128,7 @@ def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mappi
 
 
 def _check(served: Served, target: FrozenModel, fingerprint: str, template: str) -> None:
-    """Raise `Unusable` for requests that this target did not answer by itself, or cannot read."""
+    """Raise `Unusable` for an answer of another distribution than this target's, or one that it cannot read."""
     tokens = [*served.prompt, *served.answer]
     if served.target not in ("", fingerprint):
         raise Unusable("of another target")
@@ -158,7 +163,7 @@ def _of_exchange(row: Mapping[str, Any], target: FrozenModel) -> Served:
         answer = _read_text(text, finish, target)
     elif text and not reasoning and not _spells(answer, text, finish, target):
         raise Unusable("whose token ids do not spell their text: another target's")
-    sampling = {name: request[name] for name in _DRAWN if request.get(name) is not None}
+    sampling = {name: request[name] for name in _SAMPLING if request.get(name) is not None}
     penalties = any(request.get(name, neutral) not in (None, neutral) for name, neutral in _NEUTRAL.items())
     forced = any(request.get(name) not in (None, {}, [], "", {"type": "text"}) for name in _PROCESSED)
     if penalties or forced:

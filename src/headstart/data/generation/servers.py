@@ -14,21 +14,21 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from headstart.data.writing.writer import CANDIDATES, Continuation
+from headstart.data.generation.generator import CANDIDATES, Continuation
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.servers.client import REQUESTS, Endpoint, Pool, Refused, RetryableError
-from headstart.servers.completions import Ask, NoTokenIds, ServedModel, served_by
+from headstart.servers.completions import CompletionRequest, NoTokenIds, ServedModel, served_by
 
 _PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
 """Text to compare tokenizers on."""
 
-_PATIENCE = 64, 8
-"""Consecutive rows and batches that may be refused once some rows were answered."""
+_MAX_REFUSED = 64, 8
+"""Maximum consecutive refused rows and batches once some rows were answered."""
 
 
 class Servers:
-    """A writer that uses servers of the target: vLLM-compatible ones or llama-server.
+    """A `TextGenerator` on servers of the target: vLLM-compatible ones or llama-server.
 
     `requests` bounds the concurrent requests over all of them; None derives it from the servers.
     """
@@ -49,29 +49,29 @@ class Servers:
     @cached_property
     def window(self) -> int:
         """Smallest context length of the target and the servers that report one."""
-        return min([self._target.max_length, *filter(None, (served.window for served in self._met))])
+        return min([self._target.max_length, *filter(None, (served.window for served in self._served))])
 
     @cached_property
     def requests(self) -> int:
         """Concurrent requests over all servers: by default twice the slots of a llama-server, `REQUESTS` for others."""
         if self._requests is None:
-            most = max(2 * served.slots if served.slots else REQUESTS for served in self._met)
-            self._pool.requests = self._pool.requests // REQUESTS * most
+            per_server = max(2 * served.slots if served.slots else REQUESTS for served in self._served)
+            self._pool.requests = self._pool.requests // REQUESTS * per_server
         return self._pool.requests
 
     @cached_property
-    def _met(self) -> list[ServedModel]:
-        return self._pool.each(lambda endpoint: endpoint.once(self._meet))
+    def _served(self) -> list[ServedModel]:
+        return self._pool.query(lambda endpoint: endpoint.cached(self._find_model))
 
-    def batches(self, rows: int) -> int:
-        """Enough batches to keep all requests busy while some batches wait for their last answers."""
+    def concurrent_batches(self, rows: int) -> int:
+        """Return enough batches to keep all requests busy while some batches wait for their last answers."""
         return 1 + -(-2 * self.requests // rows)
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """See `Writer`; returns no hidden states. Raises a UserError if the servers refuse everything."""
+        """See `TextGenerator`; returns no hidden states. Raises a UserError if the servers refuse everything."""
 
         def answer(number: int, endpoint: Endpoint) -> list[int]:
-            ask = Ask(
+            request = CompletionRequest(
                 rows[number],
                 continuation.max_new_tokens,
                 continuation.temperatures[number],
@@ -80,9 +80,9 @@ class Servers:
                 seed=random.Random(f"{continuation.seed} {number}").getrandbits(31),  # a range servers accept
                 ends=continuation.ends,
             )
-            return self._answer(endpoint, ask)
+            return self._answer(endpoint, request)
 
-        with closing(self._pool.answers(len(rows), answer, continuation.check)) as answers:
+        with closing(self._pool.run(len(rows), answer, continuation.check)) as answers:
             replies = dict(answers)
         refused = {number: reply for number, reply in replies.items() if isinstance(reply, Refused)}
         with self._lock:
@@ -90,40 +90,40 @@ class Servers:
                 self._answered, self._refused = True, (0, 0)
             else:
                 self._refused = self._refused[0] + len(refused), self._refused[1] + 1
-            if not self._answered or (self._refused[0] > _PATIENCE[0] and self._refused[1] > _PATIENCE[1]):
+            if not self._answered or (self._refused[0] > _MAX_REFUSED[0] and self._refused[1] > _MAX_REFUSED[1]):
                 raise next(iter(refused.values()))
         continuation.refused.update((number, refusal.problem) for number, refusal in refused.items())
         return [[] if isinstance(reply := replies[number], Refused) else reply for number in range(len(rows))]
 
-    def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
-        """Return the added tokens; raises as `Endpoint.ask`, and a UserError for an answer that is not the target's."""
-        assert ask.ends is not None and ask.seed is not None
-        served = endpoint.once(self._meet)
+    def _answer(self, endpoint: Endpoint, request: CompletionRequest) -> list[int]:
+        """Return the added tokens; raises as `Endpoint.fetch`, and a UserError for an answer of another model."""
+        assert request.ends is not None and request.seed is not None
+        served = endpoint.cached(self._find_model)
         added: list[int] = []
         while True:
             rest = replace(
-                ask,
-                prompt=[*ask.prompt, *added],
-                max_new_tokens=ask.max_new_tokens - len(added),
-                seed=ask.seed + len(added),
+                request,
+                prompt=[*request.prompt, *added],
+                max_new_tokens=request.max_new_tokens - len(added),
+                seed=request.seed + len(added),
             )
-            tokens, at_own_end = self._once(endpoint, served, rest)
+            tokens, at_own_end = self._complete(endpoint, served, rest)
             added += tokens
-            if len(added) == ask.max_new_tokens or (added and added[-1] in ask.ends):
+            if len(added) == request.max_new_tokens or (added and added[-1] in request.ends):
                 return added
             # llama-server also stops at tokens that do not end the target's answers (other templates' end tokens, say).
             if not (tokens and at_own_end):
                 raise UserError(
-                    f"{endpoint.url} ended an answer after {len(added)} of {ask.max_new_tokens} tokens, but not at "
+                    f"{endpoint.url} ended an answer after {len(added)} of {request.max_new_tokens} tokens, but not at "
                     f"an end-of-turn token of {self._target.name}.",
                     "Its context may be shorter than data.max_prompt_tokens + data.max_new_tokens, or it serves "
                     "another model.",
                 )
 
-    def _once(self, endpoint: Endpoint, served: ServedModel, ask: Ask) -> tuple[list[int], bool]:
+    def _complete(self, endpoint: Endpoint, served: ServedModel, request: CompletionRequest) -> tuple[list[int], bool]:
         """Return one request's tokens up to the first end token, and whether an end token stopped the server."""
-        path, body = served.dialect.request(ask, served.model)
-        page = endpoint.ask("POST", path, body)
+        path, body = served.dialect.request(request, served.model)
+        page = endpoint.fetch("POST", path, body)
         try:
             reply = served.dialect.read(page)
         except NoTokenIds:
@@ -135,7 +135,7 @@ class Servers:
             raise RetryableError(f"a reply that is none: {str(page)[:200]}") from None
         if reply.aborted:
             raise RetryableError("the server gave up in the middle of an answer")
-        prompt = list(ask.prompt)
+        prompt = list(request.prompt)
         if reply.prompt not in (None, prompt) or reply.prompt_length not in (None, len(prompt)):
             length = len(reply.prompt) if reply.prompt is not None else reply.prompt_length
             raise UserError(
@@ -143,29 +143,29 @@ class Servers:
                 f"{len(prompt)}.",
                 "It may add or cut tokens: give it a longer context, and no prompt template of its own.",
             )
-        self._check(endpoint, reply.tokens, ask.max_new_tokens)
-        assert ask.ends is not None
-        first = next((index for index, token in enumerate(reply.tokens) if token in ask.ends), None)
+        self._check(endpoint, reply.tokens, request.max_new_tokens)
+        assert request.ends is not None
+        first = next((index for index, token in enumerate(reply.tokens) if token in request.ends), None)
         return (reply.tokens, reply.at_own_end) if first is None else (reply.tokens[: first + 1], True)
 
-    def _check(self, endpoint: Endpoint, tokens: Sequence[Any], most: int) -> None:
+    def _check(self, endpoint: Endpoint, tokens: Sequence[Any], max_tokens: int) -> None:
         size = self._target.vocab_size
-        strange = [token for token in tokens if type(token) is not int or not 0 <= token < size]
-        if strange:
+        invalid = [token for token in tokens if type(token) is not int or not 0 <= token < size]
+        if invalid:
             raise UserError(
-                f"{endpoint.url} wrote token id {strange[0]!r}, and {self._target.name} has ids from 0 to {size - 1}.",
+                f"{endpoint.url} wrote token id {invalid[0]!r}, and {self._target.name} has ids from 0 to {size - 1}.",
                 "Serve the recipe's target there.",
             )
-        if len(tokens) > most:
+        if len(tokens) > max_tokens:
             raise UserError(
-                f"{endpoint.url} wrote {len(tokens)} tokens where {most} were asked for.",
+                f"{endpoint.url} wrote {len(tokens)} tokens where {max_tokens} were asked for.",
                 "It ignores max_tokens: use vLLM or llama-server.",
             )
 
-    def _meet(self, endpoint: Endpoint) -> ServedModel:
+    def _find_model(self, endpoint: Endpoint) -> ServedModel:
         served = served_by(endpoint, self._target.spec)
         path, body = served.dialect.tokenize(_PROBE, served.model)
-        theirs = endpoint.ask("POST", path, body, absent={}).get("tokens")
+        theirs = endpoint.fetch("POST", path, body, absent={}).get("tokens")
         if isinstance(theirs, list) and theirs != self._target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:
             raise UserError(
                 f"{endpoint.url} serves {served.model or 'a model'} with another tokenizer than that of "
