@@ -157,11 +157,11 @@ def test_commands_request_the_whole_block(target: Target, facts: TargetFacts) ->
 
 def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
-    with pytest.raises(UserError, match="no sglang that serves dspark"):
+    with pytest.raises(UserError, match="sglang does not serve dspark"):
         check_heads("sglang", dspark, facts)
     for change, said in (
         ({"aux_layers": (2, 4, 8)}, "7 is the deepest"),
-        ({"aux_layers": (4, 2, 7)}, "do not rise"),
+        ({"aux_layers": (4, 2, 7)}, "not ascending"),
         ({"mask_token_id": target.vocab_size}, "no token of a vocabulary"),
     ):
         with pytest.raises(UserError, match=said):
@@ -228,7 +228,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     # layout, format, change, engine, message
     "ids as EAGLE counts them": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
     "ids past the last layer": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "8 is the deepest"),
-    "ids that fall": (DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "do not rise"),
+    "ids that fall": (DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "not ascending"),
     "ids twice": (DFLASH, "vllm", top(eagle_aux_hidden_state_layer_ids=[1, 3, 6]), "vllm", "The layer ids disagree"),
     "no ids": (DFLASH, "vllm", no("target_layer_ids"), "vllm", "target_layer_ids is None"),
     "words for ids": (DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
@@ -274,7 +274,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "slots one off": (DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
     "slots left open": (SPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor"),
     "slots of DFlash": (SPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own position"),
-    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
+    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "sglang does not serve dspark"),
     "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
     "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
     "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
@@ -315,7 +315,7 @@ def new_key(name: str, value: Any, kind: Any) -> Callable[[dict[str, Any], dict[
 GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "ids one deeper": (set_key("dflash.target_layers", [3, 5, 8]), "7 is the deepest"),
     "ids one higher": (set_key("dflash.target_layers", [1, 3, 6]), "headstart wrote"),
-    "ids that fall": (set_key("dflash.target_layers", [4, 2, 7]), "do not rise"),
+    "ids that fall": (set_key("dflash.target_layers", [4, 2, 7]), "not ascending"),
     "no block size": (lambda fields, _: fields.pop("dflash.block_size"), "does not say dflash.block_size"),
     "another block size": (set_key("dflash.block_size", 9), "headstart wrote"),
     "no mask": (lambda fields, _: fields.pop("tokenizer.ggml.mask_token_id"), "does not say tokenizer.ggml.mask"),

@@ -20,8 +20,8 @@ from headstart.errors import UserError
 from headstart.eval.report import write_report
 from headstart.hub.engine_tuning import (
     FILE,
-    Asked,
     EngineTuning,
+    EngineWorkload,
     measure_drafts,
     read_engine_tunings,
     write_engine_tuning,
@@ -338,7 +338,7 @@ def test_drafts_beyond_the_end_do_not_lengthen_rounds(tmp_path: Path) -> None:
         Server(engine, "target", (), tmp_path / "plain.log", command=words["plain"]) as plain,
         Server(engine, "target", drafting, tmp_path / "drafts.log", command=words["drafts"]) as drafted,
     ):
-        compared = measure_drafts(plain, drafted, 1, Asked([[1, 2]], 4, [[0.5]]))
+        compared = measure_drafts(plain, drafted, 1, EngineWorkload([[1, 2]], 4, [[0.5]]))
     row = compared.row
     assert row.accepted == 1 and compared.same == 1
     seconds = 4 / row.tokens_per_second

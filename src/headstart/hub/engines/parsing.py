@@ -129,7 +129,7 @@ def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
-    config, written = checkpoint.settings, checkpoint.written
+    config, note = checkpoint.settings, checkpoint.note
     size = whole(config.get("hidden_size"), "hidden_size")
     if config.get("target_hidden_size") not in (None, size):
         raise UserError(f"The heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER)
@@ -141,7 +141,7 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         layout=layout,
         hidden_size=size,
         vocab_size=whole(config.get("vocab_size"), "vocab_size"),
-        steps=written.steps if written and written.steps else proposed_steps(config),
+        steps=note.steps if note and note.steps else proposed_steps(config),
         tensors={},
         layer=_layer_sizes(config),
         num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=8),
@@ -177,7 +177,7 @@ def _medusa_settings(checkpoint: Checkpoint) -> Published:
 
 def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
     config = checkpoint.settings
-    layer = _layer_sizes(config)
+    layers = whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=64)
     vocab = whole(config.get("vocab_size"), "vocab_size")
     block_size = whole(block_setting(config, "block_size"), "block_size", 2 if layout is Layout.DFLASH else 1, 64)
     rank = block_setting(config, "markov_rank") or 0
@@ -188,12 +188,12 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         vocab_size=vocab,
         steps=block_size - (layout is Layout.DFLASH),
         tensors={},
-        layer=layer,
-        num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=64),
+        layer=_layer_sizes(config),
+        num_layers=layers,
         aux_layers=_block_aux_layers(config, facts),
         block_size=block_size,
         mask_token_id=whole(block_setting(config, "mask_token_id"), "mask_token_id", 0, vocab - 1),
-        **_windows(checkpoint, block_size),
+        **_windows(checkpoint, layers, block_size),
         markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
     )
@@ -265,9 +265,8 @@ def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Merge RoPE settings from all places in a config; a UserError where they disagree."""
-    places: list[tuple[str, Mapping[Any, Any]]] = [
-        ("at the top", {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")})
-    ]
+    at_top: Mapping[Any, Any] = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    places = [("at the top", at_top)]
     for name in ("rope_parameters", "rope_scaling"):
         section = config.get(name) or {}
         if not isinstance(section, Mapping):
@@ -437,9 +436,9 @@ def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | Non
     return None if "speculators_model_type" in config else True
 
 
-def _windows(checkpoint: Checkpoint, block_size: int) -> dict[str, Any]:
+def _windows(checkpoint: Checkpoint, layers: int, block_size: int) -> dict[str, Any]:
     """Read windows and causality, which engines take from several places, as settings of `Published`."""
-    config, layers = checkpoint.settings, whole(checkpoint.settings.get("num_hidden_layers", 1), "layers", maximum=64)
+    config = checkpoint.settings
     kinds = config.get("layer_types") or ["full_attention"] * layers
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= set(known):
