@@ -63,11 +63,6 @@ def tune_in_engine(
     conversations = read_conversations(validation_file(folder, validation))
     prompts = [list(item.tokens[: item.supervised_spans[0][0]]) for item in conversations if item.supervised_spans]
     calibration = read_json(folder / CALIBRATION)
-    if calibration.get("settings", {}).get("acceptance") == GUESSED:
-        raise UserError(
-            "The acceptance of these imported heads was never measured.",
-            f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
-        )
     workload = EngineWorkload(
         prompts[: options.engine_prompts], options.engine_tokens, calibration["acceptance"], requests
     )
@@ -79,6 +74,11 @@ def tune_in_engine(
             raise UserError(
                 f"{name} cannot load {exported.facts.name} from where the heads have it.",
                 f"Say where {name} finds it with --engine-target.",
+            )
+        if calibration.get("settings", {}).get("acceptance") == GUESSED:
+            raise UserError(
+                "The acceptance of these imported heads was never measured.",
+                f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
             )
         if max(drafts, default=0) > (steps := exported.published.steps):
             raise UserError(
