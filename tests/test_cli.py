@@ -165,7 +165,7 @@ def test_generate_writes_the_same_words_with_and_without_heads(finished: Path) -
 
 def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In file order, two per batch, with the text each prompt gets alone; one bad line refuses the whole file."""
-    monkeypatch.setattr("headstart.cli.heads._TOGETHER", 2)
+    monkeypatch.setattr("headstart.cli.heads._BATCH", 2)
     file, how = tmp_path / "prompts.jsonl", ("--dtype", "float32", "--max-new-tokens", 8)
     asked = ["who are you", "and again", "hello"]
     rows = [{"prompt": asked[0], "id": "first"}, {"turns": asked[1:2]}]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SPINS = "6000"
-"""Spins of a waiting thread, about 0.1 ms: slows no step of decoding or training on a quiet machine."""
+"""Spins of a waiting thread before it sleeps, about 0.1 ms; costs no time on a quiet machine."""
 
 app = typer.Typer(
     cls=Commands,
@@ -434,9 +434,8 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def _given(loading: Loading, but: Collection[str]) -> list[str]:
-    """Names of the given loading options as typed, except `but`."""
-    usual = vars(Loading())
-    names = [name for name, value in vars(loading).items() if name not in but and value != usual[name]]
+    """Return the loading options that were given, as typed, except `but`."""
+    names = [name for name, value in vars(loading).items() if name not in but and value != getattr(Loading, name)]
     return [f"--{name.replace('_', '-')}" for name in names]
 
 
@@ -459,9 +458,9 @@ def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) ->
 def main() -> None:
     """Run the console script.
 
-    OpenMP threads spin while they wait, so a preempted thread delays all others at every matmul. Unless the environment
-    configures waiting, they sleep sooner here; not at once (`active`), since a second Python thread may have its own
-    OpenMP threads.
+    OpenMP threads spin while they wait, so a preempted thread delays all others at every matmul. Threads here sleep
+    after a short spin, unless the environment configures waiting. They do not sleep at once (`active`), since a second
+    Python thread may have its own OpenMP threads.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")

@@ -54,18 +54,9 @@ def tune_in_engine(
     if name not in ENGINES:
         raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
     engine, drafts = ENGINES[name], _numbers(options.engine_drafts, "--engine-drafts", 16)
-    requests = sorted(set(_numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
-    if requests != [1] and not engine.drafts_by_load:
-        raise UserError(
-            f"{name} drafts the same number of tokens for any number of requests.", "Leave out --engine-requests."
-        )
     refuse_other_files(folder)
-    conversations = read_conversations(validation_file(folder, validation))
-    prompts = [list(item.tokens[: item.supervised_spans[0][0]]) for item in conversations if item.supervised_spans]
     calibration = read_json(folder / CALIBRATION)
-    workload = EngineWorkload(
-        prompts[: options.engine_prompts], options.engine_tokens, calibration["acceptance"], requests
-    )
+    workload = _workload(engine, validation_file(folder, validation), calibration["acceptance"], options)
     gpus = _halves_of_gpus(options.engine_arguments)
     with _work_folder() as place, console.status("exporting") as status:
         exported = export_for(folder, place / "heads", engine.format, target)
@@ -119,6 +110,20 @@ def tune_in_engine(
     if folder.name == HEADS:
         add_engines_to_report(folder.parent)
     return tuning
+
+
+def _workload(
+    engine: ServingEngine, validation: Path, acceptance: list[list[float]], options: EngineOptions
+) -> EngineWorkload:
+    requests = sorted(set(_numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
+    if requests != [1] and not engine.drafts_by_load:
+        raise UserError(
+            f"{engine.name} drafts the same number of tokens for any number of requests.",
+            "Leave out --engine-requests.",
+        )
+    conversations = read_conversations(validation)
+    prompts = [list(item.tokens[: item.supervised_spans[0][0]]) for item in conversations if item.supervised_spans]
+    return EngineWorkload(prompts[: options.engine_prompts], options.engine_tokens, acceptance, requests)
 
 
 @contextmanager
