@@ -25,7 +25,7 @@ from headstart.errors import UserError
 from headstart.heads.base import parse_heads
 from headstart.model.teacher import teacher_problem
 from headstart.pipeline.data_stages import conversations, states_artifact
-from headstart.pipeline.inventory import free, run_states, unreferenced
+from headstart.pipeline.inventory import delete, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
@@ -367,9 +367,9 @@ def test_gc_frees_only_unreferenced_artifacts(copied: tuple[Recipe, Path]) -> No
     used = {path for path in files_under(folder.parent) if not any(one.path in path.parents for one in found)}
     with locked(found[0].path):  # another process uses it
         assert found[0].path not in {one.path for one in unreferenced(folder.parent)}
-        assert free(folder.parent, found) > 0
+        assert delete(folder.parent, found) > 0
         assert found[0].path.is_dir()
-    assert free(folder.parent, unreferenced(folder.parent)) > 0
+    assert delete(folder.parent, unreferenced(folder.parent)) > 0
     assert not any(one.path.exists() for one in found)
     assert all(path.is_file() for path in used), "nothing else is deleted"
     assert not execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES), "the run is still whole"
@@ -386,13 +386,13 @@ def test_interrupted_gc_leaves_nothing_complete(copied: tuple[Recipe, Path], mon
     with monkeypatch.context() as patched:
         patched.setattr("headstart.support.files.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            free(folder.parent, heads)
+            delete(folder.parent, heads)
     assert "half deleted" in {one.what for one in unreferenced(folder.parent)}
     execute(quiet(folder, recipe), stages_until("train"))
     assert (folder / "train" / "best" / "heads.safetensors").is_file(), "trained again, not taken from the rest"
     execute(quiet(folder, changed(recipe, train={"steps": 6})), stages_until("train"))  # unused again, beside the rest
     found = unreferenced(folder.parent)
-    assert free(folder.parent, found) > 0 and unreferenced(folder.parent) == []
+    assert delete(folder.parent, found) > 0 and unreferenced(folder.parent) == []
 
 
 def test_gc_spares_artifacts_reused_before_the_answer(copied: tuple[Recipe, Path]) -> None:
@@ -400,7 +400,7 @@ def test_gc_spares_artifacts_reused_before_the_answer(copied: tuple[Recipe, Path
     execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES)
     found = unreferenced(folder.parent)
     execute(quiet(folder, recipe), STAGES)  # while gc waits for a yes
-    free(folder.parent, found)
+    delete(folder.parent, found)
     assert not execute(quiet(folder, recipe), STAGES), "all of it is still there"
 
 
@@ -423,7 +423,7 @@ def test_states_that_no_run_reads_are_freed_alone(copied: tuple[Recipe, Path]) -
     execute(quiet(folder, recipe), stages_until("states"))
     found = [one for one in unreferenced(folder.parent) if one.path.suffix == ".safetensors"]
     assert found
-    free(folder.parent, found)
+    delete(folder.parent, found)
     assert not execute(quiet(folder, recipe), stages_until("states"))
     execute(quiet(folder, more), stages_until("states"))
     assert len(StateStore(folder / "data" / "states" / "train")) == 20, "they can be had again"
@@ -491,7 +491,7 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     assert "nothing to store: training computes them" in said(run)
     found = [one for one in unreferenced(folder.parent) if one.path.parent.name == "states"]
     assert len(found) == 1, "the stored states are unreferenced now"
-    free(folder.parent, found)
+    delete(folder.parent, found)
     assert not list(folder.parent.rglob("shard-*")) and not list(folder.parent.rglob("teacher-*"))
     assert (folder / "train").resolve() != stored, "an artifact of its own"
     assert "| training conversations | 12 |" in (folder / "heads" / "README.md").read_text()

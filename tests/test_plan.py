@@ -239,18 +239,22 @@ class TestMemory:
     def test_missing_and_few_prompts(self, tmp_path: Path, tiny_target_folder: Path) -> None:
         empty = tmp_path / "empty.jsonl"
         empty.write_text("")
-        plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, data={"prompts": str(empty)}), tmp_path / "run"))
+        few = {"data": {"prompts": str(empty)}, "train": {"steps": None, "epochs": 10}}
+        plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, **few), tmp_path / "run"))
+        assert any("raise minutes" in note for note in plan.notes)
         assert any("No usable prompt" in problem for problem in plan.problems)
         assert "assumed" in dict(plan.facts)["A conversation"]
         data = {"prompts": prompt_file(tmp_path, 2), "conversations": 10_000}
         run = Run(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run", Console(file=io.StringIO()))
-        facts = dict(make_plan(run).facts)
+        known = make_plan(run)
+        assert not any("raise minutes" in note for note in known.notes), "the recipe names its steps"
+        facts = dict(known.facts)
         assert facts["Conversations"].startswith("about 32 (at most 10000")
         mixed = recipe(tmp_path, tiny_target_folder, data={**data, "prompts": [data["prompts"], "self"]})
         expected = dict(make_plan(quiet(mixed, tmp_path / "mixed")).facts)["Conversations"]
         assert expected.startswith("about 10000 "), "the target writes the rest"
         assert "2.0 answers (from 40 of the prompts)" in facts["A conversation"]
-        show_plan(run, make_plan(run))
+        show_plan(run, known)
 
 
 def tried(target: Target, batch_tokens: int, limit: float = 1.0) -> Speeds:

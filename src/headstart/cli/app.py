@@ -133,12 +133,12 @@ def gc(
 
     Example: headstart gc --states-gigabytes 200
     """
-    from headstart.pipeline.inventory import free, over_budget, unreferenced
+    from headstart.pipeline.inventory import deletable, delete
     from headstart.support.files import format_bytes
 
     console = Console()
     maximum = None if states_gigabytes is None else int(states_gigabytes * 1e9)
-    unused = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
+    unused = deletable(folder, maximum)
     for item in unused:
         tell(console, f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})")
     total = format_bytes(sum(item.bytes for item in unused))
@@ -147,7 +147,7 @@ def gc(
     elif dry_run:
         tell(console, f"{len(unused)} items to delete, up to {total}.")
     elif yes or typer.confirm(f"Delete these {len(unused)} items, up to {total}?"):
-        tell(console, f"Freed {format_bytes(free(folder, unused, maximum))}.")
+        tell(console, f"Freed {format_bytes(delete(folder, unused, maximum))}.")
     else:
         tell(console, "Nothing was deleted.")
 

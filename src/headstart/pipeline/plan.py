@@ -34,6 +34,9 @@ from headstart.support.artifacts import referred
 from headstart.support.files import format_bytes, free_disk, size
 from headstart.support.terminal import format_seconds, tell
 
+_FEW_STEPS = 50
+"""Plans with fewer training steps give advice: a quickstart takes hundreds."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,7 +49,7 @@ class Plan:
         left_bytes: bytes still to write; `peak_bytes` includes a checkpoint before an older one is deleted.
         network: bytes each process sends per training step.
         steps: training steps; None when training is done.
-        problems: failures to expect; `notes` tell the origin of the numbers, and options without effect.
+        problems: failures to expect; `notes` are the origin of the numbers, options without effect, and advice.
     """
 
     left: dict[str, str]
@@ -85,7 +88,7 @@ def make_plan(
         ("--tokens-per-second", tokens_per_second is not None, "conversations"),
     ):
         if is_given and stage not in plan.left:
-            plan.notes.append(f"{option} changes nothing: the stage {stage} is done.")
+            plan.notes.append(f"{option} has no effect: the stage {stage} is done.")
     if not plan.left.keys() - {"target"}:
         return plan
     here = weights_are_here(section.spec, section.revision)
@@ -121,7 +124,7 @@ def make_plan(
         speeds = replace(speeds, written=work.speeds.written)
     elif recipe.data.server and "conversations" in plan.left:
         plan.notes.append(
-            "The hours of writing assume that this machine writes instead of the servers: say their speed with "
+            "The time of writing assumes this machine instead of the servers: give their speed with "
             "--tokens-per-second."
         )
     plan.notes.append(
@@ -190,6 +193,11 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
         network=int(8 * (processes - 1) / processes * work.learning),  # a ring all-reduce of float32 gradients
         steps=work.training()[0] if trains else None,
     )
+    if plan.steps is not None and plan.steps < _FEW_STEPS and work.recipe.train.steps is None:
+        plan.notes.append(
+            f"Heads draft badly after only {plan.steps:.0f} steps: raise minutes (or train.minutes and "
+            "data.conversations), or choose a smaller target."
+        )
     return replace(plan, facts=_facts(work, plan), problems=[*plan.problems, *_problems(work, plan)])
 
 

@@ -10,6 +10,7 @@ settings of the heads ...) except the amount (conversations, minutes), which can
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -32,8 +33,8 @@ FOLDER = "artifacts"
 """Folder of artifacts, beside the runs that share it."""
 NOTE = "artifact.json"
 """File of an artifact's identity."""
-_LONG = 60.0
-"""Seconds of waiting for a lock before hinting that its holder may be dead."""
+_POLL_SECONDS, _HINT_SECONDS = 0.5, 60.0
+"""Interval of attempts to lock, and time until a hint that the lock's holder may be dead."""
 REFERENCES = "references.json"
 """A run's map from stage to artifact, relative to the run's folder."""
 
@@ -86,22 +87,19 @@ def lock_artifact(artifact: Artifact, console: Console | None = None, wait: bool
     Raises:
         Busy: another process holds the lock, and `wait` is off.
     """
-    waiting, is_told = None, False
     with ExitStack() as stack:
-        while True:
+        for polls in itertools.count():
             try:
                 stack.enter_context(locked(artifact.folder))
                 break
             except Busy as error:
                 if not wait:
                     raise
-                if waiting is None and console is not None:
+                if console is not None and polls == 0:
                     tell(console, f"    waiting: {error.problem}")
-                waiting = waiting or time.monotonic()
-                if not is_told and console is not None and time.monotonic() > waiting + _LONG:
+                elif console is not None and polls == _HINT_SECONDS // _POLL_SECONDS:
                     tell(console, f"    still waiting: {error.problem} {error.way_out}".rstrip())
-                    is_told = True
-                time.sleep(0.5)
+                time.sleep(_POLL_SECONDS)
         if not (artifact.folder / NOTE).is_file():
             made = datetime.now(UTC).isoformat(timespec="seconds")
             write_json(artifact.folder / NOTE, {"identity": artifact.identity, "made": made})
@@ -150,7 +148,7 @@ def references(run_folder: Path) -> dict[str, str]:
         return {}
     try:
         return {str(stage): str(path) for stage, path in read_json(file).items()}
-    except (UserError, AttributeError, TypeError):  # damaged: every stage will find its artifact and reference it again
+    except (UserError, AttributeError, TypeError):  # damaged: each stage finds its artifact and references it again
         return {}
 
 
@@ -172,11 +170,7 @@ def set_symlink(link: Path, folder: Path) -> None:
 
 def link_into_run(source: Path, path: Path) -> None:
     """Copy an artifact's folder into a run as hard links; safe because files are replaced, never modified in place."""
-
-    def fill(partial: Path) -> None:
-        shutil.copytree(source, partial, copy_function=link_or_copy)
-
-    write_atomic(path, fill)
+    write_atomic(path, lambda partial: shutil.copytree(source, partial, copy_function=link_or_copy))
 
 
 def link_or_copy(source: str | Path, path: str | Path) -> None:
