@@ -219,7 +219,9 @@ class TestMemory:
         shares = {}
         for device in ("cpu", "cuda"):
             target = cast(Target, SimpleNamespace(device=torch.device(device)))
-            work = Workload(run.recipe, target, cast(Any, None), [], cast(Any, None), processes=8, held=16, free=64)
+            work = Workload(
+                run.recipe, target, cast(Any, None), [], cast(Any, None), processes=8, bytes_with_target=16, free=64
+            )
             shares[device] = [work.room(stage) for stage in ("train", "eval")]
         assert shares == {"cpu": [10, 80], "cuda": [80, 80]}
 

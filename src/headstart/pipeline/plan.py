@@ -92,7 +92,7 @@ def make_plan(
     if not plan.left.keys() - {"target"}:
         return plan
     here = weights_are_here(section.spec, section.revision)
-    bare, start = _resident(), perf_counter()
+    before, start = _resident(), perf_counter()
     if here:
         tell(run.console, f"Loading {section.spec} ...", style="dim")
         target: Target | Outline = run.target
@@ -101,21 +101,34 @@ def make_plan(
     else:
         target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
     loading, shapes = perf_counter() - start, cast(Target, target)
-    held = _resident() if here and target.device.type == "cpu" else target.parameters * target.dtype.itemsize
+    bytes_with_target = (
+        _resident() if here and target.device.type == "cpu" else target.parameters * target.dtype.itemsize
+    )
     free = free_bytes(target.device) if here else None
     config = make_config(recipe.heads, shapes)
     with torch.device("cpu" if here else "meta"):
         heads: DraftHead = family(config.family)(config)
     layers, lengths = sorted({*heads.aux_layers, FINAL}), _lengths(run, target, plan, prompt_tokens)
     speeds = Speeds(written=0.0 if tokens_per_second is None else 1 / tokens_per_second)
-    work = Workload(recipe, target, heads, layers, lengths, speeds, processes, processes, held=held, free=free)
+    work = Workload(
+        recipe,
+        target,
+        heads,
+        layers,
+        lengths,
+        speeds,
+        processes,
+        processes,
+        bytes_with_target=bytes_with_target,
+        free=free,
+    )
     if not here:
         heads.bind(shapes)
         plan.notes.append(f"Times are unknown, because the weights of {target.name} are not on this machine.")
         return _estimate(run, work, plan)
     if target.device.type == "cpu":
         cores = (core_count() or 1) / torch.get_num_threads()
-        work = replace(work, bare=bare, at_once=min(processes, max(1.0, cores)))
+        work = replace(work, bytes_without_target=before, parallel_speed=min(processes, max(1.0, cores)))
     heads.to(target.device).warm_start(shapes)
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     tell(run.console, f"Measuring on {target.device}, about {SECONDS:.0f} s at most ...", style="dim")
@@ -190,7 +203,7 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
         left_bytes=written,
         peak_bytes=written + (work.checkpoint_bytes if trains else 0),
         memory={name: count for name, count in work.memory().items() if name in left},
-        network=int(8 * (processes - 1) / processes * work.learning),  # a ring all-reduce of float32 gradients
+        network=int(8 * (processes - 1) / processes * work.trained_weights),  # a ring all-reduce of float32 gradients
         steps=work.training()[0] if trains else None,
     )
     if plan.steps is not None and plan.steps < _FEW_STEPS and work.recipe.train.steps is None:
@@ -233,7 +246,7 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
     target, heads, lengths, data = work.target, work.heads, work.lengths, work.recipe.data
     count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
     where = "" if plan.room is None else f" on {target.device}"
-    trained = f"{work.learning / 1e6:.1f} M weights to train"
+    trained = f"{work.trained_weights / 1e6:.1f} M weights to train"
     facts = [
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')}{where}"),
         ("Parameters", f"{count}, {format_bytes(target.parameters * target.dtype.itemsize)}"),
@@ -251,9 +264,9 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
     if data.online and plan.left.keys() & {"states", "train"}:
         facts.append(("Hidden states", f"not stored: training computes {len(work.layers)} per token in each epoch"))
     elif "states" in plan.left:
-        states = f"{format_bytes(work.states)}, {len(work.layers)} per token"
-        if work.states < work.wanted_states:
-            states += f"; storing all would take {format_bytes(work.wanted_states)} (data.cache_gigabytes)"
+        states = f"{format_bytes(work.kept_states)}, {len(work.layers)} per token"
+        if work.kept_states < work.all_states:
+            states += f"; storing all would take {format_bytes(work.all_states)} (data.cache_gigabytes)"
         facts.append(("Hidden states on disk", states))
     room = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
     every, left, peak = map(format_bytes, (sum(plan.disk.values()), plan.left_bytes, plan.peak_bytes))
