@@ -294,7 +294,7 @@ def test_a_dry_run_is_limited(
 
         return method
 
-    for name, each in (("decode", slow), ("write", slow / 8), ("read", slow), ("learn", slow), ("update", 0.0)):
+    for name, each in (("decode", slow), ("write", slow / 8), ("prefill", slow), ("train", slow), ("update", 0.0)):
         monkeypatch.setattr(work, name, slowed(name, each))
     monkeypatch.setattr(dry_running, "perf_counter", lambda: now[0])
     speeds = tried(tiny_target, 512, 30.0)

@@ -21,7 +21,7 @@ from headstart.hub.engines.export import FORMATS, check_export, check_heads
 from headstart.hub.engines.known_engines import drafts_to_try, serve_commands
 from headstart.hub.target_facts import TargetFacts
 from headstart.model.model import Target
-from tests.engines import block_readers as readers
+from tests.engines.block_readers import drafted
 from tests.engines.conftest import edited
 from tests.engines.test_faults import rewrite
 from tests.test_cli import works
@@ -58,18 +58,6 @@ def written(published: Published, form: str, facts: TargetFacts, folder: Path, d
     return folder
 
 
-def block_of(form: str, folder: Path) -> readers.Block:
-    return readers.read_gguf(folder / "heads.gguf") if form == "gguf" else readers.read_folder(folder)
-
-
-@torch.no_grad()
-def drafted(block: readers.Block, target: Target) -> Tensor:
-    """Return the logits after a chain, with confidences as a last column."""
-    hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
-    logits_KV, sure_K = readers.drafted(block, hidden, target.embedding_weight, target.lm_head_weight, CHAIN)
-    return logits_KV if sure_K is None else torch.cat([logits_KV, sure_K[:, None]], dim=1)
-
-
 @pytest.mark.parametrize(("layout", "form"), HELD)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_published_heads_round_trip(
@@ -95,10 +83,10 @@ def test_published_heads_round_trip(
 def test_all_formats_draft_the_same(layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     published = random(layout, target)
     folders = {form: written(published, form, facts, tmp_path / form) for form in KINDS[layout]}
-    found = {form: drafted(block_of(form, folder), target) for form, folder in folders.items()}
-    first = found["vllm"]
+    logits = {form: drafted(folder, target, TEXT, CHAIN) for form, folder in folders.items()}
+    first = logits["vllm"]
     assert first.shape[0] == len(CHAIN) and first.isfinite().all()
-    for form, one in found.items():
+    for form, one in logits.items():
         assert (one - first).abs().max() < 1e-5 * first.abs().max(), form
 
 
