@@ -221,7 +221,6 @@ def watch(
 
 
 def _update(run: Path, log: Path, options: AdaptOptions = AdaptOptions(), overrides: list[str] | None = None) -> Update:
-    """The current or next update of a run's heads."""
     from headstart.adapt.service import recipe_of
     from headstart.adapt.update import Update
     from headstart.pipeline.run import Run

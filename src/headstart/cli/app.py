@@ -434,7 +434,6 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def _given(loading: Loading, but: Collection[str]) -> list[str]:
-    """Return the loading options that were given, as typed, except `but`."""
     names = [name for name, value in vars(loading).items() if name not in but and value != getattr(Loading, name)]
     return [f"--{name.replace('_', '-')}" for name in names]
 

@@ -73,7 +73,6 @@ def export(
 def _write(
     heads: str, out: Path, formats: tuple[str, ...], dtype: str | None, target: str | None, trusted: bool
 ) -> None:
-    """Write heads in these formats and print how to use them."""
     from headstart.hub.pull import locate
 
     console = Console()

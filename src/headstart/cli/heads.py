@@ -329,7 +329,6 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
 
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:
-    """Return the options as keyword arguments of `Decoder.stream`."""
     return cast(DecodeKeywords, {name: getattr(options, name) for name in DecodeKeywords.__annotations__})
 
 

@@ -121,7 +121,6 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
 
 
 def _chosen(item: Field[Any], value: Any) -> Any:
-    """Convert a typed value to the field's value."""
     known: Meaning = item.metadata["meaning"]
     if known.unset and value == known.unset:
         return None

@@ -138,7 +138,6 @@ def is_hub_id(spec: str) -> bool:
 
 
 def _setting(results: Mapping[str, Any]) -> str:
-    """Describe the recorded settings of a measurement."""
     settings, machine = results.get("settings", {}), results.get("environment", {})
     temperature, date = settings.get("temperature"), machine.get("date")
     parts = [
@@ -159,7 +158,6 @@ def _setting(results: Mapping[str, Any]) -> str:
 
 
 def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (figure, value) pairs of all measurements."""
     summary = results["summary"]
     rows = [
         (f"tokens/s, {LABELS[method].name if method in LABELS else method}", f"{speed:.1f}")

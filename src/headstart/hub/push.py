@@ -154,7 +154,6 @@ def _contents(folder: Path, ours: Sequence[str]) -> Contents:
 
 
 def _local_paths(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value that are local paths."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _local_paths(inner)

@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.pipeline.run import NAMES, REPORT, STATES, TRAIN
 from headstart.recipes.values import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
-from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, partial_name, read_json, remove, size
+from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, partial_name, read_object, remove, size
 from headstart.support.lock import Busy, locked
 
 
@@ -61,8 +61,8 @@ def _state(folder: Path) -> RunState:
     records = _records(folder)
     done = _up_to_date(records)
     begun = [name for name, record in records.items() if record and not record.get("is_complete")]
-    summary = (_json(folder / REPORT / "results.json").get("summary") if "eval" in done else None) or {}
-    trained = ((_json(folder / TRAIN / "result.json").get("best") if "train" in done else None) or {}).get("tau")
+    summary = (read_object(folder / REPORT / "results.json").get("summary") if "eval" in done else None) or {}
+    trained = ((read_object(folder / TRAIN / "result.json").get("best") if "train" in done else None) or {}).get("tau")
     if len(done) == len(NAMES):
         state = "done"
     else:
@@ -85,7 +85,7 @@ def _state(folder: Path) -> RunState:
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
-    return {name: _json(folder / "stages" / f"{name}.json") for name in NAMES}
+    return {name: read_object(folder / "stages" / f"{name}.json") for name in NAMES}
 
 
 def _up_to_date(records: dict[str, dict[str, Any]]) -> list[str]:
@@ -194,7 +194,7 @@ def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
         if "states" not in done or not _idle(run):
             return None
         for manifest in (run / STATES).glob("*/manifest.json"):
-            for file in _json(manifest).get("files", ()):
+            for file in read_object(manifest).get("files", ()):
                 name = str(file["file"])
                 read[name] = read.get(name, False) or "train" not in done
     return read
@@ -226,7 +226,6 @@ def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[De
 
 
 def _last_read(shard: Path) -> float:
-    """Return the time of the last read or write, in seconds as `time.time`."""
     status = shard.stat()
     return max(status.st_atime, status.st_mtime)
 
@@ -262,14 +261,6 @@ def _idle(path: Path) -> bool:
             return True
     except Busy:
         return False
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if it is missing or damaged."""
-    try:
-        return dict(read_json(file))
-    except (UserError, TypeError, ValueError):
-        return {}
 
 
 def _age(seconds: float) -> str:

@@ -152,7 +152,6 @@ def make_plan(
 
 
 def _finished(run: Run) -> Plan:
-    """Return a plan with the records of finished stages."""
     section, left = run.recipe.target, left_to_do(run, STAGES)
     record = run.finished_record("target") if "target" in left else None
     if record is not None and weights_are_here(section.spec, section.revision):
@@ -186,7 +185,6 @@ def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int 
 
 
 def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
-    """Add estimates of the stages to do."""
     if "conversations" in plan.left:
         work = work.expected()
     else:
@@ -215,7 +213,6 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
 
 
 def _problems(work: Workload, plan: Plan) -> list[str]:
-    """Describe failures to expect, with the settings to change."""
     data, target, problems = work.recipe.data, work.target, list[str]()
     if plan.free_bytes is not None and plan.free_bytes < 1.05 * plan.peak_bytes:
         problems.append(
@@ -242,7 +239,6 @@ def _problems(work: Workload, plan: Plan) -> list[str]:
 
 
 def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
-    """Describe the work of the stages to do."""
     target, heads, lengths, data = work.target, work.heads, work.lengths, work.recipe.data
     count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
     where = "" if plan.room is None else f" on {target.device}"

@@ -147,7 +147,6 @@ def _answers(run: Run) -> Iterator[list[int]]:
 
 
 def _training_facts(run: Run) -> dict[str, str]:
-    """Rows of the model card."""
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
     learnt = conversations(run, "train") if run.recipe.data.online else StateStore(run.folder / STATES / "train")
     source = "written by the target itself" if data.prompts == "self" else _sources(data)

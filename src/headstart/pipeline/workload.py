@@ -181,7 +181,6 @@ class Workload:
         return replace(self, train_tokens=train, validation_tokens=validation, all_states=wanted)
 
     def _writing(self, count: float) -> float:
-        """Return the seconds of writing `count` conversations."""
         data, lengths, speeds = self.recipe.data, self.lengths, self.speeds
         answers = lengths.answer if lengths.turns else 0.0  # given answers are only read
         written, read = answers + data.self_share * PROMPT_TOKENS, lengths.tokens - answers

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
+from headstart.support.files import PARTIAL, read_object, write_atomic, write_json
 from headstart.support.lock import Busy, locked
 from headstart.support.terminal import tell
 
@@ -115,10 +115,8 @@ def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda artifact: a
 
 def read_note(folder: Path) -> dict[str, Any]:
     """Read an artifact's identity; empty if unreadable."""
-    try:
-        return dict(read_json(folder / NOTE)["identity"])
-    except (UserError, KeyError, TypeError, ValueError):
-        return {}
+    identity = read_object(folder / NOTE).get("identity")
+    return identity if isinstance(identity, dict) else {}
 
 
 # -- references ------------------------------------------------------------------------------------------------------
@@ -142,14 +140,11 @@ def forget(run_folder: Path, stage: str) -> None:
 
 
 def references(run_folder: Path) -> dict[str, str]:
-    """Read the artifact of each stage of a run, relative to its folder."""
-    file = run_folder / REFERENCES
-    if not file.is_file():
-        return {}
-    try:
-        return {str(stage): str(path) for stage, path in read_json(file).items()}
-    except (UserError, AttributeError, TypeError):  # damaged: each stage finds its artifact and references it again
-        return {}
+    """Read the artifact of each stage of a run, relative to its folder.
+
+    Empty if the file is damaged: each stage then finds its artifact and references it again.
+    """
+    return {stage: str(path) for stage, path in read_object(run_folder / REFERENCES).items()}
 
 
 def referred(run_folder: Path, stage: str) -> Path | None:

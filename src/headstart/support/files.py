@@ -238,6 +238,15 @@ def read_json(path: Path, again: str = "Delete it and run the command again.") -
         raise UserError(f"{path} is not valid JSON ({error}).", again) from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file is missing or damaged."""
+    try:
+        value = read_json(path)
+    except UserError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) for each non-blank line of a file or pipe.
 

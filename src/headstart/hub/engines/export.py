@@ -275,7 +275,6 @@ def _facts(against: Path | None, target: FrozenModel | str | None, trust_remote_
 
 
 def _differences(theirs: Published, ours: Published) -> Iterator[str]:
-    """Report differences from our heads beyond rounding."""
     for name, setting in ours.settings.items():
         if name != "layer" and theirs.settings[name] != setting:
             yield f"{name} is {theirs.settings[name]!r}, and the heads have {setting!r}."

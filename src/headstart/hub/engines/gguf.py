@@ -216,7 +216,6 @@ def _copy_tokenizer(writer: Any, file: Path, without: frozenset[str]) -> None:
 
 
 def _write_tokenizer(writer: Any, facts: TargetFacts) -> None:
-    """Write a target's tokens from its Hugging Face tokenizer."""
     from transformers import AutoTokenizer
 
     try:

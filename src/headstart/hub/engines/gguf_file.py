@@ -212,7 +212,6 @@ def read_settings(file: GgufFile) -> Published:
 
 
 def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
-    """Raise a UserError for settings that change the computation in unsupported ways."""
     of = file.architecture
     usual: dict[str, tuple[Any, ...]] = {
         "rope.scaling.type": ("none", "linear"),

@@ -102,7 +102,6 @@ def settings_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> Published:
 
 
 def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise a UserError for settings that change the computation in unsupported ways."""
     config, names = checkpoint.settings, checkpoint.architectures
     others = names if layout in BLOCKS else {name for name in names if name.startswith(("DFlash", "DSpark"))}
     if others and not others & (_DFLASH | _DSPARK):
@@ -137,6 +136,8 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     if "sliding_attention" in (config.get("layer_types") or ()) or slides:
         raise UserError("The layers have a sliding window, which headstart does not support here.", ANOTHER)
     fused = layout is Layout.EAGLE3
+    if fused and checkpoint.is_speculators and "norm_before_residual" not in checkpoint.config:
+        raise _missing(checkpoint, "norm_before_residual", "true in vLLM, false in speculators")
     return Published(
         layout=layout,
         hidden_size=size,
@@ -146,7 +147,7 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         layer=_layer_sizes(config),
         num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=8),
         aux_layers=_aux_layers(checkpoint, facts) if fused else (),
-        norm_before_residual=fused and _norm_before_residual(checkpoint),
+        norm_before_residual=fused and bool(checkpoint.config.get("norm_before_residual", False)),
         norm_output=fused and bool(config.get("norm_output", False)),
         qk_norm=fused and "layers.0.self_attn.q_norm.weight" in checkpoint.names,
         aux_norms=fused and bool(config.get("fc_norm", False)),
@@ -200,7 +201,6 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
 
 
 def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> None:
-    """Raise a UserError for unsupported variants of block drafters."""
     config = checkpoint.settings
     count, anchor = config.get("draft_vocab_size", vocab), samples_from_anchor(config, layout)
     if count not in (None, vocab):
@@ -315,13 +315,6 @@ def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int,
     return _in_target(aux_layers, facts)
 
 
-def _norm_before_residual(checkpoint: Checkpoint) -> bool:
-    """Read norm_before_residual; required in speculators configs."""
-    if "norm_before_residual" not in checkpoint.config and checkpoint.is_speculators:
-        raise _missing(checkpoint, "norm_before_residual", "true in vLLM, false in speculators")
-    return bool(checkpoint.config.get("norm_before_residual", False))
-
-
 def proposed_steps(config: Mapping[str, Any]) -> int:
     """Return the draft steps of a speculators config, or the default."""
     section = config.get("speculators_config")
@@ -389,7 +382,6 @@ def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
 
 
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
-    """Read the tensors by published name, after a check of names and shapes."""
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
     for problem, remedy in tensor_faults(settings.expected(), optional_tensors(settings, shapes), shapes, OURS):
         raise UserError(f"{checkpoint.folder}: {problem}", remedy)
