@@ -329,11 +329,11 @@ def _stale_reason(run: Run, stage: Stage, current: Record, record: Record | None
 
 def _damage(run: Run, stage: Stage, record: Record) -> str | None:
     """Describe missing or damaged outputs of a finished stage; None if it is intact."""
-    gone = [output for output in stage.outputs if not (run.folder / output).exists()]
+    missing = [output for output in stage.outputs if not (run.folder / output).exists()]
     if (path := referred(run.folder, stage.name)) is not None and not path.is_dir():
-        gone.append(str(path))
-    if gone:
-        return f"{gone[0]} is gone"
+        missing.append(str(path))
+    if missing:
+        return f"{missing[0]} is gone"
     if references(run.folder).get(stage.name, "") != record.artifact:
         return "its reference in references.json has changed"
     return stage.broken(run)

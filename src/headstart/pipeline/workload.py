@@ -96,21 +96,21 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, context: int) 
         return len(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
 
     try:
-        asked = len(prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools)))
+        read = len(prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools)))
     except Unfit:
         return Lengths(0, 0, 0, 0)
     later, usual, turns = prompt.messages[len(prompt.opening) :], answer_tokens(data.max_new_tokens), 1
     if not data.regenerate and prompt.messages[-1]["role"] == "assistant":
         answers = [count(message) for message in later if message["role"] == "assistant"]
-        given = asked + sum(map(count, later)) + _TURN * (len(answers) - 1)
-        return Lengths(min(given, context), sum(answers), 0, 0)
+        tokens = read + sum(map(count, later)) + _TURN * (len(answers) - 1)
+        return Lengths(min(tokens, context), sum(answers), 0, 0)
     for message in prompt.asked[len(prompt.opening) :]:
-        room = context - data.max_new_tokens - asked - turns * usual
+        room = context - data.max_new_tokens - read - turns * usual
         if (further := count(message) + _TURN) > min(room, data.max_prompt_tokens):
             break
-        asked, turns = asked + further, turns + 1
-    longest = min(asked + turns * data.max_new_tokens, context)
-    return Lengths(min(asked + turns * usual, context), turns * usual, turns, longest)
+        read, turns = read + further, turns + 1
+    longest = min(read + turns * data.max_new_tokens, context)
+    return Lengths(min(read + turns * usual, context), turns * usual, turns, longest)
 
 
 # -- work --------------------------------------------------------------------------------------------------------------
@@ -175,10 +175,10 @@ class Workload:
 
     def with_tokens(self, train: int, validation: int) -> Workload:
         """Limit the tokens of the splits to the byte budget of their states."""
-        wanted = 0 if self.recipe.data.online else (train + validation) * self.state_bytes
-        if wanted > (budget := int(1e9 * self.recipe.data.cache_gigabytes)):
+        full = 0 if self.recipe.data.online else (train + validation) * self.state_bytes
+        if full > (budget := int(1e9 * self.recipe.data.cache_gigabytes)):
             train = max(0, budget // self.state_bytes - validation)
-        return replace(self, train_tokens=train, validation_tokens=validation, all_states=wanted)
+        return replace(self, train_tokens=train, validation_tokens=validation, all_states=full)
 
     def _writing(self, count: float) -> float:
         data, lengths, speeds = self.recipe.data, self.lengths, self.speeds

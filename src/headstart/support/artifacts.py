@@ -1,7 +1,7 @@
 """Content-addressed stage outputs, shared and extended by runs and deleted only by `gc`.
 
 An artifact is a folder named by a hash of its *identity*: every input that determines it (target, prompts, sampling,
-settings of the heads ...) except the amount (conversations, minutes), which can grow. Artifacts lie beside the runs:
+settings of the heads ...) except the amount (conversations, minutes), which can grow. Artifacts are beside the runs:
 
     runs/quickstart/references.json                    artifacts of the run
     runs/artifacts/conversations/self-1c6f.../         artifact.json (its identity), lock, and content
@@ -106,8 +106,8 @@ def lock_artifact(artifact: Artifact, console: Console | None = None, wait: bool
         yield artifact.folder
 
 
-def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda artifact: artifact.base) -> list[Artifact]:
-    """List existing artifacts that differ from this one only in the amount, or in keys that `base` drops."""
+def relatives(of: Artifact, base: Callable[[Artifact], Any]) -> list[Artifact]:
+    """List the other existing artifacts with an equal `base`."""
     folders = [note.parent for note in sorted(of.folder.parent.glob(f"*/{NOTE}"))]
     others = [Artifact(path, read_note(path)) for path in folders if path != of.folder and path.suffix != PARTIAL]
     return [other for other in others if base(other) == base(of)]
@@ -155,12 +155,12 @@ def referred(run_folder: Path, stage: str) -> Path | None:
 
 def set_symlink(link: Path, folder: Path) -> None:
     """Point a link to a folder atomically; a UserError if `link` exists and is no link."""
-    wanted = os.path.relpath(folder, link.parent.resolve())
-    if link.is_symlink() and os.readlink(link) == wanted:
+    link_target = os.path.relpath(folder, link.parent.resolve())
+    if link.is_symlink() and os.readlink(link) == link_target:
         return
     if link.exists() and not link.is_symlink():
         raise UserError(f"{link} is not a link that headstart made.", "Move it away, or choose another --run-dir.")
-    write_atomic(link, lambda partial: partial.symlink_to(wanted, target_is_directory=True))
+    write_atomic(link, lambda partial: partial.symlink_to(link_target, target_is_directory=True))
 
 
 def link_into_run(source: Path, path: Path) -> None:
