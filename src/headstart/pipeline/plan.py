@@ -129,11 +129,24 @@ def make_plan(
     if target.device.type == "cpu":
         cores = (core_count() or 1) / torch.get_num_threads()
         work = replace(work, bytes_without_target=before, parallel_speed=min(processes, max(1.0, cores)))
-    heads.to(target.device).warm_start(shapes)
+    work = _measure(run, work, plan)
+    plan = replace(
+        plan,
+        room=work.room("train"),
+        free_bytes=free_disk(run.folder),
+        seconds={"target": loading, **plan.seconds},
+    )
+    return _estimate(run, work, plan)
+
+
+def _measure(run: Run, work: Workload, plan: Plan) -> Workload:
+    """Add measured speeds to the work, and their origin to the plan."""
+    recipe, heads, target = run.recipe, work.heads, run.target
+    heads.to(target.device).warm_start(target)
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     tell(run.console, f"Measuring on {target.device}, about {SECONDS:.0f} s at most ...", style="dim")
-    speeds = dry_run(shapes, heads, layers, recipe, lengths)
-    if tokens_per_second is not None:
+    speeds = dry_run(target, heads, work.layers, recipe, work.lengths)
+    if work.speeds.written:
         speeds = replace(speeds, written=work.speeds.written)
     elif recipe.data.server and "conversations" in plan.left:
         plan.notes.append(
@@ -144,11 +157,7 @@ def make_plan(
         f"Measured here: loading, {speeds.measured}. Other times, and memory while training, are estimated from that; "
         "the other bytes from the recipe and the target's config."
     )
-    work = replace(work, speeds=speeds, workers=workers_of(recipe, shapes, InProcess(shapes)).count)
-    seconds = {"target": loading, **plan.seconds}
-    return _estimate(
-        run, work, replace(plan, room=work.room("train"), free_bytes=free_disk(run.folder), seconds=seconds)
-    )
+    return replace(work, speeds=speeds, workers=workers_of(recipe, target, InProcess(target)).count)
 
 
 def _finished(run: Run) -> Plan:
