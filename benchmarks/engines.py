@@ -27,7 +27,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.environment import environment
 from headstart.heads.base import DraftHead
-from headstart.hub.engine_tuning import Asked, measure_drafts
+from headstart.hub.engine_tuning import EngineWorkload, measure_drafts
 from headstart.hub.engines.export import export_for
 from headstart.hub.format import CALIBRATION
 from headstart.model.model import Target
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine = ENGINES[options.engine]
     decoder = headstart.load(options.heads, options.target, dtype=options.dtype)
     prompts = prompts_of(decoder.target, options.questions, options.limit)
-    asked = Asked(prompts, options.max_new_tokens, read_json(options.heads / CALIBRATION)["acceptance"])
+    workload = EngineWorkload(prompts, options.max_new_tokens, read_json(options.heads / CALIBRATION)["acceptance"])
     rows: list[dict[str, Any]] = []
     texts: list[list[Text]] = []
     with TemporaryDirectory() as place:
@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with start((), "plain") as plain:
             for drafts in options.drafts:
                 with start(served_with(engine, exported, drafts), f"{drafts}-drafts") as drafted:
-                    compared = measure_drafts(plain, drafted, drafts, asked)
-                texts.append([Text.of(*pair) for pair in zip(prompts, map(list, compared.drafted), strict=True)])
+                    compared = measure_drafts(plain, drafted, drafts, workload)
+                texts.append([Text.of(*pair) for pair in zip(prompts, map(list, compared.answers), strict=True)])
                 row: dict[str, Any] = {"engine": engine.name, "version": plain.version(), "served": Path(served).name}
                 row |= {"drafts": drafts, "questions": len(prompts), "same_texts": compared.same}
                 rows.append(row | {name: getattr(compared.row, key) for name, key in MEASURED.items()})
@@ -109,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def ours(target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], most: int) -> dict[str, Any]:
     """Return the drafts that our decoder accepts in chains of the same length, per round and by place."""
-    loop, asked = DecodeLoop(target, drafter), DecodeOptions(most, draft="on")
-    rounds = [done for prompt in prompts for done in loop.generate([prompt], asked)[0].rounds if done.nodes > 1]
+    loop, options = DecodeLoop(target, drafter), DecodeOptions(most, draft="on")
+    rounds = [done for prompt in prompts for done in loop.generate([prompt], options)[0].rounds if done.nodes > 1]
     depth = max((done.nodes for done in rounds), default=1)
     places = [sum(done.emitted > place for done in rounds) / len(rounds) for place in range(1, depth)]
     return {"our_accepted_per_round": sum(places), "our_acceptance_by_place": places, "our_rounds": len(rounds)}

@@ -165,7 +165,7 @@ def test_generate_writes_the_same_words_with_and_without_heads(finished: Path) -
 
 def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In file order, two per batch, with the text each prompt gets alone; one bad line refuses the whole file."""
-    monkeypatch.setattr("headstart.cli.heads._TOGETHER", 2)
+    monkeypatch.setattr("headstart.cli.heads._BATCH", 2)
     file, how = tmp_path / "prompts.jsonl", ("--dtype", "float32", "--max-new-tokens", 8)
     asked = ["who are you", "and again", "hello"]
     rows = [{"prompt": asked[0], "id": "first"}, {"turns": asked[1:2]}]
@@ -263,7 +263,7 @@ def test_data_and_train_are_the_first_stages_of_a_run(recipe: Path, tmp_path: Pa
 def test_plan_does_no_work(recipe: Path, tmp_path: Path) -> None:
     out = works("plan", recipe, "--run-dir", tmp_path / "run").stdout
     assert "Hidden states on disk" in out
-    assert "Measured here: loading, " in out and "about" in out and "tokens read in" in " ".join(out.split())
+    assert "Measured here: loading, " in out and "about" in out and "tokens of prompts in" in " ".join(out.split())
     assert not (tmp_path / "run" / "stages").exists()
     assert call("plan", recipe, "data.max_new_tokens=5000", "--run-dir", tmp_path / "run").exit_code == 2
 
@@ -278,7 +278,7 @@ def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_pat
     works("generate", heads, "--prompt", "hello", "--max-new-tokens", 4)
     shutil.copytree(finished.parent, tmp_path / "runs", symlinks=True)
     run = tmp_path / "runs" / "run"
-    assert "asked for again" in works("tune", run).stdout
+    assert "requested" in works("tune", run).stdout
     for option, value in (("--dtype", "float32"), ("--target", "elsewhere"), ("--conversations", calibration)):
         assert f"{option} is not for a run, which is tuned as its recipe says. " in refused("tune", run, option, value)
     assert f"headstart tune {run / 'heads'} --dtype" in refused("tune", run, "--dtype", "float32")

@@ -9,8 +9,8 @@ import socket
 import subprocess
 from collections.abc import Callable
 from io import StringIO
+from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,15 +104,14 @@ def test_an_unwritable_folder_is_one_sentence() -> None:
 
 @pytest.mark.parametrize("where", ["elsewhere", "here"])
 def test_a_long_wait_names_the_lock_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    now, made = [0.0], Artifact(tmp_path / "states" / "x", {})
+    polls, made = count(), Artifact(tmp_path / "states" / "x", {})
     console = Console(file=StringIO(), width=500)
 
-    def sleep(seconds: float) -> None:
-        now[0] += 100 * seconds
-        if now[0] > 200:
+    def sleep(_: float) -> None:
+        if next(polls) == 150:
             raise TimeoutError
 
-    monkeypatch.setattr("headstart.support.artifacts.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr("time.sleep", sleep)
     with locked(made.folder):
         holder = f"17 on {where}" if where == "elsewhere" else "17"
         (made.folder / "lock").write_text(holder)

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+import headstart
 import headstart.model
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.drafters.memory import CONTEXT
@@ -25,7 +26,7 @@ from headstart.errors import UserError
 from headstart.heads.base import parse_heads
 from headstart.model.teacher import teacher_problem
 from headstart.pipeline.data_stages import conversations, states_artifact
-from headstart.pipeline.inventory import free, run_states, unreferenced
+from headstart.pipeline.inventory import delete, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
@@ -73,6 +74,10 @@ def quiet(folder: Path, recipe: Recipe) -> Run:
     return Run(recipe, folder, Console(quiet=True))
 
 
+def logged(folder: Path, recipe: Recipe) -> Run:
+    return Run(recipe, folder, Console(file=io.StringIO(), width=200))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Recipe, Path]:
     """An uninterrupted run."""
@@ -83,8 +88,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) ->
 
 
 def test_a_finished_run_has_its_report_heads_and_data(whole: tuple[Recipe, Path]) -> None:
-    import headstart
-
     recipe, folder = whole
     assert {file.name for file in (folder / "report").iterdir()} == {"report.html", "report.md", "results.json"}
     results = json.loads((folder / "report" / "results.json").read_text())
@@ -197,14 +200,12 @@ def test_a_run_killed_while_training_goes_on(
         return step(self, *arguments)
 
     monkeypatch.setattr(trainer._Trainer, "_step", interrupted)
-    run = Run(recipe, folder, Console(file=io.StringIO(), width=200))
+    run = logged(folder, recipe)
     with pytest.raises(KeyboardInterrupt):
         execute(run, stages_until("train"))
     assert f"Continuing from step {before} " in said(run)
     assert newest_step(folder) == before + 1, "Ctrl-C ends the step and keeps it"
-    record = run.record("train")
-    assert record is not None
-    assert not record.is_complete
+    assert (record := run.record("train")) is not None and not record.is_complete
 
 
 def newest_step(folder: Path) -> int:
@@ -292,7 +293,7 @@ def test_longer_training_continues_and_keeps_the_shorter(
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     first = (folder / "train").resolve()
-    run = Run(changed(recipe, train={"steps": 6}), folder, Console(file=io.StringIO(), width=200))
+    run = logged(folder, changed(recipe, train={"steps": 6}))
     execute(run, STAGES)
     assert "Continuing from step 4 " in said(run)
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
@@ -367,9 +368,9 @@ def test_gc_frees_only_unreferenced_artifacts(copied: tuple[Recipe, Path]) -> No
     used = {path for path in files_under(folder.parent) if not any(one.path in path.parents for one in found)}
     with locked(found[0].path):  # another process uses it
         assert found[0].path not in {one.path for one in unreferenced(folder.parent)}
-        assert free(folder.parent, found) > 0
+        assert delete(folder.parent, found) > 0
         assert found[0].path.is_dir()
-    assert free(folder.parent, unreferenced(folder.parent)) > 0
+    assert delete(folder.parent, unreferenced(folder.parent)) > 0
     assert not any(one.path.exists() for one in found)
     assert all(path.is_file() for path in used), "nothing else is deleted"
     assert not execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES), "the run is still whole"
@@ -386,13 +387,13 @@ def test_interrupted_gc_leaves_nothing_complete(copied: tuple[Recipe, Path], mon
     with monkeypatch.context() as patched:
         patched.setattr("headstart.support.files.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            free(folder.parent, heads)
+            delete(folder.parent, heads)
     assert "half deleted" in {one.what for one in unreferenced(folder.parent)}
     execute(quiet(folder, recipe), stages_until("train"))
     assert (folder / "train" / "best" / "heads.safetensors").is_file(), "trained again, not taken from the rest"
     execute(quiet(folder, changed(recipe, train={"steps": 6})), stages_until("train"))  # unused again, beside the rest
     found = unreferenced(folder.parent)
-    assert free(folder.parent, found) > 0 and unreferenced(folder.parent) == []
+    assert delete(folder.parent, found) > 0 and unreferenced(folder.parent) == []
 
 
 def test_gc_spares_artifacts_reused_before_the_answer(copied: tuple[Recipe, Path]) -> None:
@@ -400,7 +401,7 @@ def test_gc_spares_artifacts_reused_before_the_answer(copied: tuple[Recipe, Path
     execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES)
     found = unreferenced(folder.parent)
     execute(quiet(folder, recipe), STAGES)  # while gc waits for a yes
-    free(folder.parent, found)
+    delete(folder.parent, found)
     assert not execute(quiet(folder, recipe), STAGES), "all of it is still there"
 
 
@@ -410,7 +411,7 @@ def test_heads_trained_by_a_launcher_meanwhile_are_not_reused(copied: tuple[Reci
     done = forks.run("-m", "headstart.train", tmp, "--run-dir", folder)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
-    run = Run(changed(recipe, tune={"max_rank": 1}), folder, Console(file=io.StringIO(), width=200))
+    run = logged(folder, changed(recipe, tune={"max_rank": 1}))
     execute(run, stages_until("tune"))
     assert "train.steps changed from 6 to 4" in said(run)
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, "the recipe's own heads"
@@ -423,7 +424,7 @@ def test_states_that_no_run_reads_are_freed_alone(copied: tuple[Recipe, Path]) -
     execute(quiet(folder, recipe), stages_until("states"))
     found = [one for one in unreferenced(folder.parent) if one.path.suffix == ".safetensors"]
     assert found
-    free(folder.parent, found)
+    delete(folder.parent, found)
     assert not execute(quiet(folder, recipe), stages_until("states"))
     execute(quiet(folder, more), stages_until("states"))
     assert len(StateStore(folder / "data" / "states" / "train")) == 20, "they can be had again"
@@ -486,12 +487,12 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     stored = (folder / "train").resolve()
     forbid(monkeypatch, "write")
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
-    run = Run(online, folder, Console(file=io.StringIO(), width=200))
+    run = logged(folder, online)
     execute(run, stages_until("export"))
     assert "nothing to store: training computes them" in said(run)
     found = [one for one in unreferenced(folder.parent) if one.path.parent.name == "states"]
     assert len(found) == 1, "the stored states are unreferenced now"
-    free(folder.parent, found)
+    delete(folder.parent, found)
     assert not list(folder.parent.rglob("shard-*")) and not list(folder.parent.rglob("teacher-*"))
     assert (folder / "train").resolve() != stored, "an artifact of its own"
     assert "| training conversations | 12 |" in (folder / "heads" / "README.md").read_text()
@@ -512,9 +513,7 @@ def test_a_changed_model_rebuilds_all(copied: tuple[Recipe, Path], tmp_path: Pat
     run = quiet(folder, recipe)
     execute(run, stages_until("conversations"))
     after = run.record("target")
-    assert before is not None
-    assert after is not None
-    assert before.identity != after.identity
+    assert before is not None and after is not None and before.identity != after.identity
     assert run.record("states") is not None
     other = quiet(folder, tiny_recipe(tmp_path, tiny_target_folder))
     with pytest.raises(UserError, match="is not the model"):
@@ -542,11 +541,9 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     ignored = make_plan(run, 2, prompt_tokens=5, tokens_per_second=9)
     show_plan(run, ignored)
     told = capsys.readouterr().out
-    assert all(
-        f"{option} changes nothing" in told for option in ("--processes", "--prompt-tokens", "--tokens-per-second")
-    )
-    longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 6})})
-    run = Run(longer, folder, Console(width=120))
+    for option in ("--processes", "--prompt-tokens", "--tokens-per-second"):
+        assert f"{option} has no effect" in told
+    run = Run(changed(recipe, train={"steps": 6}), folder, Console(width=120))
     plan = make_plan(run)
     show_plan(run, plan)
     text = capsys.readouterr().out
@@ -572,16 +569,16 @@ def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
     execute(quiet(folder, recipe), STAGES)
     again = tmp_path / "again"
     shutil.copytree(tiny_target_folder, again, copy_function=shutil.copyfile)
-    moved = recipe.model_copy(update={"target": recipe.target.model_copy(update={"spec": str(again)})})
+    moved = changed(recipe, target={"spec": str(again)})
     with monkeypatch.context() as patched:
         patched.setattr("headstart.pipeline.plan.dry_run", lambda *_: pytest.fail("forwards were timed"))
-        plan = make_plan(run := Run(moved, folder, Console(file=io.StringIO(), width=200)))
+        plan = make_plan(run := logged(folder, moved))
     assert list(plan.left) == ["target"] and plan.facts == []
     show_plan(run, plan)
     assert "Nothing is left to do: the target has new files, and is the same model." in said(run)
     assert "train" in make_plan(quiet(folder, changed(moved, train={"steps": 6}))).left
-    other = moved.model_copy(update={"target": moved.target.model_copy(update={"dtype": "bfloat16"})})
-    assert set(make_plan(quiet(folder, other)).left) == {stage.name for stage in STAGES}, "it is planned, not refused"
+    other = quiet(folder, changed(moved, target={"dtype": "bfloat16"}))
+    assert set(make_plan(other).left) == {stage.name for stage in STAGES}, "it is planned, not refused"
 
 
 def test_writing_awaits_no_other_run(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,9 @@ class TestMemory:
         shares = {}
         for device in ("cpu", "cuda"):
             target = cast(Target, SimpleNamespace(device=torch.device(device)))
-            work = Workload(run.recipe, target, cast(Any, None), [], cast(Any, None), processes=8, held=16, free=64)
+            work = Workload(
+                run.recipe, target, cast(Any, None), [], cast(Any, None), processes=8, bytes_with_target=16, free=64
+            )
             shares[device] = [work.room(stage) for stage in ("train", "eval")]
         assert shares == {"cpu": [10, 80], "cuda": [80, 80]}
 
@@ -242,18 +244,22 @@ class TestMemory:
     def test_missing_and_few_prompts(self, tmp_path: Path, tiny_target_folder: Path) -> None:
         empty = tmp_path / "empty.jsonl"
         empty.write_text("")
-        plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, data={"prompts": str(empty)}), tmp_path / "run"))
+        few = {"data": {"prompts": str(empty)}, "train": {"steps": None, "epochs": 10}}
+        plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, **few), tmp_path / "run"))
+        assert any("raise minutes" in note for note in plan.notes)
         assert any("No usable prompt" in problem for problem in plan.problems)
         assert "assumed" in dict(plan.facts)["A conversation"]
         data = {"prompts": prompt_file(tmp_path, 2), "conversations": 10_000}
         run = Run(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run", Console(file=io.StringIO()))
-        facts = dict(make_plan(run).facts)
+        known = make_plan(run)
+        assert not any("raise minutes" in note for note in known.notes), "the recipe names its steps"
+        facts = dict(known.facts)
         assert facts["Conversations"].startswith("about 32 (at most 10000")
         mixed = recipe(tmp_path, tiny_target_folder, data={**data, "prompts": [data["prompts"], "self"]})
         expected = dict(make_plan(quiet(mixed, tmp_path / "mixed")).facts)["Conversations"]
         assert expected.startswith("about 10000 "), "the target writes the rest"
         assert "2.0 answers (from 40 of the prompts)" in facts["A conversation"]
-        show_plan(run, make_plan(run))
+        show_plan(run, known)
 
 
 def tried(target: Target, batch_tokens: int, limit: float = 1.0) -> Speeds:
@@ -291,7 +297,7 @@ def test_a_dry_run_is_limited(
 
         return method
 
-    for name, each in (("decode", slow), ("write", slow / 8), ("read", slow), ("learn", slow), ("update", 0.0)):
+    for name, each in (("decode", slow), ("write", slow / 8), ("prefill", slow), ("train", slow), ("update", 0.0)):
         monkeypatch.setattr(work, name, slowed(name, each))
     monkeypatch.setattr(dry_running, "perf_counter", lambda: now[0])
     speeds = tried(tiny_target, 512, 30.0)

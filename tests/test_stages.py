@@ -287,7 +287,7 @@ def test_out_of_memory_elsewhere_is_one_sentence(
     if where == "from_pretrained":
         monkeypatch.setattr("headstart.model.loading.AutoModelForCausalLM.from_pretrained", too_much)
     else:
-        monkeypatch.setattr("headstart.cli.heads._pour", too_much)
+        monkeypatch.setattr("headstart.cli.heads._print_stream", too_much)
     asked = ("generate", tmp_path / "heads", "--target", tiny_target_folder, "--prompt", "hi")
     from tests.test_cli import refused  # which imports this module
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
 from headstart.model.model import Target
-from headstart.pipeline.inventory import free, over_budget, unreferenced
+from headstart.pipeline.inventory import delete, over_budget, unreferenced
 from headstart.replay.patch import FINAL
 from headstart.support.lock import locked
 from tests.data.test_store import conversations
@@ -108,9 +108,9 @@ def test_the_budget_is_checked_again_before_deleting(tmp_path: Path) -> None:
     path = states(tmp_path)
     run(tmp_path, "one", "abcd")
     found = over_budget(tmp_path, 2500)
-    assert free(tmp_path, found) == 0, "without the budget all of them are in use"
+    assert delete(tmp_path, found) == 0, "without the budget all of them are in use"
     run(tmp_path, "two", "d", trained=False)
-    assert free(tmp_path, found, 2500) == SIZE
+    assert delete(tmp_path, found, 2500) == SIZE
     assert sorted(file.name[6] for file in path.glob("shard-*")) == ["a", "b", "d"]
 
 

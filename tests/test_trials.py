@@ -14,7 +14,7 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.pipeline.data_stages import check_formats
-from headstart.pipeline.inventory import free, run_states, show_runs, unreferenced
+from headstart.pipeline.inventory import delete, run_states, show_runs, unreferenced
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
@@ -80,7 +80,7 @@ def test_an_interrupted_training(data: tuple[Recipe, Path], tmp_path: Path, monk
     assert "Continuing from step 2" in out.getvalue()
     kinds = {one.what for one in unreferenced(runs)}
     assert "heads that no run refers to" in kinds, "the other learning rate's finished heads"
-    assert free(runs, unreferenced(runs)) > 0
+    assert delete(runs, unreferenced(runs)) > 0
 
 
 def test_predicted_and_measured_tau_are_separate_columns(data: tuple[Recipe, Path], tmp_path: Path) -> None:

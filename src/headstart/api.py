@@ -90,7 +90,7 @@ def load(
         )
     loaded = _loaded(target or known.spec, asked, asked.quantization or known.quantization, adapter=adapter)
     version = folder.resolve()
-    decoder = Decoder(known.rendering(loaded), *_read(version, loaded, asked.any_target))
+    decoder = Decoder(known.with_variables(loaded), *_read(version, loaded, asked.any_target))
     if asked.follow:
         decoder.newer = _follower(folder, version, decoder.target, asked.any_target)
     return _logging(decoder, asked.log)

@@ -18,11 +18,10 @@ from typing import Any
 import gguf
 import torch
 import torch.nn.functional as F
-from gguf.quants import dequantize
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.engines.readers import rms
+from tests.engines.readers import halves, rms, tensors_of
 
 
 @dataclass
@@ -50,14 +49,6 @@ class Block:
         return hidden | (behind >= self.windows[layer]) if self.windows[layer] else hidden
 
 
-def turned(x_Nd: Tensor, start: int, base: float) -> Tensor:
-    """Apply rotary positions from `start` on, pairing the first half of a head with its second half."""
-    count, size = x_Nd.shape
-    angles = torch.arange(start, start + count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
-    left, right = x_Nd[:, : size // 2], x_Nd[:, size // 2 :]
-    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=1)
-
-
 def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> Tensor:
     """Return the LM head's input for each slot [B, E]; `hidden` holds transformers' hidden states of the text."""
     tensors, d = block.tensors, block.head_dim
@@ -76,9 +67,9 @@ def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> 
             shared = head // (block.heads // block.key_heads)
             q, rows = part["self_attn.q_proj"][head * d : (head + 1) * d], slice(shared * d, (shared + 1) * d)
             k, v = part["self_attn.k_proj"][rows], part["self_attn.v_proj"][rows]
-            q_Bd = turned(rms(read_BE @ q.T, part["self_attn.q_norm"], block.eps), after, block.base)
-            of_text = turned(rms(context_TE @ k.T, part["self_attn.k_norm"], block.eps), 0, block.base)
-            of_block = turned(rms(read_BE @ k.T, part["self_attn.k_norm"], block.eps), after, block.base)
+            q_Bd = halves(rms(read_BE @ q.T, part["self_attn.q_norm"], block.eps), block.base, after)
+            of_text = halves(rms(context_TE @ k.T, part["self_attn.k_norm"], block.eps), block.base)
+            of_block = halves(rms(read_BE @ k.T, part["self_attn.k_norm"], block.eps), block.base, after)
             scores = q_Bd @ torch.cat([of_text, of_block]).T * d**-0.5
             shares = scores.masked_fill(block.hidden(number, after), float("-inf")).softmax(-1)
             found.append(shares @ torch.cat([context_TE, read_BE]) @ v.T)
@@ -89,21 +80,25 @@ def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> 
     return rms(stream_BE, tensors["norm.weight"], block.eps)
 
 
-def drafted(
-    block: Block, hidden: list[Tensor], embed_VE: Tensor, lm_head_VE: Tensor, chain: list[int]
-) -> tuple[Tensor, Tensor | None]:
-    """Return logits [K, V] after each token of a chain, from the newest decided token on, and confidences [K]."""
-    out_BE = outputs(block, hidden, embed_VE, chain[0])
+@torch.no_grad()
+def drafted(folder: Path, target: Any, text: list[int], chain: list[int]) -> Tensor:
+    """Return the logits [K, V] of a folder after each token of a chain that follows the text, with the confidences as
+    a last column if the heads have them."""
+    file = folder / "heads.gguf"
+    block = read_gguf(file) if file.is_file() else read_folder(folder)
+    hidden = [one[0] for one in target.model(torch.tensor([text]), output_hidden_states=True).hidden_states]
+    out_BE = outputs(block, hidden, target.embedding_weight, chain[0])
     read_KE = (out_BE if block.from_anchor else out_BE[1:])[: len(chain)]
-    logits_KV = read_KE @ lm_head_VE.T
+    logits_KV = read_KE @ target.lm_head_weight.T
     if "markov_head.markov_w1.weight" not in block.tensors:
-        return logits_KV, None
+        return logits_KV
     before_KR = block.tensors["markov_head.markov_w1.weight"][chain[: len(read_KE)]]
     logits_KV = logits_KV + before_KR @ block.tensors["markov_head.markov_w2.weight"].T
     if "confidence_head.proj.weight" not in block.tensors:
-        return logits_KV, None
-    sure = torch.cat([read_KE, before_KR], dim=1) @ block.tensors["confidence_head.proj.weight"][0]
-    return logits_KV, (sure + block.tensors["confidence_head.proj.bias"]).sigmoid()
+        return logits_KV
+    sure_K = torch.cat([read_KE, before_KR], dim=1) @ block.tensors["confidence_head.proj.weight"][0]
+    sure_K = (sure_K + block.tensors["confidence_head.proj.bias"]).sigmoid()
+    return torch.cat([logits_KV, sure_K[:, None]], dim=1)
 
 
 def read_folder(folder: Path) -> Block:
@@ -155,14 +150,12 @@ def read_gguf(file: Path) -> Block:
     keys: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items() if "GGUF." not in name}
     assert keys["general.architecture"] == "dflash"
     tensors = {}
-    for one in reader.tensors:
-        shape = tuple(int(size) for size in reversed(one.shape))
-        base, _, kind = one.name.rpartition(".")
+    for full_name, tensor in tensors_of(reader).items():
+        base, _, kind = full_name.rpartition(".")
         if base.startswith("blk."):
             _, number, name = base.split(".", 2)
             base = f"layers.{number}.{_IN_LAYERS[name]}"
-        numbers = torch.from_numpy(dequantize(one.data, one.tensor_type).copy()).reshape(shape)
-        tensors[f"{_BESIDE.get(base, base)}.{kind}"] = numbers
+        tensors[f"{_BESIDE.get(base, base)}.{kind}"] = tensor
     layers, window = keys["dflash.block_count"], keys.get("dflash.attention.sliding_window", 0)
     slide = keys.get("dflash.attention.sliding_window_pattern", [False] * layers)
     return Block(

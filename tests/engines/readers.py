@@ -25,21 +25,18 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def halves(x_Td: Tensor, base: float) -> Tensor:
-    """Apply rotary positions that pair the first half of a head with its second half."""
+def halves(x_Td: Tensor, base: float, start: int = 0) -> Tensor:
+    """Apply rotary positions from `start` on, pairing the first half of a head with its second half."""
     count, size = x_Td.shape
-    angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
+    angles = torch.arange(start, start + count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
     left, right = x_Td[:, : size // 2], x_Td[:, size // 2 :]
     return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=1)
 
 
 def pairs(x_Td: Tensor, base: float) -> Tensor:
     """Apply rotary positions that pair neighbours."""
-    count, size = x_Td.shape
-    angles = torch.arange(count)[:, None] * base ** (-torch.arange(0, size, 2) / size)
-    left, right = x_Td[:, 0::2], x_Td[:, 1::2]
-    turned = [left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()]
-    return torch.stack(turned, dim=2).flatten(1)
+    turned = halves(torch.cat([x_Td[:, 0::2], x_Td[:, 1::2]], dim=1), base)
+    return torch.stack(turned.chunk(2, dim=1), dim=2).flatten(1)
 
 
 def layer(
@@ -140,17 +137,21 @@ def medusa_folder(folder: Path, final_E: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
+def tensors_of(reader: gguf.GGUFReader) -> dict[str, Tensor]:
+    tensors = {}
+    for one in reader.tensors:
+        is_exact = one.tensor_type == gguf.GGMLQuantizationType.I64
+        numbers = one.data if is_exact else dequantize(one.data, one.tensor_type)
+        tensors[one.name] = torch.from_numpy(numbers.copy()).reshape([int(size) for size in reversed(one.shape)])
+    return tensors
+
+
 def eagle3_gguf(file: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list[int], chain: list[int]) -> Tensor:
     """Draft as llama.cpp does from a GGUF file: rotary positions pair neighbours, and d2t holds ids."""
     reader = gguf.GGUFReader(file)
     named = {name.removeprefix("eagle3."): field for name, field in reader.fields.items() if "eagle3." in name}
     keys = {name: field.contents() for name, field in named.items()}
-    tensors = {}
-    for one in reader.tensors:
-        shape = tuple(int(size) for size in reversed(one.shape))
-        whole = one.tensor_type == gguf.GGMLQuantizationType.I64
-        numbers = one.data if whole else dequantize(one.data, one.tensor_type)
-        tensors[one.name] = torch.from_numpy(numbers.copy()).reshape(shape)
+    tensors = tensors_of(reader)
     eps = keys["attention.layer_norm_rms_epsilon"]
     heads = {"head_dim": "key_length", "num_attention_heads": "head_count", "num_key_value_heads": "head_count_kv"}
     sizes = {name: keys[f"attention.{key}"] for name, key in heads.items()}

@@ -21,7 +21,7 @@ from headstart.hub.engines.export import FORMATS, check_export, check_heads
 from headstart.hub.engines.known_engines import drafts_to_try, serve_commands
 from headstart.hub.target_facts import TargetFacts
 from headstart.model.model import Target
-from tests.engines import block_readers as readers
+from tests.engines.block_readers import drafted
 from tests.engines.conftest import edited
 from tests.engines.test_faults import rewrite
 from tests.test_cli import works
@@ -58,18 +58,6 @@ def written(published: Published, form: str, facts: TargetFacts, folder: Path, d
     return folder
 
 
-def block_of(form: str, folder: Path) -> readers.Block:
-    return readers.read_gguf(folder / "heads.gguf") if form == "gguf" else readers.read_folder(folder)
-
-
-@torch.no_grad()
-def drafted(block: readers.Block, target: Target) -> Tensor:
-    """Return the logits after a chain, with confidences as a last column."""
-    hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
-    logits_KV, sure_K = readers.drafted(block, hidden, target.embedding_weight, target.lm_head_weight, CHAIN)
-    return logits_KV if sure_K is None else torch.cat([logits_KV, sure_K[:, None]], dim=1)
-
-
 @pytest.mark.parametrize(("layout", "form"), HELD)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_published_heads_round_trip(
@@ -95,10 +83,10 @@ def test_published_heads_round_trip(
 def test_all_formats_draft_the_same(layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     published = random(layout, target)
     folders = {form: written(published, form, facts, tmp_path / form) for form in KINDS[layout]}
-    found = {form: drafted(block_of(form, folder), target) for form, folder in folders.items()}
-    first = found["vllm"]
+    logits = {form: drafted(folder, target, TEXT, CHAIN) for form, folder in folders.items()}
+    first = logits["vllm"]
     assert first.shape[0] == len(CHAIN) and first.isfinite().all()
-    for form, one in found.items():
+    for form, one in logits.items():
         assert (one - first).abs().max() < 1e-5 * first.abs().max(), form
 
 
@@ -157,11 +145,11 @@ def test_commands_request_the_whole_block(target: Target, facts: TargetFacts) ->
 
 def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
-    with pytest.raises(UserError, match="no sglang that serves dspark"):
+    with pytest.raises(UserError, match="sglang does not serve dspark"):
         check_heads("sglang", dspark, facts)
     for change, said in (
         ({"aux_layers": (2, 4, 8)}, "7 is the deepest"),
-        ({"aux_layers": (4, 2, 7)}, "do not rise"),
+        ({"aux_layers": (4, 2, 7)}, "not ascending"),
         ({"mask_token_id": target.vocab_size}, "no token of a vocabulary"),
     ):
         with pytest.raises(UserError, match=said):
@@ -228,7 +216,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     # layout, format, change, engine, message
     "ids as EAGLE counts them": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
     "ids past the last layer": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "8 is the deepest"),
-    "ids that fall": (DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "do not rise"),
+    "ids that fall": (DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "not ascending"),
     "ids twice": (DFLASH, "vllm", top(eagle_aux_hidden_state_layer_ids=[1, 3, 6]), "vllm", "The layer ids disagree"),
     "no ids": (DFLASH, "vllm", no("target_layer_ids"), "vllm", "target_layer_ids is None"),
     "words for ids": (DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
@@ -274,7 +262,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "slots one off": (DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
     "slots left open": (SPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor"),
     "slots of DFlash": (SPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own position"),
-    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
+    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "sglang does not serve dspark"),
     "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
     "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
     "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
@@ -315,7 +303,7 @@ def new_key(name: str, value: Any, kind: Any) -> Callable[[dict[str, Any], dict[
 GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "ids one deeper": (set_key("dflash.target_layers", [3, 5, 8]), "7 is the deepest"),
     "ids one higher": (set_key("dflash.target_layers", [1, 3, 6]), "headstart wrote"),
-    "ids that fall": (set_key("dflash.target_layers", [4, 2, 7]), "do not rise"),
+    "ids that fall": (set_key("dflash.target_layers", [4, 2, 7]), "not ascending"),
     "no block size": (lambda fields, _: fields.pop("dflash.block_size"), "does not say dflash.block_size"),
     "another block size": (set_key("dflash.block_size", 9), "headstart wrote"),
     "no mask": (lambda fields, _: fields.pop("tokenizer.ggml.mask_token_id"), "does not say tokenizer.ggml.mask"),

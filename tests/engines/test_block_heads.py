@@ -19,7 +19,7 @@ from headstart.hub.engines.export import check_export, export_for
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads, read_checked
 from headstart.model.model import Target
-from tests.engines import block_readers as readers
+from tests.engines.block_readers import drafted
 from tests.engines.conftest import CASES, Made, edited
 
 TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22, 17]
@@ -52,14 +52,9 @@ def trained_to_say(heads: DraftHead, target: Target) -> Tensor:
     return torch.cat([torch.empty(0), *(step.confidence_M[step.origin_M == origin].sigmoid() for step in steps)])
 
 
-@torch.no_grad()
 def read(folder: Path, target: Target) -> Tensor:
     """Return the same from the reference reader of a folder."""
-    file = folder / "heads.gguf"
-    block = readers.read_gguf(file) if file.is_file() else readers.read_folder(folder)
-    hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
-    logits_KV, sure_K = readers.drafted(block, hidden, target.embedding_weight, target.lm_head_weight, CHAIN)
-    return logits_KV if sure_K is None else torch.cat([logits_KV, sure_K[:, None]], dim=1)
+    return drafted(folder, target, TEXT, CHAIN)
 
 
 def off(ours_KV: Tensor, theirs_KV: Tensor) -> float:

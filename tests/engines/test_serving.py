@@ -20,8 +20,8 @@ from headstart.errors import UserError
 from headstart.eval.report import write_report
 from headstart.hub.engine_tuning import (
     FILE,
-    Asked,
     EngineTuning,
+    EngineWorkload,
     measure_drafts,
     read_engine_tunings,
     write_engine_tuning,
@@ -44,6 +44,11 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 
 def command(kind: str, fault: str = "none") -> str:
     return shlex.join([sys.executable, str(FAKE), kind, fault])
+
+
+def tune(heads: Path, texts: Path, *more: object, name: str = "vllm", fault: str = "none") -> tuple[object, ...]:
+    """Return the words of a command that tunes heads in the fake engine."""
+    return "tune", heads, "--conversations", texts, "--engine", name, "--engine-command", command(name, fault), *more
 
 
 @pytest.fixture
@@ -69,10 +74,8 @@ def heads(made: Made, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, texts: Path, tmp_path: Path) -> None:
     write_report(measured_report(), tmp_path / "report")  # the report of the heads' run
-    said = works(
-        *("tune", heads, "--conversations", texts, "--engine", name, "--engine-command", command(name)),
-        *("--engine-target", "target.gguf", "--engine-drafts", "3,1", "--engine-tokens", 9),
-    ).stdout
+    options = ("--engine-target", "target.gguf", "--engine-drafts", "3,1", "--engine-tokens", 9)
+    said = works(*tune(heads, texts, *options, name=name)).stdout
     assert "tokens/s" in said and name in said
     measured = read_engine_tunings(heads)[name]
     assert [row.drafts for row in measured.rows] == [1, 3] and measured.prompts == 3
@@ -104,10 +107,7 @@ def paying(measured: EngineTuning, drafts: int) -> EngineTuning:
 
 
 def test_report_includes_engine_measurements(heads: Path, texts: Path, tmp_path: Path) -> None:
-    works(
-        *("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm")),
-        *("--engine-drafts", "2", "--engine-tokens", 9),
-    )
+    works(*tune(heads, texts, "--engine-drafts", "2", "--engine-tokens", 9))
     questions = tmp_path / "asked.jsonl"
     questions.write_text('{"turns": ["one two"]}\n')
     asked = ("--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 6, "--dtype", "float32")
@@ -119,10 +119,8 @@ def test_report_includes_engine_measurements(heads: Path, texts: Path, tmp_path:
 
 def test_vllm_gets_a_number_of_drafts_per_load(heads: Path, texts: Path, tmp_path: Path) -> None:
     """Chains of 3 pay at one request, of 1 at two and three, none at four; 8 is like 4."""
-    said = works(
-        *("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm")),
-        *("--engine-drafts", "1,3", "--engine-requests", "1,2,4,8", "--engine-tokens", 9),
-    ).stdout
+    options = ("--engine-drafts", "1,3", "--engine-requests", "1,2,4,8", "--engine-tokens", 9)
+    said = works(*tune(heads, texts, *options)).stdout
     assert "with 4 requests at a time" in " ".join(said.split())
     measured = read_engine_tunings(heads)["vllm"]
     assert [(row.drafts, row.requests) for row in measured.rows] == [(d, r) for d in (1, 3) for r in (1, 2, 4, 8)]
@@ -176,8 +174,7 @@ def test_prompts_are_sent_concurrently(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_figures_survive_tuning_and_copies(heads: Path, texts: Path, tmp_path: Path) -> None:
-    options = ("--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm"))
-    works("tune", heads, *options, "--engine-drafts", "1", "--engine-tokens", 5)
+    works(*tune(heads, texts, "--engine-drafts", "1", "--engine-tokens", 5))
     works("export", heads, "--out", tmp_path / "copy")
     assert (tmp_path / "copy" / FILE).read_bytes() == (heads / FILE).read_bytes()
     assert str(tmp_path) not in (heads / FILE).read_text()
@@ -194,13 +191,12 @@ def test_figures_survive_tuning_and_copies(heads: Path, texts: Path, tmp_path: P
 
 def test_failing_engine_is_explained(heads: Path, texts: Path, tmp_path: Path) -> None:
     before = {path.name for path in heads.iterdir()}
-    asked = ("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command")
-    said = refused(*asked, command("vllm", "start"))
+    said = refused(*tune(heads, texts, fault="start"))
     assert "ended with 3" in said and "no such layer: midlayer.surprise" in said and "INFO" not in said
     assert (log := Path(said.split("Its log is ")[1].split()[0].rstrip("."))).is_file(), log
-    assert "the prompt is too long" in refused(*asked, command("vllm", "answer"))
-    assert "drafted nothing" in refused(*asked, command("vllm", "silent"))
-    assert "--engine-command" in refused(*asked, str(tmp_path / "nowhere"))
+    assert "the prompt is too long" in refused(*tune(heads, texts, fault="answer"))
+    assert "drafted nothing" in refused(*tune(heads, texts, fault="silent"))
+    assert "--engine-command" in refused(*tune(heads, texts)[:-1], str(tmp_path / "nowhere"))
     assert {path.name for path in heads.iterdir()} == before
 
 
@@ -208,10 +204,9 @@ def test_failure_leaves_only_its_log(heads: Path, texts: Path, tmp_path: Path, m
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
-    asked = ("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command")
-    refused(*asked, str(tmp_path / "nowhere"))
+    refused(*tune(heads, texts)[:-1], str(tmp_path / "nowhere"))
     assert not list(place.iterdir())
-    said = "".join(refused(*asked, command("vllm", "start")).split())
+    said = "".join(refused(*tune(heads, texts, fault="start")).split())
     (kept,) = place.iterdir()
     assert str(kept) in said and [file.name for file in kept.iterdir()] == ["logs"]
 
@@ -305,19 +300,16 @@ def test_missing_command_leaves_signals_unchanged(tmp_path: Path) -> None:
 
 
 def test_run_and_printed_commands_match(made: Made, target: Target, tmp_path: Path) -> None:
-    from headstart.pipeline.in_engine import served_with
-
     done = export_for(made("eagle3")[1], tmp_path / "served", "vllm")
     engine = ENGINES["vllm"]
-    with_heads = [*shlex.split(engine.command), target.spec, *served_with(engine, done, 3)]
+    with_heads = [*shlex.split(engine.command), target.spec, *in_engine.served_with(engine, done, 3)]
     assert with_heads == shlex.split(done.commands["vllm"])
 
 
 def test_imported_heads_must_be_tuned_first(heads: Path, target: Target, texts: Path, tmp_path: Path) -> None:
     works("export", heads, "--format", "vllm", "--out", tmp_path / "there")
     works("import", tmp_path / "there", "--target", target.spec, "--out", tmp_path / "back")
-    asked = ("tune", tmp_path / "back", "--conversations", texts, "--engine", "vllm", "--engine-command")
-    assert "Tune them first" in refused(*asked, command("vllm"))
+    assert "Tune them first" in refused(*tune(tmp_path / "back", texts))
 
 
 def test_paths_with_spaces_are_quoted(made: Made, tmp_path: Path) -> None:
@@ -328,21 +320,19 @@ def test_paths_with_spaces_are_quoted(made: Made, tmp_path: Path) -> None:
 
 def test_drafts_beyond_the_end_do_not_lengthen_rounds(tmp_path: Path) -> None:
     """An answer of 4 tokens takes the prompt's pass and two rounds; the last draft is cut off."""
-    words = {name: command("vllm", fault) for name, fault in (("plain", "none"), ("drafts", "none"))}
     heads = tmp_path / "heads"
     heads.mkdir()
     (heads / "model.safetensors").touch()
     drafting = ("--speculative-config", json.dumps({"model": str(heads), "num_speculative_tokens": 1}))
     engine = ENGINES["vllm"]
     with (
-        Server(engine, "target", (), tmp_path / "plain.log", command=words["plain"]) as plain,
-        Server(engine, "target", drafting, tmp_path / "drafts.log", command=words["drafts"]) as drafted,
+        Server(engine, "target", (), tmp_path / "plain.log", command=command("vllm")) as plain,
+        Server(engine, "target", drafting, tmp_path / "drafts.log", command=command("vllm")) as drafted,
     ):
-        compared = measure_drafts(plain, drafted, 1, Asked([[1, 2]], 4, [[0.5]]))
-    row = compared.row
-    assert row.accepted == 1 and compared.same == 1
-    seconds = 4 / row.tokens_per_second
-    assert row.round_ms <= 1e3 * seconds / 2, "two rounds"
+        measured = measure_drafts(plain, drafted, 1, EngineWorkload([[1, 2]], 4, [[0.5]]))
+    assert measured.row.accepted == 1 and measured.same == 1
+    seconds = 4 / measured.row.tokens_per_second
+    assert measured.row.round_ms <= 1e3 * seconds / 2, "two rounds"
 
 
 def test_counters_are_summed_over_engines() -> None:

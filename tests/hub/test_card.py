@@ -83,10 +83,8 @@ def test_metadata_of_a_packaged_target_and_of_a_hub_model(tmp_path: Path, tiny_t
     assert (values["license"], values["library_name"]) == ("other", "headstart")
     assert "medusa" in values["tags"]
     assert "base_model" not in values
-    config = {"target": {"spec": "smollm2-135m"}, "heads": {"family": "medusa"}}
-    assert _metadata(config)["license"] == "apache-2.0"
-    config = {"target": {"spec": "org/model-1.5"}, "heads": {"family": "medusa"}}
-    values = _metadata(config)
+    assert _metadata("smollm2-135m")["license"] == "apache-2.0"
+    values = _metadata("org/model-1.5")
     assert (values["base_model"], values["license"]) == ("org/model-1.5", "other")
 
 

@@ -58,14 +58,11 @@ def log(
         return
     prune(log)
     served, left_out = read_log(log, _update(run, log).target)
-    size = sum(file.stat().st_size for file in log.glob("*.jsonl"))
+    size = format_bytes(sum(file.stat().st_size for file in log.glob("*.jsonl")))
     tokens = sum(len(item.answer) for item in served)
-    cut, drawn = sum(item.finish == "length" for item in served), sum(bool(item.sampling) for item in served)
-    tell(
-        console,
-        f"Requests: {len(served)}, with {tokens} answer tokens, {format_bytes(size)}; {cut} were cut by their length "
-        f"limit and {drawn} were sampled.",
-    )
+    cut, sampled = sum(item.finish == "length" for item in served), sum(bool(item.sampling) for item in served)
+    answers = f"{tokens} answer tokens, {size}; {cut} were cut by their length limit and {sampled} were sampled"
+    tell(console, f"Requests: {len(served)}, with {answers}.")
     for reason, count in left_out.counts.items():
         tell(console, f"    {count} left out: {reason} (first: {left_out.examples[reason]})")
 
@@ -117,11 +114,11 @@ def back(run: RunFolder) -> None:
 
     Example: headstart adapt back runs/quickstart
     """
-    _serve(run, None)
+    _serve(run)
 
 
-def _serve(run: Path, update: int | None) -> None:
-    """Put an update into service, or for None the previous one."""
+def _serve(run: Path, update: int | None = None) -> None:
+    """Put an update into service, by default the previous one."""
     from headstart.adapt.service import Service
 
     service = Service(run)
@@ -224,7 +221,6 @@ def watch(
 
 
 def _update(run: Path, log: Path, options: AdaptOptions = AdaptOptions(), overrides: list[str] | None = None) -> Update:
-    """The current or next update of a run's heads."""
     from headstart.adapt.service import recipe_file
     from headstart.adapt.update import Update
     from headstart.pipeline.run import Run

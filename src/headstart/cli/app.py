@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SPINS = "6000"
-"""Spins of a waiting thread, about 0.1 ms: slows no step of decoding or training on a quiet machine."""
+"""Spins of a waiting thread before it sleeps, about 0.1 ms; costs no time on a quiet machine."""
 
 app = typer.Typer(
     cls=Commands,
@@ -133,12 +133,12 @@ def gc(
 
     Example: headstart gc --states-gigabytes 200
     """
-    from headstart.pipeline.inventory import free, over_budget, unreferenced
+    from headstart.pipeline.inventory import deletable, delete
     from headstart.support.files import format_bytes
 
     console = Console()
     maximum = None if states_gigabytes is None else int(states_gigabytes * 1e9)
-    unused = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
+    unused = deletable(folder, maximum)
     for item in unused:
         tell(console, f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})")
     total = format_bytes(sum(item.bytes for item in unused))
@@ -147,7 +147,7 @@ def gc(
     elif dry_run:
         tell(console, f"{len(unused)} items to delete, up to {total}.")
     elif yes or typer.confirm(f"Delete these {len(unused)} items, up to {total}?"):
-        tell(console, f"Freed {format_bytes(free(folder, unused, maximum))}.")
+        tell(console, f"Freed {format_bytes(delete(folder, unused, maximum))}.")
     else:
         tell(console, "Nothing was deleted.")
 
@@ -434,9 +434,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def _given(loading: Loading, but: Collection[str]) -> list[str]:
-    """Names of the given loading options as typed, except `but`."""
-    usual = vars(Loading())
-    names = [name for name, value in vars(loading).items() if name not in but and value != usual[name]]
+    names = [name for name, value in vars(loading).items() if name not in but and value != getattr(Loading, name)]
     return [f"--{name.replace('_', '-')}" for name in names]
 
 
@@ -459,9 +457,9 @@ def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) ->
 def main() -> None:
     """Run the console script.
 
-    OpenMP threads spin while they wait, so a preempted thread delays all others at every matmul. Unless the environment
-    configures waiting, they sleep sooner here; not at once (`active`), since a second Python thread may have its own
-    OpenMP threads.
+    OpenMP threads spin while they wait, so a preempted thread delays all others at every matmul. Threads here sleep
+    after a short spin, unless the environment configures waiting. They do not sleep at once (`active`), since a second
+    Python thread may have its own OpenMP threads.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headstart.cli.options import RunDir, TargetOption, TrustOption
+from headstart.cli.options import JsonFile, RunDir, TargetOption, TrustOption
 from headstart.errors import UserError
 from headstart.support.files import check_writable, read_json
 from headstart.support.terminal import tell
@@ -25,7 +25,7 @@ def doctor(
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with questions from production: check acceptance on them, too.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the findings as JSON to this file.")] = None,
+    json: JsonFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="Check only a sample.")] = False,
     target: TargetOption = None,
     trust_remote_code: TrustOption = False,
@@ -40,7 +40,6 @@ def doctor(
     with console.status("") as status:
 
         def progress(doing: str) -> None:
-            """Update the status line, or print lines if this is no terminal."""
             if console.is_terminal:
                 status.update(doing)
             else:

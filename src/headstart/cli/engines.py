@@ -67,12 +67,17 @@ def export(
         raise UserError(f"{missing} is missing.", f"For example: {program()} export runs/quickstart --out my-heads")
     if engine or against:
         raise UserError("--engine and --against belong to --check.", "Choose the format to write with --format.")
+    _write(heads, out, listed(format) or ("headstart",), dtype, target, trust_remote_code)
+
+
+def _write(
+    heads: str, out: Path, formats: tuple[str, ...], dtype: str | None, target: str | None, trusted: bool
+) -> None:
     from headstart.hub.pull import locate
 
     console = Console()
     teacher = _of_run(Path(heads).expanduser(), console)
     folder = locate(heads)
-    formats = listed(format) or ("headstart",)
     if alone := next((name for name in formats if name in ("headstart", "checkpoint")), None):
         if len(formats) > 1:
             problem = f"The format {alone} has its own config.json, so it goes with no other format."
@@ -83,9 +88,9 @@ def export(
         from headstart.hub.engines.into_checkpoint import export_checkpoint
 
         with console.status("exporting"):
-            copy = export_checkpoint(folder, out, target, trust_remote_code)
-        changed = f"{len(copy.changed)} of the target's tensors are the heads'" if copy.changed else "nothing differs"
-        tell(console, f"{out} is a copy of the target's checkpoint: {changed}.")
+            copy = export_checkpoint(folder, out, target, trusted)
+        changed = f"with {len(copy.changed)} tensors of the heads" if copy.changed else "without changes"
+        tell(console, f"{out} is a copy of the target's checkpoint {changed}.")
         say(console, ("Checkpoint", out), *((f"Serve with {name}", words) for name, words in copy.commands.items()))
         return
     if alone == "headstart":
@@ -99,7 +104,7 @@ def export(
 
         from headstart.hub.engines.export import export_for
 
-        done = export_for(folder, out, formats, target or teacher, dtype, trust_remote_code)
+        done = export_for(folder, out, formats, target or teacher, dtype, trusted)
     for remark in done.remarks:
         tell(console, remark)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
@@ -108,7 +113,7 @@ def export(
 
 
 def _of_run(folder: Path, console: Console) -> FrozenModel | None:
-    """The frozen target stored with a run's states, or None if `folder` is no run; untuned heads are saved first."""
+    """Return the teacher kept with a run's states, None if `folder` is not a run; saves untuned heads first."""
     from headstart.heads.io import RUN_RECIPE
     from headstart.pipeline.report_stages import keep_untuned
     from headstart.pipeline.run import HEADS as KEPT
@@ -158,7 +163,7 @@ def import_checkpoint(
 
 
 def engine_table(measured: EngineTuning) -> Table:
-    """Table with a row for each number of drafts."""
+    """Build a table with a row for each number of drafts."""
     from headstart.hub.engine_tuning import engine_rows
 
     rows = engine_rows({measured.engine: measured})

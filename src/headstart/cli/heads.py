@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
     from headstart.data.prompts.shapes import Prompt
 
-_TOGETHER = 32
+_BATCH = 32
 """Prompts of a file decoded together; their answers are written before the next batch."""
+PromptOption = Annotated[str | None, typer.Option("--prompt", help="The prompt; - reads it from standard input.")]
 _CHAT_HELP = "/new starts over, /drafts colours accepted drafts, /help shows this, an empty line or Ctrl-D quits."
 
 
@@ -60,8 +61,8 @@ def evaluate(
     from headstart.data.prompts.questions import find_questions
 
     _check_out(out, ("results.json", "report.md", "report.html"), overwrite)
-    asked, of_suite = find_questions(questions, options.limit)
-    conversations = of_suite and any(len(question.turns) > 1 for question in asked)
+    found, of_suite = find_questions(questions, options.limit)
+    conversations = of_suite and any(len(question.turns) > 1 for question in found)
     from headstart.eval.report import show_results
     from headstart.hub.engine_tuning import read_engine_tunings
     from headstart.hub.format import read_config
@@ -78,7 +79,7 @@ def evaluate(
     folder = locate(heads, loading.revision) if has_heads(heads) else None
     training = read_config(folder).get("training") if folder else None
     engines = read_engine_tunings(folder) if folder else {}
-    results = report(decoder, asked, measuring, out, console, training, engines)
+    results = report(decoder, found, measuring, out, console, training, engines)
     show_results(results, f"{heads} on {name}", console)
     say(console, ("Report", out / "report.html"))
 
@@ -108,18 +109,17 @@ def audit(
 
     if out is not None:
         _check_out(out, ("audit.json", "audit.md"), overwrite)
-    asked = [question.turns[0] for file in questions or () for question in read_questions(file)]
+    texts = [question.turns[0] for file in questions or () for question in read_questions(file)]
     from headstart.eval.audit import PROMPTS, run_audit
     from headstart.eval.audit_report import show_audit, write_audit
 
     console, decoder = Console(), load_decoder(heads, loading)
-    prompts = [decoder.tokens(text, options.raw) for text in (asked or PROMPTS)[: options.limit]]
+    prompts = [decoder.tokens(text, options.raw) for text in (texts or PROMPTS)[: options.limit]]
     options = replace(options, drafters=listed(options.drafters), verifier=listed(options.verifier), heads_name=heads)
     results = run_audit(decoder, prompts, options, console)
-    if out is not None:
-        write_audit(results, out)
     show_audit(results, console)
     if out is not None:
+        write_audit(results, out)
         say(console, ("Evidence", out / "audit.md"))
     if not results["clean"]:
         raise typer.Exit(1)
@@ -128,7 +128,7 @@ def audit(
 @with_options()
 def generate(
     heads: Heads,
-    prompt: Annotated[str | None, typer.Option(help="The prompt; - reads it from standard input.")] = None,
+    prompt: PromptOption = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Instead: JSONL of any shape that data.prompts takes. Answers are JSON lines in its order."),
@@ -144,14 +144,12 @@ def generate(
     """
     if (prompt is None) == (prompts is None):
         raise UserError("generate takes --prompt or --prompts.", "Give one of the two.")
-    if prompts is not None:
-        asked = read_prompts(prompts)
-        _answer_all(load_decoder(heads, loading, options), asked, options)
-        return
-    assert prompt is not None, "one of the two"
-    prompt = read_prompt(prompt, options.raw)
-    decoder = load_decoder(heads, loading, options)
-    _pour(decoder.stream(prompt, **_keywords(options)))
+    if prompt is not None:
+        text = read_prompt(prompt, options.raw)
+        _print_stream(load_decoder(heads, loading, options).stream(text, **_keywords(options)))
+    elif prompts is not None:
+        requests = read_prompts(prompts)
+        _answer_all(load_decoder(heads, loading, options), requests, options)
 
 
 @with_options(without=("stop",), max_new_tokens=512)
@@ -185,7 +183,7 @@ def chat(
 
     prefix_cache = PrefixCache()
     opening = [{"role": "system", "content": system}] if system else []
-    messages, shows_drafts = list(opening), False
+    messages, shows_drafts = opening, False
     while text := _from_stdin(partial(ask, console)):
         if text == "/help":
             tell(console, _CHAT_HELP, style="dim")
@@ -195,26 +193,25 @@ def chat(
             tell(console, f"Accepted drafts are {'coloured' if shows_drafts else 'no longer coloured'}.", style="dim")
             continue
         if text == "/new":
-            messages = list(opening)
+            messages = opening
             continue
-        asked = [*messages, {"role": "user", "content": text}]
+        request = [*messages, {"role": "user", "content": text}]
         try:
-            answer = _pour(
-                decoder.stream(text if options.raw else asked, prefix_cache, **_keywords(options)), shows_drafts
-            )
+            stream = decoder.stream(text if options.raw else request, prefix_cache, **_keywords(options))
+            answer = _print_stream(stream, shows_drafts)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new starts over.")
             continue
         except KeyboardInterrupt:
             console.print("\nStopped this answer.", style="dim")
             continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
+        messages = [*request, {"role": "assistant", "content": answer}]
 
 
 @with_options()
 def race(
     heads: Annotated[str | None, HEADS] = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt; - reads it from standard input.")] = None,
+    prompt: PromptOption = None,
     results: Annotated[
         Path | None, typer.Option("--from", help="Show a race from this results.json of a report instead.")
     ] = None,
@@ -261,7 +258,7 @@ def race(
 
 
 def read_prompt(prompt: str, raw: bool) -> str:
-    """The typed prompt, or standard input for "-"; a UserError if it is empty or not text."""
+    """Return the typed prompt, or standard input for "-"; a UserError if it is empty or not text."""
     if prompt == "-":
         prompt = _from_stdin(sys.stdin.read).removesuffix("\n")
     check_text(prompt, "The prompt")
@@ -309,9 +306,9 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
     check(decoder.target, tokens, options)  # every prompt, before the first is answered
     console, start, count, rounds, verified = Console(stderr=True), perf_counter(), 0, 0, 0.0
     with progress_bar(console, "answers", len(prompts)) as bar:
-        for first in range(0, len(tokens), _TOGETHER):
+        for first in range(0, len(tokens), _BATCH):
             seeded = options if options.seed is None else replace(options, seed=options.seed + first)
-            answers = decoder.generate_batch(tokens[first : first + _TOGETHER], **_keywords(seeded))
+            answers = decoder.generate_batch(tokens[first : first + _BATCH], **_keywords(seeded))
             for prompt, answer in zip(prompts[first:], answers, strict=False):
                 count, rounds = count + len(answer.tokens), rounds + answer.rounds
                 verified += answer.tokens_per_round * answer.rounds
@@ -332,7 +329,6 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
 
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:
-    """The options as keyword arguments of `Decoder.stream`."""
     return cast(DecodeKeywords, {name: getattr(options, name) for name in DecodeKeywords.__annotations__})
 
 
@@ -348,24 +344,20 @@ def _from_stdin(read: Callable[[], str]) -> str:
 
 def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOptions()) -> Decoder:
     """Check the options, then load heads and their target, or a target alone if the drafter needs no heads."""
-
-    console, drafter = Console(stderr=True), options.drafter
+    console = Console(stderr=True)
     with console.status("loading"):
         from headstart.decode.loop import check_options
         from headstart.drafters.catalog import check_drafter
 
         check_options(options)
-        check_drafter(drafter)
-        unused = [
-            name for name in ("top_p", "top_k", "min_p") if getattr(options, name) != getattr(DecodeOptions, name)
-        ]
-        if options.greedy and unused:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-            verb = "has" if len(unused) == 1 else "have"
-            tell(console, f"{names} {verb} no effect without --temperature.", style="yellow")
+        check_drafter(options.drafter)
+        for name in ("top_p", "top_k", "min_p"):
+            if options.greedy and getattr(options, name) != getattr(DecodeOptions, name):
+                option = f"--{name.replace('_', '-')}"
+                tell(console, f"{option} has no effect without --temperature.", style="yellow")
         from headstart.api import load
 
-        if _is_target(heads, drafter, loading):
+        if _is_target(heads, options.drafter, loading):
             return load(**{**vars(loading), "target": loading.target or heads})
         return load(heads, **vars(loading))
 
@@ -387,9 +379,8 @@ def _is_target(heads: str, drafter: str, loading: Loading) -> bool:
     return heads in PACKAGED or not has_heads(str(locate(heads, loading.revision)))
 
 
-def _pour(stream: Stream, shows_drafts: bool = False) -> str:
-    """Write a stream's text to stdout as it comes, accepted drafts coloured on request, then its figures to stderr;
-    returns the text."""
+def _print_stream(stream: Stream, shows_drafts: bool = False) -> str:
+    """Write a stream's text to stdout piece by piece, then its figures to stderr; returns the text."""
     colours = ColorSystem.STANDARD if shows_drafts and Console().color_system else None
     try:
         with warnings.catch_warnings():
@@ -407,9 +398,9 @@ def _pour(stream: Stream, shows_drafts: bool = False) -> str:
     console = Console(stderr=True)
     figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
     if answer.paused_rounds:
+        all_paused = answer.paused_rounds == answer.rounds
         paused = f"drafting paused in {answer.paused_rounds} of {answer.rounds} rounds"
-        paused = paused if answer.paused_rounds < answer.rounds else "nothing was drafted"
-        figures = f"{figures}, {paused}: plain decoding was faster here"
+        figures += f", {'nothing was drafted' if all_paused else paused}: plain decoding was faster here"
     seed = "" if answer.seed is None else f", --seed {answer.seed}"
     tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms{seed}", style="dim")
     if answer.drafter_error:
@@ -419,9 +410,7 @@ def _pour(stream: Stream, shows_drafts: bool = False) -> str:
 
 def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:
     """Refuse (UserError) a folder that is not writable or holds a report, before anything is measured."""
-    existing = [name for name in files if (out / name).exists()]
+    existing = ", ".join(name for name in files if (out / name).exists())
     if existing and not overwrite:
-        raise UserError(
-            f"{out} already holds a report ({', '.join(existing)}).", "Choose another folder, or add --overwrite."
-        )
+        raise UserError(f"{out} already holds a report ({existing}).", "Choose another folder, or add --overwrite.")
     check_writable(out)

@@ -47,7 +47,7 @@ TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help=meaning(L
 
 
 def names(help: str, default: str | None = None) -> Any:
-    """An option for names, repeatable and comma-separated (see `listed`)."""
+    """Build an option for names, repeatable and comma-separated (see `listed`)."""
     return typer.Option(metavar="NAME,NAME...", help=help, show_default=default or False)
 
 
@@ -61,10 +61,12 @@ def listed(values: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Decorate a command: each dataclass parameter becomes an option for each of its fields, except `without`; with
-    `defaults` that differ from the class."""
+    """Replace each dataclass parameter of a command by options for its fields, except `without`.
 
-    def decorated(command: Command) -> Command:
+    `defaults` replace those of the class.
+    """
+
+    def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
         groups = {
             name: [item for item in fields(hint) if item.metadata["meaning"].typed and item.name not in without]
@@ -92,11 +94,11 @@ def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Comm
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return call
 
-    return decorated
+    return decorate
 
 
 def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
-    """The command-line option of a field; a field with several values is a list."""
+    """Build the command-line option of a field; a field with several values is a list."""
     known: Meaning = item.metadata["meaning"]
     if known.unset:
         words = [word for part in get_args(kind) for word in get_args(part)]
@@ -119,7 +121,6 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
 
 
 def _chosen(item: Field[Any], value: Any) -> Any:
-    """Convert a typed value to the field's value."""
     known: Meaning = item.metadata["meaning"]
     if known.unset and value == known.unset:
         return None

@@ -73,5 +73,4 @@ def import_states(
 
 
 def _command(*words: str, run_dir: Path | None) -> str:
-    """A headstart command, quoted for a shell."""
     return f"{program()} {shlex.join([*words, *(['--run-dir', str(run_dir)] if run_dir else [])])}"

@@ -281,8 +281,8 @@ class _SampledNodes:
     def places(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return each node's sampled child (-1 without one), and its index in the batch's sampled nodes."""
         children, indices = ([[value] * self._batch.size for _ in self._batch.trees] for value in (-1, 0))
-        drawn = ((row, tree, child) for row, tree in enumerate(self._batch.trees) for child in tree.⟪drawn)
-        for index, (row, tree, child) in enumerate(drawn)⟛sampled⟫:
+        sampled = ((row, tree, child) for row, tree in enumerate(self._batch.trees) for child in tree.sampled)
+        for index, (row, tree, child) in enumerate(sampled):
             parent = tree.parents[child]
             children[row][parent], indices[row][parent] = child, index
         return children, indices

@@ -24,7 +24,7 @@ from headstart.tree.tree import TreeShape
 
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets: heads that start from a target's LM head are derived works."""
-OF_THE_TARGET = "license-of-the-target-model"
+TARGET_LICENSE = "license-of-the-target-model"
 ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
 """Files of a folder in engine formats."""
 ENGINE_MARK = "<!-- written by headstart export -->"
@@ -40,10 +40,10 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     """
     config = read_json(folder / "config.json")
     spec = config["target"]["spec"]
-    text = _rendered(
+    text = _render(
         "README.md.j2",
         read_engine_tunings(folder),
-        metadata=_metadata(config),
+        metadata=_metadata(spec, "custom_generate", config["heads"]["family"]) | {"library_name": "headstart"},
         target=config["target"],
         hub_id=spec if is_hub_id(spec) else None,
         loadable=spec in PACKAGED or is_hub_id(spec),
@@ -70,7 +70,7 @@ def is_untuned(folder: Path) -> bool:
 
 def add_engine_figures(folder: Path) -> None:
     """Replace the measurements in serving engines in a folder's card."""
-    section = _rendered("engines.md.j2", read_engine_tunings(folder))
+    section = _render("engines.md.j2", read_engine_tunings(folder))
     text = _ENGINES_SECTION.sub("", (folder / "README.md").read_text(encoding="utf-8"))
     before, heading, after = text.partition("## Training\n")
     write_text(folder / "README.md", f"{before}{section}{heading}{after}" if heading else f"{text}\n{section}")
@@ -89,11 +89,6 @@ def write_engine_card(
     measured: Mapping[str, EngineTuning],
 ) -> None:
     """Write README.md of an engine export; `commands` are command lines that serve from a folder "HEADS"."""
-    metadata = {
-        **_license_and_base(facts.spec),
-        "pipeline_tag": "text-generation",
-        "tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *sorted(commands)],
-    }
     rows = {
         "target": f"{facts.name}, fingerprint {facts.fingerprint}",
         "arrangement": kind_of(published),
@@ -106,10 +101,10 @@ def write_engine_card(
         rows["block"] = f"{published.block_size} inputs, the mask token is {published.mask_token_id}"
     if published.aux_layers:
         rows["reads the layers"] = ", ".join(map(str, published.aux_layers)) + " (transformers' hidden_states)"
-    text = _rendered(
+    text = _render(
         "engine.md.j2",
         measured,
-        metadata=metadata,
+        metadata=_metadata(facts.spec, str(published.layout), *sorted(commands)),
         mark=ENGINE_MARK,
         name=facts.name,
         kind=kind_of(published),
@@ -122,20 +117,14 @@ def write_engine_card(
     write_text(folder / "README.md", text)
 
 
-def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the YAML metadata for the Hub."""
+def _metadata(spec: str, *tags: str) -> dict[str, Any]:
+    """Build the YAML metadata for the Hub, with the licence of a packaged target and the id of a target on the Hub."""
     return {
-        **_license_and_base(config["target"]["spec"]),
-        "library_name": "headstart",
+        **({"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": TARGET_LICENSE}),
+        **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {}),
         "pipeline_tag": "text-generation",
-        "tags": ["headstart", "speculative-decoding", "draft-heads", "custom_generate", str(config["heads"]["family"])],
+        "tags": ["headstart", "speculative-decoding", "draft-heads", *tags],
     }
-
-
-def _license_and_base(spec: str) -> dict[str, str]:
-    """Return the licence of the target, if it is packaged, and its Hub id."""
-    licence = {"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": OF_THE_TARGET}
-    return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
 
 def is_hub_id(spec: str) -> bool:
@@ -149,13 +138,12 @@ def is_hub_id(spec: str) -> bool:
 
 
 def _setting(results: Mapping[str, Any]) -> str:
-    """Describe the measurement's settings, as far as they were recorded."""
     settings, machine = results.get("settings", {}), results.get("environment", {})
-    heat, date = settings.get("temperature"), machine.get("date")
+    temperature, date = settings.get("temperature"), machine.get("date")
     parts = [
         ("{} prompts", settings.get("questions")),
         ("at most {} new tokens each", settings.get("max_new_tokens")),
-        ("{}", None if heat is None else temperature_of(heat)),
+        ("{}", None if temperature is None else temperature_of(temperature)),
         ("batch size {}", settings.get("batch_size")),
         ("{}", machine.get("dtype")),
         ("{} threads", machine.get("threads")),
@@ -170,12 +158,12 @@ def _setting(results: Mapping[str, Any]) -> str:
 
 
 def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (figure, value) pairs of all measurements."""
     summary = results["summary"]
-    rows: list[tuple[str, str]] = []
-    for method, speed in (summary.get("tokens_per_second") or {}).items():
-        if speed is not None:
-            rows.append((f"tokens/s, {LABELS[method].name if method in LABELS else method}", f"{speed:.1f}"))
+    rows = [
+        (f"tokens/s, {LABELS[method].name if method in LABELS else method}", f"{speed:.1f}")
+        for method, speed in (summary.get("tokens_per_second") or {}).items()
+        if speed is not None
+    ]
     for key, other in BASELINES.items():
         if (ratio := summary.get(key)) is not None:
             rows.append((f"speed-up over {other.name}", _interval(ratio)))
@@ -201,7 +189,7 @@ def _interval(ratio: Mapping[str, float | None]) -> str:
     return f"{ratio['mean']:.2f}x{interval}"
 
 
-def _rendered(template: str, measured: Mapping[str, EngineTuning], metadata: Any = None, **variables: Any) -> str:
+def _render(template: str, measured: Mapping[str, EngineTuning], metadata: Any = None, **variables: Any) -> str:
     """Render a template with YAML metadata and measurements in serving engines."""
     environment = Environment(  # Markdown, not HTML: escapes only the bars of tables
         loader=PackageLoader("headstart.hub"),

@@ -100,7 +100,7 @@ _TUNINGS = TypeAdapter(dict[str, EngineTuning])
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineWorkload:
     """Prompts for the engine, numbers of concurrent requests, and the heads' acceptance as in `Tuning`."""
 
     prompts: Sequence[Sequence[int]]
@@ -110,11 +110,12 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Measurement of a number of drafts, its answers' tokens, and the count of answers equal to plain decoding."""
+class Comparison:
+    """Measurement of a number of drafts; `answers` are the tokens written with heads, `same` counts those equal to
+    plain decoding."""
 
     row: DraftsRow
-    drafted: Sequence[tuple[int, ...]]
+    answers: Sequence[tuple[int, ...]]
     same: int
 
 
@@ -122,55 +123,59 @@ def tune_engine(
     start: Start,
     drafting: Callable[[int], Sequence[str]],
     drafts: Sequence[int],
-    asked: Asked,
+    workload: EngineWorkload,
     progress: Callable[[str], None],
-) -> tuple[str, list[Compared]]:
+) -> tuple[str, list[Comparison]]:
     """Time plain decoding and chains of each length in a serving engine; returns its version and the measurements.
 
     `drafting` returns the arguments that add heads for a number of drafts. A UserError without prompts, or where the
     engine does not start, answer or draft.
     """
-    if not asked.prompts:
+    if not workload.prompts:
         raise UserError("There are no prompts to ask the engine.", "Give conversations with questions.")
-    compared = []
+    comparisons = []
     progress("starting the engine")
     with start((), "plain") as plain:
         for count in sorted(set(drafts)):
             progress(f"starting {plain.engine.name} with {count} drafts")
             with start(drafting(count), f"drafts-{count}") as drafted:
                 progress(f"asking {plain.engine.name} with {count} drafts")
-                compared += [measure_drafts(plain, drafted, count, asked, requests) for requests in asked.requests]
-        return plain.version(), compared
+                comparisons += [
+                    measure_drafts(plain, drafted, count, workload, requests) for requests in workload.requests
+                ]
+        return plain.version(), comparisons
 
 
-def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, requests: int = 1) -> Compared:
+def measure_drafts(
+    plain: Server, drafted: Server, drafts: int, workload: EngineWorkload, requests: int = 1
+) -> Comparison:
     """Send both servers the same prompts, alternating which goes first; a UserError if nothing is drafted.
 
     Always `requests` are concurrent: the last batch is filled up with prompts from the start.
     """
     servers = (plain, drafted)
-    prompts = list(islice(cycle(asked.prompts), -(-len(asked.prompts) // requests) * requests))
+    prompts = list(islice(cycle(workload.prompts), -(-len(workload.prompts) // requests) * requests))
     for server in servers:
-        server.answers(prompts[:requests], min(8, asked.max_new_tokens))  # warm-up
+        server.answers(prompts[:requests], min(8, workload.max_new_tokens))  # warm-up
     counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
-    reading_seconds = [0.0, 0.0]
+    prefill_seconds = [0.0, 0.0]
     for first in range(0, len(prompts), requests):
-        together = prompts[first : first + requests]
+        batch = prompts[first : first + requests]
         for which in (0, 1) if first // requests % 2 else (1, 0):
-            reading_seconds[which] += sum(answer.seconds for answer in servers[which].answers(together, 1))
+            prefill_seconds[which] += sum(answer.seconds for answer in servers[which].answers(batch, 1))
             before = servers[which].counters()
-            answers[which].extend(servers[which].answers(together, asked.max_new_tokens))
+            answers[which].extend(servers[which].answers(batch, workload.max_new_tokens))
             counted += servers[which].counters() - before
     if not counted["drafts"] or not counted["draft_tokens"]:
         raise UserError(f"{drafted.engine.name} loaded the heads and drafted nothing.", f"See its log: {drafted.log}")
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
     plain_seconds, seconds = (sum(answer.seconds for answer in given) for given in answers)
-    plain_ms = 1e3 * (plain_seconds - reading_seconds[0]) / max(1, plain_tokens - len(prompts))
+    plain_ms = 1e3 * (plain_seconds - prefill_seconds[0]) / max(1, plain_tokens - len(prompts))
     # Each forward after prefill yields one token plus the accepted drafts. Drafts accepted beyond the end of an answer
     # are cut off, and a forward may draft nothing: the larger count is right.
     rounds = max(counted["drafts"], tokens - len(prompts) - counted["accepted_tokens"])
-    round_ms = 1e3 * (seconds - reading_seconds[1]) / rounds
+    round_ms = 1e3 * (seconds - prefill_seconds[1]) / rounds
     row = DraftsRow(
         requests=requests,
         drafts=drafts,
@@ -180,10 +185,10 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
         by_position=tuple(counted[place] / counted["drafts"] for place in range(drafts)),
         tokens_per_second=tokens / seconds,
         plain_tokens_per_second=plain_tokens / plain_seconds,
-        expected=(1 + sum(accumulate((level[0] for level in asked.acceptance[:drafts]), mul))) * plain_ms / round_ms,
+        expected=(1 + sum(accumulate((level[0] for level in workload.acceptance[:drafts]), mul))) * plain_ms / round_ms,
     )
     texts = [[answer.tokens for answer in given] for given in answers]
-    return Compared(row, texts[1], same=sum(map(eq, *texts)))
+    return Comparison(row, texts[1], same=sum(map(eq, *texts)))
 
 
 # -- stored with the heads ---------------------------------------------------------------------------------------------

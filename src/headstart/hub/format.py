@@ -90,8 +90,8 @@ class HeadsTarget(BaseModel):
         """Return the adapter for `load_target`, for heads in `folder`."""
         return None if self.adapter is None else self.adapter.spec or str(folder / BUNDLED)
 
-    def rendering(self, target: Target) -> Target:
-        """Apply the chat template variables of the training, as far as the target's template has them."""
+    def with_variables(self, target: Target) -> Target:
+        """Apply the chat template variables of the training that the target's template has."""
         known = {key: value for key, value in self.chat_template_kwargs.items() if has_variable(target.tokenizer, key)}
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, known))
 
@@ -119,7 +119,7 @@ def export_heads(
         "headstart_version": headstart.__version__,
         "target": {
             "spec": _absolute(identity.spec),
-            "name": named(target),
+            "name": display_name(target),
             "fingerprint": identity.fingerprint,
             "sketch": target.sketch(),
             **({} if target.quantization == "none" else {"quantization": target.quantization}),
@@ -173,13 +173,13 @@ def _read(folder: Path, config: dict[str, Any], target: Target | None) -> tuple[
     if not isinstance(calibration, dict):
         raise UserError(f"{folder / CALIBRATION} is damaged: it does not hold a JSON object.", AGAIN)
     calibration = {**calibration, "paths": [list(path) for path in shape.paths]}
-    with _naming(folder / CALIBRATION):
+    with _prefixed_errors(folder / CALIBRATION):
         Tuning.from_json(calibration)
     return heads, shape, calibration
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _prefixed_errors(path: Path) -> Iterator[None]:
     """Prefix the problem of a UserError with a path."""
     try:
         yield
@@ -256,7 +256,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def no_heads(place: Path | str) -> UserError:
-    """Build the error for a model, or heads in an engine's format, in place of heads."""
+    """Build the error for a model, or heads in an engine's format, given as heads."""
     return UserError(
         f"{place} holds no heads in headstart's own format.",
         "A model without heads decodes with --drafter ngram (in Python load(target=...)). For heads in another format "
@@ -270,7 +270,7 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
         shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
     except (ValidationError, TypeError, KeyError):
         raise UserError(f"{folder / TREE} holds no rank paths.", AGAIN) from None
-    with _naming(folder / TREE):
+    with _prefixed_errors(folder / TREE):
         heads.check_tree(shape)
     return shape
 
@@ -280,7 +280,7 @@ def _absolute(spec: str) -> str:
     return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
 
 
-def named(target: FrozenModel) -> str:
+def display_name(target: FrozenModel) -> str:
     """Return a target's display name, with adapter and quantization, but without local paths."""
     if target.spec in PACKAGED:
         return target.named(PACKAGED[target.spec].title)

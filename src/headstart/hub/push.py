@@ -13,7 +13,7 @@ import yaml
 
 from headstart.errors import UserError
 from headstart.heads.io import CONFIG, RUN_RECIPE, heads_folder
-from headstart.hub.card import ENGINE_FILES, OF_THE_TARGET, is_engine_folder
+from headstart.hub.card import ENGINE_FILES, TARGET_LICENSE, is_engine_folder
 from headstart.hub.engines.export import check_export
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
@@ -71,7 +71,7 @@ def push(
     `private` is set.
     """
     kind = "dataset" if conversations else "model"
-    contents, left_out, gone = _conversations(folder) if conversations else _heads(heads_folder(folder))
+    contents, left_out, stale = _conversations(folder) if conversations else _heads(heads_folder(folder))
     if not HUB_ID.fullmatch(repo_id):
         raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
     files = tuple(
@@ -88,12 +88,12 @@ def push(
             raise UserError(f"{repo_id} exists and is public.", "Make it private, or choose another name.")
         if revision is not None:
             huggingface_hub.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=kind)
-        existing = huggingface_hub.list_repo_files(repo_id, revision=revision, repo_type=kind) if gone else ()
+        existing = huggingface_hub.list_repo_files(repo_id, revision=revision, repo_type=kind) if stale else ()
         commit = huggingface_hub.create_commit(
             repo_id,
             [
                 *(huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()),
-                *(huggingface_hub.CommitOperationDelete(name) for name in sorted(gone.intersection(existing))),
+                *(huggingface_hub.CommitOperationDelete(name) for name in sorted(stale.intersection(existing))),
             ],
             commit_message=message or f"Upload {'conversations' if conversations else 'draft heads'} with headstart",
             revision=revision,
@@ -125,7 +125,7 @@ def _conversations(run: Path) -> tuple[Contents, tuple[str, ...], set[str]]:
     target = load_recipe(str(run / RUN_RECIPE)).target.spec
     metadata = {
         "license": "other",
-        "license_name": OF_THE_TARGET,
+        "license_name": TARGET_LICENSE,
         "configs": [
             {"config_name": "default", "data_files": [{"split": one, "path": f"{one}.jsonl"} for one in splits]}
         ],
@@ -154,7 +154,6 @@ def _contents(folder: Path, ours: Sequence[str]) -> Contents:
 
 
 def _local_paths(value: Any) -> Iterator[str]:
-    """Yield all strings in a JSON value that are local paths."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _local_paths(inner)

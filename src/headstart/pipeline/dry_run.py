@@ -26,7 +26,7 @@ from headstart.train.summing import Teacher, batch_loss
 SECONDS = 30.0
 """Wall-clock target of a dry run. Work in progress is completed, so each measurement starts small."""
 _TEXT = 16  # tokens of the smallest text
-_READ = 64  # tokens of the first text to read
+_PREFILL = 64  # tokens of the first prefill
 _ROWS, _WRITTEN = 8, 8  # rows of the first batch to write, and tokens written in each
 
 
@@ -38,7 +38,7 @@ def dry_run(
     lengths: Lengths,
     limit: float = SECONDS,
 ) -> Speeds:
-    """Time plain decoding, writing, reading (with the states of `layers`) and training (which changes the heads).
+    """Time plain decoding, writing, prefill (with the states of `layers`) and training (which changes the heads).
 
     The size of each measurement doubles until it takes a quarter of its share of the remaining time, so that all sizes
     together stay within the share.
@@ -47,11 +47,11 @@ def dry_run(
     work = _DryRun(target, heads, layers, recipe, lengths)
     left = max(limit / 2, limit - (perf_counter() - start))  # a warm-up on a busy machine may take long
     seconds, measured = list[float](), list[str]()
-    for what, run, size, most, share in (
+    for units, run, size, maximum, share in (
         ("decoding steps", work.decode, 2, work.longest - 1, 0.15),
         ("tokens written", work.write, min(_ROWS, recipe.data.batch_size), recipe.data.batch_size, 0.2),
-        ("tokens read", work.read, min(_READ, work.longest), 4 * work.longest, 0.15),
-        ("tokens learned", work.learn, 2 * work.shortest, recipe.train.batch_tokens, 0.35),
+        ("tokens of prompts", work.prefill, min(_PREFILL, work.longest), 4 * work.longest, 0.15),
+        ("tokens trained on", work.train, 2 * work.shortest, recipe.train.batch_tokens, 0.35),
         ("updates of the heads", work.update, 1, 16, 0.15),
     ):
         while True:
@@ -60,14 +60,14 @@ def dry_run(
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
             took = perf_counter() - begun
-            if 2 * size > most or took >= share * left / 4:
+            if 2 * size > maximum or took >= share * left / 4:
                 break
             size *= 2
         seconds.append(took / done)
-        measured.append(f"{done} {what} in {took:.2f} s")
-    step, written, token, learned, update = seconds
+        measured.append(f"{done} {units} in {took:.2f} s")
+    step, written, token, trained, update = seconds
     tokens = recipe.train.batch_tokens
-    return Speeds(step, token, written, learned * tokens + update, work.saved_bytes(tokens), ", ".join(measured))
+    return Speeds(step, token, written, trained * tokens + update, work.saved_bytes(tokens), ", ".join(measured))
 
 
 class _DryRun:
@@ -87,7 +87,7 @@ class _DryRun:
         self._writer = InProcess(target.in_int8() if recipe.data.in_int8 else target)
         self.decode(2)
         self.write(1)
-        self.learn(self.shortest)
+        self.train(self.shortest)
         self.update(1)
 
     def decode(self, steps: int) -> int:
@@ -103,12 +103,12 @@ class _DryRun:
             jobs = [workers.begin(write) for _ in range(workers.count)]
             return sum(len(row) for job in jobs for row in job.result())
 
-    def read(self, size: int) -> int:
+    def prefill(self, size: int) -> int:
         length = min(size, self.longest)
         self._target.hidden_states([self._text(length)] * (size // length), self._layers)
         return size // length * length
 
-    def learn(self, size: int) -> int:
+    def train(self, size: int) -> int:
         """Run forward and backward on a batch of about `size` tokens."""
         target, heads, section = self._target, self._heads, self._recipe.train
         length = min(size, self._length)
@@ -129,7 +129,7 @@ class _DryRun:
             batch = sample_anchors(batch, section.anchors, seed)
         weights = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
 
-        def note(tensor: Tensor) -> Tensor:
+        def record_bytes(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
                 saved[storage.data_ptr()] = storage.nbytes()
@@ -137,7 +137,7 @@ class _DryRun:
 
         heads.zero_grad(set_to_none=True)
         autocast = torch.autocast(target.device.type, dtype=target.dtype, enabled=target.dtype != torch.float32)
-        with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
+        with autocast, saved_tensors_hooks(record_bytes, lambda tensor: tensor):
             teacher = self._teacher.logits(stored)
             predictions = heads.unroll(batch)
             loss = batch_loss(predictions, LOSSES[section.loss], teacher, section.step_weight, section.position_weight)

@@ -79,8 +79,8 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
     sharded = section.shard_target and count_processes() > 1
     reads = run.load(sharded=True) if sharded else run.target
     files, layers = conversation_files(run).values(), aux_layers(run)
-    learnt, judged = (OnlineStates(file, each_conversation(file), reads, layers) for file in files)
-    return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (learnt, judged)
+    trained_on, validated_on = (OnlineStates(file, each_conversation(file), reads, layers) for file in files)
+    return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (trained_on, validated_on)
 
 
 def _whole_target(run: Run) -> Target:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -19,7 +20,7 @@ from headstart.errors import UserError, nearest
 from headstart.eval.environment import machine
 from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
-from headstart.hub.engine_tuning import DRAFTS, Asked, EngineTuning, tune_engine, write_engine_tuning
+from headstart.hub.engine_tuning import DRAFTS, EngineTuning, EngineWorkload, tune_engine, write_engine_tuning
 from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.importing import GUESSED
 from headstart.hub.engines.known_engines import drafts_to_try
@@ -53,69 +54,55 @@ def tune_in_engine(
     if name not in ENGINES:
         raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
     engine, drafts = ENGINES[name], _numbers(options.engine_drafts, "--engine-drafts", 16)
-    requests = sorted(set(_numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
-    if requests != [1] and not engine.drafts_by_load:
-        raise UserError(
-            f"{name} drafts the same number of tokens, however many requests there are.", "Leave out --engine-requests."
-        )
     refuse_other_files(folder)
-    conversations = read_conversations(validation_file(folder, validation))
-    prompts = [list(item.tokens[: item.supervised_spans[0][0]]) for item in conversations if item.supervised_spans]
-    measured_here = read_json(folder / CALIBRATION)
-    with TemporaryDirectory(prefix="headstart-engine-") as place, console.status("exporting") as status:
-        exported = export_for(folder, Path(place) / "heads", engine.format, target)
-        steps = exported.published.steps
+    calibration = read_json(folder / CALIBRATION)
+    workload = _workload(engine, validation_file(folder, validation), calibration["acceptance"], options)
+    gpus = _halves_of_gpus(options.engine_arguments)
+    with _work_folder() as place, console.status("exporting") as status:
+        exported = export_for(folder, place / "heads", engine.format, target)
         served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
         if not served:
             raise UserError(
                 f"{name} cannot load {exported.facts.name} from where the heads have it.",
                 f"Say where {name} finds it with --engine-target.",
             )
-        if measured_here.get("settings", {}).get("acceptance") == GUESSED:
+        if calibration.get("settings", {}).get("acceptance") == GUESSED:
             raise UserError(
-                "These heads were imported, and how often their drafts are accepted was never measured.",
+                "The acceptance of these imported heads was never measured.",
                 f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
             )
-        if max(drafts, default=0) > steps:
+        if max(drafts, default=0) > (steps := exported.published.steps):
             raise UserError(
                 f"The heads were trained to draft {steps} tokens in a row, not {max(drafts)}.",
                 f"Give --engine-drafts up to {steps}.",
             )
 
-        halves = _halves_of_gpus(options.engine_arguments)
-
-        def start(drafting: Sequence[str], what: str) -> Server:
+        def start(drafting: Sequence[str], name: str) -> Server:
             return Server(
                 engine,
                 served,
                 drafting,
-                Path(place) / "logs" / f"{what}.log",
+                place / "logs" / f"{name}.log",
                 command=options.engine_command,
                 options=options.engine_arguments,
-                gpus=halves[bool(drafting)],
+                gpus=gpus[bool(drafting)],
             )
 
-        asked = Asked(prompts[: options.engine_prompts], options.engine_tokens, measured_here["acceptance"], requests)
-        try:
-            version, compared = tune_engine(
-                start,
-                lambda count: served_with(engine, exported, count),
-                drafts or drafts_to_try(exported.published, DRAFTS),
-                asked=asked,
-                progress=status.update,
-            )
-        except UserError as error:
-            if place not in error.remedy:
-                raise
-            raise UserError(error.problem, error.remedy.replace(place, _kept(Path(place)))) from None
+        version, measured = tune_engine(
+            start,
+            lambda count: served_with(engine, exported, count),
+            drafts or drafts_to_try(exported.published, DRAFTS),
+            workload,
+            progress=status.update,
+        )
     tuning = EngineTuning(
         engine=name,
         version=version,
         target=Path(served).name,
-        prompts=len(asked.prompts),
-        max_new_tokens=asked.max_new_tokens,
-        same_texts=(sum(each.same for each in compared), sum(len(each.drafted) for each in compared)),
-        rows=tuple(each.row for each in compared),
+        prompts=len(workload.prompts),
+        max_new_tokens=workload.max_new_tokens,
+        same_texts=(sum(each.same for each in measured), sum(len(each.answers) for each in measured)),
+        rows=tuple(each.row for each in measured),
         environment=machine(),
     )
     write_engine_tuning(folder, tuning)
@@ -125,16 +112,44 @@ def tune_in_engine(
     return tuning
 
 
+def _workload(
+    engine: ServingEngine, validation: Path, acceptance: list[list[float]], options: EngineOptions
+) -> EngineWorkload:
+    requests = sorted(set(_numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
+    if requests != [1] and not engine.drafts_by_load:
+        raise UserError(
+            f"{engine.name} drafts the same number of tokens for any number of requests.",
+            "Leave out --engine-requests.",
+        )
+    conversations = read_conversations(validation)
+    prompts = [list(item.tokens[: item.supervised_spans[0][0]]) for item in conversations if item.supervised_spans]
+    return EngineWorkload(prompts[: options.engine_prompts], options.engine_tokens, acceptance, requests)
+
+
+@contextmanager
+def _work_folder() -> Iterator[Path]:
+    """Yield a temporary folder; its logs are kept if a UserError refers to them."""
+    with TemporaryDirectory(prefix="headstart-engine-") as place:
+        try:
+            yield Path(place)
+        except UserError as error:
+            if place not in error.remedy:
+                raise
+            kept = mkdtemp(prefix="headstart-engine-")
+            shutil.move(Path(place) / "logs", Path(kept) / "logs")
+            raise UserError(error.problem, error.remedy.replace(place, kept)) from None
+
+
 def _halves_of_gpus(arguments: str) -> tuple[str, str]:
-    """Return the GPUs of the plain server and of the one with heads: half each, or empty (both see all) where the
+    """Return the GPUs of the plain server and of the server with heads: half each, or empty (both see all) where the
     engine's arguments ask for more than half."""
-    words, asked = shlex.split(arguments.replace("=", " ")), 1
+    words, needed = shlex.split(arguments.replace("=", " ")), 1
     for word, count in pairwise(words):
-        asked *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
+        needed *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")[: torch.cuda.device_count()]
     half = len(gpus) // 2
-    return ("", "") if half < asked else (",".join(gpus[:half]), ",".join(gpus[half : 2 * half]))
+    return ("", "") if half < needed else (",".join(gpus[:half]), ",".join(gpus[half : 2 * half]))
 
 
 def describe_engine_tuning(tuning: EngineTuning) -> str:
@@ -158,10 +173,3 @@ def _numbers(typed: str, option: str, most: int) -> list[int]:
     if any(not part.isdigit() or not 1 <= int(part) <= most for part in parts):
         raise UserError(f"{option} is {typed!r}, not numbers from 1 to {most}.", f"For example: {option} 1,2,3")
     return [int(part) for part in parts]
-
-
-def _kept(place: Path) -> str:
-    """Move an engine's logs out of the temporary folder `place`; returns the folder that replaces it."""
-    kept = Path(mkdtemp(prefix="headstart-engine-"))
-    shutil.move(place / "logs", kept / "logs")
-    return str(kept)

@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.pipeline.run import NAMES, REPORT, STATES, TRAIN
 from headstart.recipes.values import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
-from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, partial_name, read_json, remove, size
+from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, partial_name, read_object, remove, size
 from headstart.support.lock import Busy, locked
 
 
@@ -37,7 +37,7 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class Free:
+class Deletable:
     """A folder or file to delete, with a description; `bytes` is an upper bound, since files may have hard links."""
 
     path: Path
@@ -61,8 +61,8 @@ def _state(folder: Path) -> RunState:
     records = _records(folder)
     done = _up_to_date(records)
     begun = [name for name, record in records.items() if record and not record.get("is_complete")]
-    summary = (_json(folder / REPORT / "results.json").get("summary") if "eval" in done else None) or {}
-    trained = ((_json(folder / TRAIN / "result.json").get("best") if "train" in done else None) or {}).get("tau")
+    summary = (read_object(folder / REPORT / "results.json").get("summary") if "eval" in done else None) or {}
+    trained = ((read_object(folder / TRAIN / "result.json").get("best") if "train" in done else None) or {}).get("tau")
     if len(done) == len(NAMES):
         state = "done"
     else:
@@ -85,7 +85,7 @@ def _state(folder: Path) -> RunState:
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
-    return {name: _json(folder / "stages" / f"{name}.json") for name in NAMES}
+    return {name: read_object(folder / "stages" / f"{name}.json") for name in NAMES}
 
 
 def _up_to_date(records: dict[str, dict[str, Any]]) -> list[str]:
@@ -126,7 +126,7 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
     console.print(note, style="dim", soft_wrap=True)
 
 
-def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
+def unreferenced(folder: Path, mine: Path | None = None) -> list[Deletable]:
     """List unreferenced artifacts and shards of hidden states, and partial files of killed processes.
 
     Skips artifacts that another process has locked; `mine` is locked by the caller. All shards are kept while a run
@@ -147,9 +147,9 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         if path != mine and not _idle(path):
             continue
         if path.suffix == PARTIAL:
-            unused.append(Free(path, size(path), "half deleted"))
+            unused.append(Deletable(path, size(path), "half deleted"))
         elif path.resolve() not in used:
-            unused.append(Free(path, size(path), _unused(path)))
+            unused.append(Deletable(path, size(path), _unused(path)))
         elif path.parent.name == "states":
             unused += _unused_shards(path, runs)
         else:
@@ -166,21 +166,21 @@ def _unused(path: Path) -> str:
     return f"a training interrupted at step {step}, needed by no run; its command would resume it"
 
 
-def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:
+def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Deletable]:
     for shard in sorted(path.glob(f"shard-*{DAMAGED}")):
-        yield Free(shard, shard.stat().st_size, "damaged hidden states")
+        yield Deletable(shard, shard.stat().st_size, "damaged hidden states")
     read = _read_shards(path, runs)
     if read is None:
         return
     for shard in sorted(path.glob("shard-*.safetensors")):
         if shard.name not in read:
-            yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
+            yield Deletable(shard, shard.stat().st_size, "hidden states that no run reads")
     yield from _half_written(path)
 
 
-def _half_written(path: Path) -> Iterator[Free]:
+def _half_written(path: Path) -> Iterator[Deletable]:
     for part in sorted(path.rglob(f"*{PARTIAL}")):
-        yield Free(part, size(part), "half written")
+        yield Deletable(part, size(part), "half written")
 
 
 def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
@@ -194,13 +194,13 @@ def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
         if "states" not in done or not _idle(run):
             return None
         for manifest in (run / STATES).glob("*/manifest.json"):
-            for file in _json(manifest).get("files", ()):
+            for file in read_object(manifest).get("files", ()):
                 name = str(file["file"])
                 read[name] = read.get(name, False) or "train" not in done
     return read
 
 
-def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Free]:
+def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Deletable]:
     """List the shards of hidden states to delete so that at most `maximum` bytes remain, least recently read first.
 
     Shards that a training still needs stay, even above the budget; shards that no run reads do not count (see
@@ -221,18 +221,22 @@ def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Fr
             break
         total -= size(shard)
         age = _age(datetime.now(UTC).timestamp() - _last_read(shard))
-        chosen.append(Free(shard, size(shard), f"hidden states of finished trainings, last read {age} ago"))
+        chosen.append(Deletable(shard, size(shard), f"hidden states of finished trainings, last read {age} ago"))
     return chosen
 
 
 def _last_read(shard: Path) -> float:
-    """Return the time of the last read or write, in seconds as `time.time`."""
     status = shard.stat()
     return max(status.st_atime, status.st_mtime)
 
 
-def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> int:
-    """Delete files that `unreferenced` or `over_budget` listed and still lists; returns the bytes freed.
+def deletable(folder: Path, maximum: int | None = None, mine: Path | None = None) -> list[Deletable]:
+    """List `unreferenced` files, and with a maximum the states `over_budget`."""
+    return [*unreferenced(folder, mine), *(() if maximum is None else over_budget(folder, maximum, mine))]
+
+
+def delete(folder: Path, listed: Sequence[Deletable], maximum: int | None = None) -> int:
+    """Delete listed files that are still `deletable`; returns the bytes freed.
 
     Each artifact is locked while it is checked again and deleted.
     """
@@ -243,10 +247,7 @@ def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> in
     freed = 0
     for owner, paths in by_artifact.items():
         with suppress(Busy), locked(owner) if owner.is_dir() else nullcontext():
-            unused = {again.path for again in unreferenced(folder, owner)}
-            if maximum is not None:
-                unused |= {again.path for again in over_budget(folder, maximum, owner)}
-            for path in sorted(unused.intersection(paths)):
+            for path in sorted({item.path for item in deletable(folder, maximum, owner)}.intersection(paths)):
                 freed += size(path, second_names=False)
                 if path == owner and path.suffix != PARTIAL:  # from here on it is a partial folder
                     path = path.rename(partial_name(path))
@@ -260,14 +261,6 @@ def _idle(path: Path) -> bool:
             return True
     except Busy:
         return False
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if it is missing or damaged."""
-    try:
-        return dict(read_json(file))
-    except (UserError, TypeError, ValueError):
-        return {}
 
 
 def _age(seconds: float) -> str:

@@ -34,6 +34,9 @@ from headstart.support.artifacts import referred
 from headstart.support.files import format_bytes, free_disk, size
 from headstart.support.terminal import format_seconds, tell
 
+_FEW_STEPS = 50
+"""Plans with fewer training steps give advice: a quickstart takes hundreds."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,7 +49,7 @@ class Plan:
         left_bytes: bytes still to write; `peak_bytes` includes a checkpoint before an older one is deleted.
         network: bytes each process sends per training step.
         steps: training steps; None when training is done.
-        problems: failures to expect; `notes` tell the origin of the numbers, and options without effect.
+        problems: failures to expect; `notes` are the origin of the numbers, options without effect, and advice.
     """
 
     left: dict[str, str]
@@ -85,11 +88,11 @@ def make_plan(
         ("--tokens-per-second", tokens_per_second is not None, "conversations"),
     ):
         if is_given and stage not in plan.left:
-            plan.notes.append(f"{option} changes nothing: the stage {stage} is done.")
+            plan.notes.append(f"{option} has no effect: the stage {stage} is done.")
     if not plan.left.keys() - {"target"}:
         return plan
     here = weights_are_here(section.spec, section.revision)
-    bare, start = _resident(), perf_counter()
+    before, start = _resident(), perf_counter()
     if here:
         tell(run.console, f"Loading {section.spec} ...", style="dim")
         target: Target | Outline = run.target
@@ -98,45 +101,66 @@ def make_plan(
     else:
         target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
     loading, shapes = perf_counter() - start, cast(Target, target)
-    held = _resident() if here and target.device.type == "cpu" else target.parameters * target.dtype.itemsize
+    bytes_with_target = (
+        _resident() if here and target.device.type == "cpu" else target.parameters * target.dtype.itemsize
+    )
     free = free_bytes(target.device) if here else None
     config = make_config(recipe.heads, shapes)
     with torch.device("cpu" if here else "meta"):
         heads: DraftHead = family(config.family)(config)
     layers, lengths = sorted({*heads.aux_layers, FINAL}), _lengths(run, target, plan, prompt_tokens)
     speeds = Speeds(written=0.0 if tokens_per_second is None else 1 / tokens_per_second)
-    work = Workload(recipe, target, heads, layers, lengths, speeds, processes, processes, held=held, free=free)
+    work = Workload(
+        recipe,
+        target,
+        heads,
+        layers,
+        lengths,
+        speeds,
+        processes,
+        processes,
+        bytes_with_target=bytes_with_target,
+        free=free,
+    )
     if not here:
         heads.bind(shapes)
         plan.notes.append(f"Times are unknown, because the weights of {target.name} are not on this machine.")
         return _estimate(run, work, plan)
     if target.device.type == "cpu":
         cores = (core_count() or 1) / torch.get_num_threads()
-        work = replace(work, bare=bare, at_once=min(processes, max(1.0, cores)))
-    heads.to(target.device).warm_start(shapes)
+        work = replace(work, bytes_without_target=before, parallel_speed=min(processes, max(1.0, cores)))
+    work = _measure(run, work, plan)
+    plan = replace(
+        plan,
+        room=work.room("train"),
+        free_bytes=free_disk(run.folder),
+        seconds={"target": loading, **plan.seconds},
+    )
+    return _estimate(run, work, plan)
+
+
+def _measure(run: Run, work: Workload, plan: Plan) -> Workload:
+    """Add measured speeds to the work, and their origin to the plan."""
+    recipe, heads, target = run.recipe, work.heads, run.target
+    heads.to(target.device).warm_start(target)
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     tell(run.console, f"Measuring on {target.device}, about {SECONDS:.0f} s at most ...", style="dim")
-    speeds = dry_run(shapes, heads, layers, recipe, lengths)
-    if tokens_per_second is not None:
+    speeds = dry_run(target, heads, work.layers, recipe, work.lengths)
+    if work.speeds.written:
         speeds = replace(speeds, written=work.speeds.written)
     elif recipe.data.server and "conversations" in plan.left:
         plan.notes.append(
-            "The hours of writing assume that this machine writes instead of the servers: say their speed with "
+            "The time of writing assumes this machine instead of the servers: give their speed with "
             "--tokens-per-second."
         )
     plan.notes.append(
         f"Measured here: loading, {speeds.measured}. Other times, and memory while training, are estimated from that; "
         "the other bytes from the recipe and the target's config."
     )
-    work = replace(work, speeds=speeds, workers=workers_of(recipe, shapes, InProcess(shapes)).count)
-    seconds = {"target": loading, **plan.seconds}
-    return _estimate(
-        run, work, replace(plan, room=work.room("train"), free_bytes=free_disk(run.folder), seconds=seconds)
-    )
+    return replace(work, speeds=speeds, workers=workers_of(recipe, target, InProcess(target)).count)
 
 
 def _finished(run: Run) -> Plan:
-    """Return a plan with the records of finished stages."""
     section, left = run.recipe.target, left_to_do(run, STAGES)
     record = run.finished_record("target") if "target" in left else None
     if record is not None and weights_are_here(section.spec, section.revision):
@@ -170,7 +194,6 @@ def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int 
 
 
 def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
-    """Add estimates of the stages to do."""
     if "conversations" in plan.left:
         work = work.expected()
     else:
@@ -187,14 +210,18 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
         left_bytes=written,
         peak_bytes=written + (work.checkpoint_bytes if trains else 0),
         memory={name: count for name, count in work.memory().items() if name in left},
-        network=int(8 * (processes - 1) / processes * work.learning),  # a ring all-reduce of float32 gradients
+        network=int(8 * (processes - 1) / processes * work.trained_weights),  # a ring all-reduce of float32 gradients
         steps=work.training()[0] if trains else None,
     )
+    if plan.steps is not None and plan.steps < _FEW_STEPS and work.recipe.train.steps is None:
+        plan.notes.append(
+            f"Heads draft badly after only {plan.steps:.0f} steps: raise minutes (or train.minutes and "
+            "data.conversations), or choose a smaller target."
+        )
     return replace(plan, facts=_facts(work, plan), problems=[*plan.problems, *_problems(work, plan)])
 
 
 def _problems(work: Workload, plan: Plan) -> list[str]:
-    """Describe failures to expect, with the settings to change."""
     data, target, problems = work.recipe.data, work.target, list[str]()
     if plan.free_bytes is not None and plan.free_bytes < 1.05 * plan.peak_bytes:
         problems.append(
@@ -221,11 +248,10 @@ def _problems(work: Workload, plan: Plan) -> list[str]:
 
 
 def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
-    """Describe the work of the stages to do."""
     target, heads, lengths, data = work.target, work.heads, work.lengths, work.recipe.data
     count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
     where = "" if plan.room is None else f" on {target.device}"
-    trained = f"{work.learning / 1e6:.1f} M weights to train"
+    trained = f"{work.trained_weights / 1e6:.1f} M weights to train"
     facts = [
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')}{where}"),
         ("Parameters", f"{count}, {format_bytes(target.parameters * target.dtype.itemsize)}"),
@@ -243,9 +269,9 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
     if data.online and plan.left.keys() & {"states", "train"}:
         facts.append(("Hidden states", f"not stored: training computes {len(work.layers)} per token in each epoch"))
     elif "states" in plan.left:
-        states = f"{format_bytes(work.states)}, {len(work.layers)} per token"
-        if work.states < work.wanted_states:
-            states += f"; storing all would take {format_bytes(work.wanted_states)} (data.cache_gigabytes)"
+        states = f"{format_bytes(work.kept_states)}, {len(work.layers)} per token"
+        if work.kept_states < work.all_states:
+            states += f"; storing all would take {format_bytes(work.all_states)} (data.cache_gigabytes)"
         facts.append(("Hidden states on disk", states))
     room = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
     every, left, peak = map(format_bytes, (sum(plan.disk.values()), plan.left_bytes, plan.peak_bytes))

@@ -71,7 +71,7 @@ def _export(run: Run) -> Outcome:
             heads = trained_heads(run, run.target)
             facts = {"training": _training_facts(run)}
             export_heads(folder / HEADS, heads, run.target, tuning, facts, _answers(run))
-        _give(folder / HEADS, run.folder / HEADS)
+        _link_heads(folder / HEADS, run.folder / HEADS)
     return Outcome(f"heads, tree and model card in {run.folder / HEADS}", identity=made.name)
 
 
@@ -124,7 +124,7 @@ def _exported(run: Run) -> Artifact:
     return artifact(run.folder, "exports", run.recipe.heads.family, identity)
 
 
-def _give(source: Path, path: Path) -> None:
+def _link_heads(source: Path, path: Path) -> None:
     refuse_other_files(path)
     with keeping_engine_tunings(path):
         link_into_run(source, path)
@@ -147,9 +147,8 @@ def _answers(run: Run) -> Iterator[list[int]]:
 
 
 def _training_facts(run: Run) -> dict[str, str]:
-    """Rows of the model card."""
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
-    learnt = conversations(run, "train") if run.recipe.data.online else StateStore(run.folder / STATES / "train")
+    trained_on = conversations(run, "train") if run.recipe.data.online else StateStore(run.folder / STATES / "train")
     source = "written by the target itself" if data.prompts == "self" else _sources(data)
     answers = "the target's own" if data.own_answers else "as given"
     if data.own_answers and data.in_int8:
@@ -159,7 +158,7 @@ def _training_facts(run: Run) -> dict[str, str]:
         "prompts": source,
         "answers": answers,
         **({"chat template variables": json.dumps(data.chat_template_kwargs)} if data.chat_template_kwargs else {}),
-        "training conversations": str(len(learnt)),
+        "training conversations": str(len(trained_on)),
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
         f"these are the heads of step {result['best']['step']}",
         "loss": training.loss,
@@ -174,8 +173,8 @@ def _eval_settings(run: Run) -> dict[str, Any]:
 
 def _eval(run: Run) -> Outcome:
     refuse_foreign_code(run.folder / REPORT, _REPORT_FILES)
-    section, asked = run.recipe.eval, run.recipe.eval.questions
-    file = run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser()
+    section, source = run.recipe.eval, run.recipe.eval.questions
+    file = run.folder / QUESTIONS if source == "heldout" else Path(source).expanduser()
     exported = _exported(run)
     identity = {
         "version": _EVAL_VERSION,
@@ -189,7 +188,7 @@ def _eval(run: Run) -> Outcome:
         add_reference(run.folder, "eval", made)
         if not (folder / REPORT / "results.json").is_file():
             chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
-            name = "held out" if asked == "heldout" else Path(asked).name
+            name = "held out" if source == "heldout" else Path(source).name
             options = EvalOptions(**chosen, heads_name=run.recipe.name, questions_name=name)
             # Load the exported folder: the report covers what users load.
             decoder = load(exported.folder / HEADS, run.target)
@@ -200,10 +199,10 @@ def _eval(run: Run) -> Outcome:
 
             write_atomic(folder / REPORT, measure)
         results = read_json(folder / REPORT / "results.json")
-        name = "held-out prompts" if asked == "heldout" else Path(asked).stem
+        name = "held-out prompts" if source == "heldout" else Path(source).stem
         facts = {"training": _training_facts(run), "measurements": [{"name": name, "results": results}]}
         write_card(exported.folder / HEADS, facts)
-        _give(exported.folder / HEADS, run.folder / HEADS)
+        _link_heads(exported.folder / HEADS, run.folder / HEADS)
         link_into_run(folder / REPORT, run.folder / REPORT)
         add_engines_to_report(run.folder)
 

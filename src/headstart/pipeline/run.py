@@ -159,7 +159,7 @@ class Run:
 
 @dataclass
 class Record:
-    """The state of a stage. It is current if `version`, `settings` and `before` are those of the stage now.
+    """The state of a stage. It is current if `version`, `settings` and `before` equal the stage's.
 
     Attributes:
         settings: dependencies of the stage, by dotted key.
@@ -233,8 +233,8 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
         write_text(run.folder / "recipe.yaml", recipe_text(run.recipe))
         for number, stage in enumerate(stages, start=1):
             label = f"[bold]{number}/{len(stages)} {stage.name}[/bold]"
-            wanted, record = _wanted(run, stage), run.record(stage.name)
-            reason = _stale(run, stage, wanted, record) if stage.name not in again else "asked for again"
+            current, record = _current_record(run, stage), run.record(stage.name)
+            reason = _stale_reason(run, stage, current, record) if stage.name not in again else "requested"
             if reason is None and record is not None and record.is_complete:
                 done = f"done, {format_seconds(record.seconds)}  {escape(record.summary)}"
                 run.console.print(f"{label}  [dim]{done}[/dim]", highlight=False, soft_wrap=True)
@@ -244,7 +244,7 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
             worked, run.earlier = True, record
             began = " (continuing)" if reason is None else f" ({escape(reason)})" if reason else ""
             run.console.print(f"{label}  {stage.title}{began}", highlight=False, soft_wrap=True)
-            _work(run, stage, record if reason is None and record is not None else wanted)
+            _work(run, stage, record if reason is None and record is not None else current)
     return worked
 
 
@@ -261,7 +261,7 @@ def left_to_do(run: Run, stages: Sequence[Stage], unchanged: Collection[str] = (
             left[stage.name] = ""
         elif earlier:
             left[stage.name] = f"again, after {earlier[0]}"
-        elif (reason := _stale(run, stage, _wanted(run, stage), record)) is not None:
+        elif (reason := _stale_reason(run, stage, _current_record(run, stage), record)) is not None:
             left[stage.name] = reason
         elif not record.is_complete:
             left[stage.name] = f"begun, {format_seconds(record.seconds)} so far"
@@ -285,8 +285,8 @@ def _work(run: Run, stage: Stage, record: Record) -> None:
     run.console.print(f"    {escape(outcome.summary)}  {took}", highlight=False, soft_wrap=True)
 
 
-def _wanted(run: Run, stage: Stage) -> Record:
-    """Build the record that the stage should have, not complete yet."""
+def _current_record(run: Run, stage: Stage) -> Record:
+    """Build an incomplete record with the stage's version, settings and inputs of now."""
     earlier = {name: before(run, name) for name in stage.after}
     settings = json.loads(json.dumps(stage.settings(run)))
     record, sections = run.record(stage.name), type(run.recipe).model_fields
@@ -301,31 +301,31 @@ def _wanted(run: Run, stage: Stage) -> Record:
     return Record(stage.version, settings, earlier)
 
 
-def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str | None:
-    """Explain why the stage must run, "" if it has not begun; None if the record, finished or not, is current."""
+def _stale_reason(run: Run, stage: Stage, current: Record, record: Record | None) -> str | None:
+    """Explain why the stage must run, "" if it has not begun; None if its record, finished or not, is current."""
     if record is None:
         return ""
-    if record.version != wanted.version:
-        return "headstart does this differently now"
-    for key in sorted({*record.settings, *wanted.settings}):
-        old, new = record.settings.get(key), wanted.settings.get(key)
+    if record.version != current.version:
+        return "this version of headstart does it differently"
+    for key in sorted({*record.settings, *current.settings}):
+        old, new = record.settings.get(key), current.settings.get(key)
         if old != new:
             return f"{key} changed from {_short(old)} to {_short(new)}"
-    for name, identity in wanted.before.items():
+    for name, identity in current.before.items():
         if record.before.get(name) != identity:
             return f"{name} changed"
-    return _lost(run, stage, record) if record.is_complete else None
+    return _damage(run, stage, record) if record.is_complete else None
 
 
-def _lost(run: Run, stage: Stage, record: Record) -> str | None:
-    """Describe what a finished stage has lost; None if it is intact."""
-    gone = [output for output in stage.outputs if not (run.folder / output).exists()]
+def _damage(run: Run, stage: Stage, record: Record) -> str | None:
+    """Describe missing or damaged outputs of a finished stage; None if it is intact."""
+    missing = [output for output in stage.outputs if not (run.folder / output).exists()]
     if (path := referred(run.folder, stage.name)) is not None and not path.is_dir():
-        gone.append(str(path))
-    if gone:
-        return f"{gone[0]} is gone"
+        missing.append(str(path))
+    if missing:
+        return f"{missing[0]} is gone"
     if references(run.folder).get(stage.name, "") != record.artifact:
-        return "the run refers to something else since"  # the reference was lost
+        return "its reference in references.json has changed"
     return stage.broken(run)
 
 

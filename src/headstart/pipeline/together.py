@@ -60,10 +60,10 @@ def train_together(run: Run) -> None:
                 "Write it first: headstart data build, with the same recipe, settings and --run-dir.",
             )
     if not is_main():
-        told = broadcast_from_main(None)
-        if isinstance(told, tuple):
-            raise UserError(*told)
-        if told:
+        signal = broadcast_from_main(None)
+        if isinstance(signal, tuple):
+            raise UserError(*signal)
+        if signal:
             training.do(run)
         return
     begun = False

@@ -96,21 +96,21 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, context: int) 
         return len(tokenizer(message["content"], add_special_tokens=False)["input_ids"])
 
     try:
-        asked = len(prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools)))
+        read = len(prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools)))
     except Unfit:
         return Lengths(0, 0, 0, 0)
     later, usual, turns = prompt.messages[len(prompt.opening) :], answer_tokens(data.max_new_tokens), 1
     if not data.regenerate and prompt.messages[-1]["role"] == "assistant":
         answers = [count(message) for message in later if message["role"] == "assistant"]
-        given = asked + sum(map(count, later)) + _TURN * (len(answers) - 1)
-        return Lengths(min(given, context), sum(answers), 0, 0)
+        tokens = read + sum(map(count, later)) + _TURN * (len(answers) - 1)
+        return Lengths(min(tokens, context), sum(answers), 0, 0)
     for message in prompt.asked[len(prompt.opening) :]:
-        room = context - data.max_new_tokens - asked - turns * usual
+        room = context - data.max_new_tokens - read - turns * usual
         if (further := count(message) + _TURN) > min(room, data.max_prompt_tokens):
             break
-        asked, turns = asked + further, turns + 1
-    longest = min(asked + turns * data.max_new_tokens, context)
-    return Lengths(min(asked + turns * usual, context), turns * usual, turns, longest)
+        read, turns = read + further, turns + 1
+    longest = min(read + turns * data.max_new_tokens, context)
+    return Lengths(min(read + turns * usual, context), turns * usual, turns, longest)
 
 
 # -- work --------------------------------------------------------------------------------------------------------------
@@ -132,16 +132,17 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Workload:
-    """Inputs of the formulas.
+    """A run's recipe, target, heads and speeds, from which its time, disk and memory follow.
 
     Attributes:
         layers: layers with stored states.
-        processes: training processes, each on its own GPU or sharing one CPU, `at_once` times as fast as one.
+        processes: training processes, each on its own GPU or sharing one CPU, `parallel_speed` times as fast as one.
         workers: batches a process writes concurrently.
-        held: bytes in use with the target loaded, on the GPU if there is one; `bare` without it, 0 on a GPU.
-        free: available bytes in addition to `held`; None if unknown.
+        bytes_with_target: bytes in use with the target loaded, on the GPU if there is one.
+        bytes_without_target: bytes in use before; 0 on a GPU.
+        free: available bytes in addition to `bytes_with_target`; None if unknown.
         conversations: training conversations to write, of `train_tokens` within the byte budget of the states.
-        wanted_states: bytes of all states without that budget.
+        all_states: bytes of all states without that budget.
     """
 
     recipe: Recipe
@@ -151,15 +152,15 @@ class Workload:
     lengths: Lengths
     speeds: Speeds = Speeds()
     processes: int = 1
-    at_once: float = 1.0
+    parallel_speed: float = 1.0
     workers: int = 1
-    held: int = 0
-    bare: int = 0
+    bytes_with_target: int = 0
+    bytes_without_target: int = 0
     free: int | None = None
     conversations: float = 0.0
     train_tokens: int = 0
     validation_tokens: int = 0
-    wanted_states: int = 0
+    all_states: int = 0
 
     def expected(self) -> Workload:
         """Limit the conversations to the prompts, data.minutes and the byte budget."""
@@ -174,18 +175,17 @@ class Workload:
 
     def with_tokens(self, train: int, validation: int) -> Workload:
         """Limit the tokens of the splits to the byte budget of their states."""
-        wanted = 0 if self.recipe.data.online else (train + validation) * self.state_bytes
-        if wanted > (budget := int(1e9 * self.recipe.data.cache_gigabytes)):
+        full = 0 if self.recipe.data.online else (train + validation) * self.state_bytes
+        if full > (budget := int(1e9 * self.recipe.data.cache_gigabytes)):
             train = max(0, budget // self.state_bytes - validation)
-        return replace(self, train_tokens=train, validation_tokens=validation, wanted_states=wanted)
+        return replace(self, train_tokens=train, validation_tokens=validation, all_states=full)
 
     def _writing(self, count: float) -> float:
-        """Return the seconds of writing `count` conversations."""
         data, lengths, speeds = self.recipe.data, self.lengths, self.speeds
         answers = lengths.answer if lengths.turns else 0.0  # given answers are only read
         written, read = answers + data.self_share * PROMPT_TOKENS, lengths.tokens - answers
-        writers = 1.0 if data.server else self.at_once  # the speed of servers is of all together
-        return count * (written * speeds.written / writers + read * speeds.token / self.at_once)
+        writers = 1.0 if data.server else self.parallel_speed  # the speed of servers is of all together
+        return count * (written * speeds.written / writers + read * speeds.token / self.parallel_speed)
 
     def training(self) -> tuple[float, float]:
         """Return (optimiser steps, seconds), within train.minutes."""
@@ -196,8 +196,8 @@ class Workload:
         most = section.epochs * max(1.0, rounded // group)
         steps = float(min(most, section.steps or most))
         batch = speeds.batch + (section.batch_tokens * speeds.token if self.recipe.data.online else 0.0)
-        judging = self.validation_tokens / section.batch_tokens * _FORWARD * speeds.batch / self.at_once
-        each = group * batches / rounded * batch / self.at_once + judging / section.eval_every
+        judging = self.validation_tokens / section.batch_tokens * _FORWARD * speeds.batch / self.parallel_speed
+        each = group * batches / rounded * batch / self.parallel_speed + judging / section.eval_every
         if section.minutes is not None and steps * each > 60 * section.minutes:
             steps = max(1.0, 60 * section.minutes / each)
         return steps, steps * each + 2 * judging
@@ -205,14 +205,14 @@ class Workload:
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage after `target`."""
         data, section, speeds = self.recipe.data, self.recipe.eval, self.speeds
-        widths, states = self.recipe.tune.widths, 0 if self._captured else self.states / self.state_bytes
+        widths, states = self.recipe.tune.widths, 0 if self._captured else self.kept_states / self.state_bytes
         prompts = data.heldout
         if section.questions != "heldout":
             prompts = len(read_questions(Path(section.questions).expanduser()))
         answers = min(prompts, section.limit or prompts) * answer_tokens(section.max_new_tokens)
         return {
             "conversations": self._writing(self.conversations + data.validation + data.heldout),
-            "states": 0.1 + states * speeds.token / self.at_once,
+            "states": 0.1 + states * speeds.token / self.parallel_speed,
             "train": self.training()[1],
             "tune": _TIMED * len(widths) * speeds.step + (_TIMED * sum(widths) + self.validation_tokens) * speeds.token,
             "export": 0.2 + self.disk()["export"] / _DISK,
@@ -226,7 +226,7 @@ class Workload:
         return sum(parameter.numel() for parameter in self.heads.parameters())
 
     @property
-    def learning(self) -> int:
+    def trained_weights(self) -> int:
         """Number of trained weights."""
         return count_trained_parameters(self.heads, self.recipe.train.lora_rank)
 
@@ -237,9 +237,9 @@ class Workload:
         return estimate_bytes(1, len(self.layers), target.hidden_size, target.dtype, states_dtype)
 
     @property
-    def states(self) -> int:
+    def kept_states(self) -> int:
         """Bytes of the states within the budget."""
-        return min(self.wanted_states, int(1e9 * self.recipe.data.cache_gigabytes))
+        return min(self.all_states, int(1e9 * self.recipe.data.cache_gigabytes))
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -271,7 +271,7 @@ class Workload:
         saves = max(1, min(section.keep_checkpoints, math.ceil(self.training()[0] / section.save_every)))
         return {
             "conversations": _CONVERSATION_BYTES * (self.train_tokens + self.validation_tokens),
-            "states": 0 if self.recipe.data.online else self.states + self._teacher_bytes,
+            "states": 0 if self.recipe.data.online else self.kept_states + self._teacher_bytes,
             "train": saves * self.checkpoint_bytes + (saves + 1) * 4 * self.weights,  # best heads beside each, and last
             "tune": 30_000,
             "export": self.weights * self.target.dtype.itemsize,
@@ -283,7 +283,7 @@ class Workload:
     def room(self, stage: str) -> int | None:
         """Return the memory available to a process; training processes on a CPU share it."""
         shared = self.processes if stage == "train" and self._on_cpu else 1
-        return None if self.free is None else (self.held + self.free) // shared
+        return None if self.free is None else (self.bytes_with_target + self.free) // shared
 
     def memory(self) -> dict[str, int]:
         """Return the peak bytes of a process that writes, trains or makes the report, on its GPU or in RAM."""
@@ -298,8 +298,12 @@ class Workload:
         # States of this batch and the prefetched ones, and the teacher's logits; sampled softmax keeps float32.
         token = item * (1 + ahead) * len(self.layers) * target.hidden_size
         token += 4 * candidates if 0 < candidates < drafts else item * drafts
-        training = self.held if data.online else self.bare + self._teacher_bytes
-        training += self.checkpoint_bytes + 4 * self.learning + section.batch_tokens * token
+        training = (
+            self.bytes_with_target
+            if data.online
+            else self.bytes_without_target + self._teacher_bytes
+        )
+        training += self.checkpoint_bytes + 4 * self.trained_weights + section.batch_tokens * token
         if drafts < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
             training += drafts * target.hidden_size * item
         if section.lora_rank:  # merged weights and their gradients
@@ -312,11 +316,13 @@ class Workload:
         # time; the largest is the LM head.
         exact = 4 * target.vocab_size * target.hidden_size if item < 4 else 0
         tokens = data.max_prompt_tokens + recipe.eval.max_new_tokens + recipe.tune.max_nodes
-        writing = {} if data.server else {"conversations": self.held + self.workers * int(data.batch_size * row)}
+        writing = (
+            {} if data.server else {"conversations": self.bytes_with_target + self.workers * int(data.batch_size * row)}
+        )
         return {
             **writing,
             "train": training + shapes * self.speeds.batch_bytes,
-            "eval": self.held + self.weights * item + exact + 2 * tokens * cache,
+            "eval": self.bytes_with_target + self.weights * item + exact + 2 * tokens * cache,
         }
 
 

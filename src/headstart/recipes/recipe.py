@@ -103,7 +103,6 @@ def _unknown_key(path: list[str]) -> UserError:
         section = {key: inner for key, _, inner in section_fields(section) if inner}[part]
     name, known = path[-1], {key for key, _, _ in section_fields(section)}
     elsewhere = (f"{key}.{name}" for key, _, inner in section_fields(Recipe) if inner and name in inner.model_fields)
-    near = "" if close(name, known) else next(elsewhere, "")
-    return UserError(
-        f"Unknown recipe key {'.'.join(path)!r}.", f"Did you mean {near!r}?" if near else nearest(name, known)
-    )
+    other = None if close(name, known) else next(elsewhere, None)
+    remedy = f"Did you mean {other!r}?" if other else nearest(name, known)
+    return UserError(f"Unknown recipe key {'.'.join(path)!r}.", remedy)

@@ -1,7 +1,7 @@
 """Content-addressed stage outputs, shared and extended by runs and deleted only by `gc`.
 
 An artifact is a folder named by a hash of its *identity*: every input that determines it (target, prompts, sampling,
-settings of the heads ...) except the amount (conversations, minutes), which can grow. Artifacts lie beside the runs:
+settings of the heads ...) except the amount (conversations, minutes), which can grow. Artifacts are beside the runs:
 
     runs/quickstart/references.json                    artifacts of the run
     runs/artifacts/conversations/self-1c6f.../         artifact.json (its identity), lock, and content
@@ -10,6 +10,7 @@ settings of the heads ...) except the amount (conversations, minutes), which can
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
+from headstart.support.files import PARTIAL, read_object, write_atomic, write_json
 from headstart.support.lock import Busy, locked
 from headstart.support.terminal import tell
 
@@ -32,8 +33,8 @@ FOLDER = "artifacts"
 """Folder of artifacts, beside the runs that share it."""
 NOTE = "artifact.json"
 """File of an artifact's identity."""
-_LONG = 60.0
-"""Seconds of waiting for a lock before hinting that its holder may be dead."""
+_POLL_SECONDS, _HINT_SECONDS = 0.5, 60.0
+"""Interval of attempts to lock, and time until a hint that the lock's holder may be dead."""
 REFERENCES = "references.json"
 """A run's map from stage to artifact, relative to the run's folder."""
 
@@ -86,30 +87,27 @@ def lock_artifact(artifact: Artifact, console: Console | None = None, wait: bool
     Raises:
         Busy: another process holds the lock, and `wait` is off.
     """
-    waiting, is_told = None, False
     with ExitStack() as stack:
-        while True:
+        for polls in itertools.count():
             try:
                 stack.enter_context(locked(artifact.folder))
                 break
             except Busy as error:
                 if not wait:
                     raise
-                if waiting is None and console is not None:
+                if console is not None and polls == 0:
                     tell(console, f"    waiting: {error.problem}")
-                waiting = waiting or time.monotonic()
-                if not is_told and console is not None and time.monotonic() > waiting + _LONG:
+                elif console is not None and polls == _HINT_SECONDS // _POLL_SECONDS:
                     tell(console, f"    still waiting: {error.problem} {error.way_out}".rstrip())
-                    is_told = True
-                time.sleep(0.5)
+                time.sleep(_POLL_SECONDS)
         if not (artifact.folder / NOTE).is_file():
             made = datetime.now(UTC).isoformat(timespec="seconds")
             write_json(artifact.folder / NOTE, {"identity": artifact.identity, "made": made})
         yield artifact.folder
 
 
-def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda artifact: artifact.base) -> list[Artifact]:
-    """List existing artifacts that differ from this one only in the amount, or in keys that `base` drops."""
+def relatives(of: Artifact, base: Callable[[Artifact], Any]) -> list[Artifact]:
+    """List the other existing artifacts with an equal `base`."""
     folders = [note.parent for note in sorted(of.folder.parent.glob(f"*/{NOTE}"))]
     others = [Artifact(path, read_note(path)) for path in folders if path != of.folder and path.suffix != PARTIAL]
     return [other for other in others if base(other) == base(of)]
@@ -117,10 +115,8 @@ def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda artifact: a
 
 def read_note(folder: Path) -> dict[str, Any]:
     """Read an artifact's identity; empty if unreadable."""
-    try:
-        return dict(read_json(folder / NOTE)["identity"])
-    except (UserError, KeyError, TypeError, ValueError):
-        return {}
+    identity = read_object(folder / NOTE).get("identity")
+    return identity if isinstance(identity, dict) else {}
 
 
 # -- references ------------------------------------------------------------------------------------------------------
@@ -144,14 +140,11 @@ def forget(run_folder: Path, stage: str) -> None:
 
 
 def references(run_folder: Path) -> dict[str, str]:
-    """Read the artifact of each stage of a run, relative to its folder."""
-    file = run_folder / REFERENCES
-    if not file.is_file():
-        return {}
-    try:
-        return {str(stage): str(path) for stage, path in read_json(file).items()}
-    except (UserError, AttributeError, TypeError):  # damaged: every stage will find its artifact and reference it again
-        return {}
+    """Read the artifact of each stage of a run, relative to its folder.
+
+    Empty if the file is damaged: each stage then finds its artifact and references it again.
+    """
+    return {stage: str(path) for stage, path in read_object(run_folder / REFERENCES).items()}
 
 
 def referred(run_folder: Path, stage: str) -> Path | None:
@@ -162,21 +155,17 @@ def referred(run_folder: Path, stage: str) -> Path | None:
 
 def set_symlink(link: Path, folder: Path) -> None:
     """Point a link to a folder atomically; a UserError if `link` exists and is no link."""
-    wanted = os.path.relpath(folder, link.parent.resolve())
-    if link.is_symlink() and os.readlink(link) == wanted:
+    link_target = os.path.relpath(folder, link.parent.resolve())
+    if link.is_symlink() and os.readlink(link) == link_target:
         return
     if link.exists() and not link.is_symlink():
         raise UserError(f"{link} is not a link that headstart made.", "Move it away, or choose another --run-dir.")
-    write_atomic(link, lambda partial: partial.symlink_to(wanted, target_is_directory=True))
+    write_atomic(link, lambda partial: partial.symlink_to(link_target, target_is_directory=True))
 
 
 def link_into_run(source: Path, path: Path) -> None:
     """Copy an artifact's folder into a run as hard links; safe because files are replaced, never modified in place."""
-
-    def fill(partial: Path) -> None:
-        shutil.copytree(source, partial, copy_function=link_or_copy)
-
-    write_atomic(path, fill)
+    write_atomic(path, lambda partial: shutil.copytree(source, partial, copy_function=link_or_copy))
 
 
 def link_or_copy(source: str | Path, path: str | Path) -> None:

@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import filesize
+
 from headstart.errors import UserError
-from headstart.support.lock import runs
+from headstart.support.lock import is_running
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +31,13 @@ PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
 DAMAGED = ".damaged"
 """Suffix of a damaged file that was renamed."""
+_LOWER_BUDGET = "choose another --run-dir, or lower the byte or token budget in the recipe"
 _LENGTH = 8
 """Bytes of the header length at the start of a safetensors file."""
-_OWNER_ALONE = 0o600
+_PRIVATE = 0o600
 """Mode of files written by libraries such as safetensors."""
-_HERE, _RENAME_EXCHANGE = -100, 2
-"""Constants of renameat2: AT_FDCWD and a flag."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of renameat2."""
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
@@ -46,19 +49,19 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_name(path)
-    for left in path.parent.glob(f"{glob.escape(f'{path.name}.{socket.gethostname()}')}.*{PARTIAL}"):
-        process = left.name.split(".")[-2].partition("-")[0]
-        if left == partial or (process.isdecimal() and not runs(int(process))):  # process ids are reused
+    for leftover in path.parent.glob(f"{glob.escape(f'{path.name}.{socket.gethostname()}')}.*{PARTIAL}"):
+        process = leftover.name.split(".")[-2].partition("-")[0]
+        if leftover == partial or (process.isdecimal() and not is_running(int(process))):  # process ids are reused
             with suppress(OSError):
-                remove(left)
+                remove(leftover)
     try:
         write(partial)
         for file in [] if partial.is_symlink() else [partial, *partial.rglob("*")]:
             if file.is_file() and file.stat().st_nlink == 1:
                 with file.open("rb+") as handle:
                     os.fsync(handle.fileno())
-                if file.stat().st_mode & 0o777 == _OWNER_ALONE:
-                    file.chmod(_mode_here(path))
+                if file.stat().st_mode & 0o777 == _PRIVATE:
+                    file.chmod(_default_mode(path))
         replace(partial, path)
     except BaseException:
         with suppress(OSError):  # report the first error
@@ -103,11 +106,11 @@ def replace(new: Path, path: Path) -> None:
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names atomically; False if that fails or is unsupported."""
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
-    words = _HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE
+    words = _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
     return exchange is not None and exchange(*words) == 0
 
 
-def _mode_here(path: Path) -> int:
+def _default_mode(path: Path) -> int:
     """Return the default mode of a new file beside a path."""
     probe = partial_name(path)
     probe.touch()
@@ -235,6 +238,15 @@ def read_json(path: Path, again: str = "Delete it and run the command again.") -
         raise UserError(f"{path} is not valid JSON ({error}).", again) from None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file is missing or damaged."""
+    try:
+        value = read_json(path)
+    except UserError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) for each non-blank line of a file or pipe.
 
@@ -266,9 +278,6 @@ def existing(folder: Path) -> Path:
     return next(path for path in [folder, *folder.parents] if path.exists())
 
 
-_IN_A_RUN = "choose another --run-dir, or lower the byte or token budget in the recipe"
-
-
 def size(path: Path, second_names: bool = True) -> int:
     """Return the bytes of a file or folder without following links; hard links count only with `second_names`."""
     files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
@@ -285,7 +294,7 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(existing(folder)).free
 
 
-def need_disk(folder: Path, needed_bytes: int, what: str, remedy: str = _IN_A_RUN) -> None:
+def need_disk(folder: Path, needed_bytes: int, what: str, remedy: str = _LOWER_BUDGET) -> None:
     """Raise a UserError if fewer than `needed_bytes` plus 5 % are free."""
     free = free_disk(folder)
     if free < needed_bytes * 1.05:
@@ -301,11 +310,7 @@ def format_bytes(count: float) -> str:
     >>> format_bytes(98_000_000)
     '98.0 MB'
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
+    return filesize.decimal(int(count))
 
 
 def remove(path: Path) -> None:

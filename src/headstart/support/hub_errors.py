@@ -19,20 +19,19 @@ from huggingface_hub.errors import (
 from headstart.errors import UserError
 
 LOGIN = "Log in with `hf auth login`, or set HF_TOKEN; tokens are made at https://huggingface.co/settings/tokens."
-
-_SECONDS = 5.0
-"""Timeout of the Hub."""
+_NETWORK = "Check the network, and HF_HUB_OFFLINE and HF_ENDPOINT if they are set."
+_TIMEOUT_SECONDS = 5.0
 
 
 def absent(repo_id: str, file: str, revision: str | None = None, token: str | bool | None = None) -> UserError | None:
-    """Return why a Hub repository cannot be read now, with one request; None if it can, or in offline mode.
+    """Return the error of reading a Hub repository, with one request; None without error, or in offline mode.
 
-    transformers retries each of a dozen files, for most of a minute when the Hub is unreachable.
+    transformers retries each of a dozen files, for most of a minute if the Hub is unreachable.
     """
     if constants.HF_HUB_OFFLINE:
         return None
     try:
-        get_hf_file_metadata(hf_hub_url(repo_id, file, revision=revision), token=token, timeout=_SECONDS)
+        get_hf_file_metadata(hf_hub_url(repo_id, file, revision=revision), token=token, timeout=_TIMEOUT_SECONDS)
     except Exception as error:  # see `explained`
         return _explain(f"Cannot load the target {repo_id!r}", revision, error)
     return None
@@ -50,40 +49,35 @@ def explained(doing: str, repo_id: str, revision: str | None = None) -> Iterator
 
 
 def _explain(problem: str, revision: str | None, error: Exception) -> UserError:
-    if isinstance(error, HFValidationError):
-        return UserError(f"{problem}: that is not a Hub id.", "Write it as user/name.")
-    if isinstance(error, RevisionNotFoundError):
-        return UserError(f"{problem}: it has no revision {revision!r}.", "Give a branch, a tag or a commit hash of it.")
-    if isinstance(error, GatedRepoError):
-        return UserError(f"{problem}: access has to be granted first.", f"Ask for it on its page. {LOGIN}")
-    if isinstance(error, RepositoryNotFoundError):
-        return UserError(f"{problem}: there is no such repository, or it is private.", f"Check the id. {LOGIN}")
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, HfHubHTTPError) and status == 401:
-        return UserError(f"{problem}: the Hub does not accept the token.", LOGIN)
-    if isinstance(error, HfHubHTTPError) and status == 403:
-        return UserError(
-            f"{problem}: the token may not do that.", "Use a token with write access to this user or organisation."
-        )
-    if isinstance(error, HfHubHTTPError) and status is not None:
-        return UserError(f"{problem}: the Hub answered {status} ({_first_line(error)}).", "Try again later.")
-    if isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError | ConnectionError) or _is_network(error):
-        return UserError(
-            f"{problem}: the Hub cannot be reached ({_first_line(error)}).",
-            "Check the network, and HF_HUB_OFFLINE and HF_ENDPOINT if they are set.",
-        )
-    return UserError(f"{problem}: {type(error).__name__}: {_first_line(error)}", "Check the network and the disk.")
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    match error, getattr(getattr(error, "response", None), "status_code", None):
+        case HFValidationError(), _:
+            reason, remedy = "that is not a Hub id.", "Write it as user/name."
+        case RevisionNotFoundError(), _:
+            reason, remedy = f"it has no revision {revision!r}.", "Give a branch, a tag or a commit hash of it."
+        case GatedRepoError(), _:
+            reason, remedy = "access has to be granted first.", f"Ask for it on its page. {LOGIN}"
+        case RepositoryNotFoundError(), _:
+            reason, remedy = "there is no such repository, or it is private.", f"Check the id. {LOGIN}"
+        case HfHubHTTPError(), 401:
+            reason, remedy = "the Hub does not accept the token.", LOGIN
+        case HfHubHTTPError(), 403:
+            reason, remedy = "the token lacks the right.", "Use a token with write access to this user or organisation."
+        case HfHubHTTPError(), int(status):
+            reason, remedy = f"the Hub answered {status} ({text}).", "Try again later."
+        case OfflineModeIsEnabled() | LocalEntryNotFoundError() | ConnectionError(), _:
+            reason, remedy = f"the Hub cannot be reached ({text}).", _NETWORK
+        case _ if _is_network(error):
+            reason, remedy = f"the Hub cannot be reached ({text}).", _NETWORK
+        case _:
+            reason, remedy = f"{type(error).__name__}: {text}", "Check the network and the disk."
+    return UserError(f"{problem}: {reason}", remedy)
 
 
 def _is_network(error: BaseException | None) -> bool:
-    """Whether an error, or one it follows from, comes from the HTTP library: httpx, or httpx2 in newer clients."""
+    """Whether an error or one of its causes comes from the HTTP library: httpx, or httpx2 in newer clients."""
     while error is not None:
         if type(error).__module__.partition(".")[0].startswith("http"):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

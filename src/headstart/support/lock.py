@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 from headstart.errors import UserError
 
 _HELD = (errno.EAGAIN, errno.EACCES)
@@ -19,16 +21,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 class Busy(UserError):
-    """Another process holds a folder; `way_out` is the remedy if that died on another machine, empty on this one."""
+    """Another process holds a folder; `way_out` is the remedy if its machine has died, empty for this machine."""
 
     def __init__(self, holder: str, folder: Path, mark: Path, remedy: str) -> None:
         process, _, machine = holder.partition(" on ")
-        here = machine == socket.gethostname()
-        named = process if here else holder
-        self.way_out = "" if here else f"If no process works there any more, since its machine has died, say: rm {mark}"
-        super().__init__(
-            f"Another run (process {named or 'unknown'}) is working in {folder}.", f"{remedy} {self.way_out}".rstrip()
-        )
+        self.way_out, name = "", process
+        if machine != socket.gethostname():
+            self.way_out, name = f"If that machine has died, type: rm {mark}", holder
+        problem = f"Another run (process {name or 'unknown'}) is working in {folder}."
+        super().__init__(problem, f"{remedy} {self.way_out}".rstrip())
 
 
 @contextmanager
@@ -37,8 +38,8 @@ def locked(
 ) -> Iterator[TextIO]:
     """Lock a folder, or an output in it by `name`, and yield the lock file.
 
-    The system releases the lock when the process ends. Without file locks, a file `lock.held` names the process; if
-    that is killed, another one on the same machine takes the file over.
+    The system releases the lock when the process ends. On a file system without locks, a file `lock.held` names the
+    process; a later process on the same machine replaces the file of a killed one.
 
     Raises:
         Busy: another process holds it.
@@ -75,11 +76,7 @@ def locked(
 
 @contextmanager
 def one_at_a_time(file: Path) -> Iterator[None]:
-    """Wait for a lock on a file, created if missing; do not wait on a file system without locks.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """Wait for a lock on a file, created if missing; does not wait on a file system without locks."""
     with file.open("a") as handle:
         _lock(handle, fcntl.LOCK_EX)
         yield
@@ -109,7 +106,7 @@ def _claim(mark: Path, folder: Path, remedy: str) -> None:
             with suppress(FileNotFoundError):  # released meanwhile
                 holder = mark.read_text(encoding="utf-8").strip()
             process, _, machine = holder.partition(" on ")
-            if machine != socket.gethostname() or not process.isdecimal() or runs(int(process)):
+            if machine != socket.gethostname() or not process.isdecimal() or is_running(int(process)):
                 raise Busy(holder, folder, mark, remedy) from None
             mark.unlink(missing_ok=True)
     raise Busy("", folder, mark, remedy)
@@ -119,12 +116,6 @@ def _here() -> str:
     return f"{os.getpid()} on {socket.gethostname()}"
 
 
-def runs(process: int) -> bool:
+def is_running(process: int) -> bool:
     """Whether a process of this machine is running."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True
+    return bool(psutil.pid_exists(process))

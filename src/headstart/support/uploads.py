@@ -22,6 +22,5 @@ def upload_into(buffer: Tensor, numbers: Tensor | Sequence[Any]) -> None:
 
 
 def _on_host(numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
-    """Return the numbers as a host tensor, and whether it is pinned."""
     on_host, pinned = torch.as_tensor(numbers, dtype=dtype), device.type == "cuda"
     return on_host.pin_memory() if pinned else on_host, pinned

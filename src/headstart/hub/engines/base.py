@@ -17,7 +17,7 @@ from headstart.hub.target_facts import TargetFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOTE = "headstart"
-"""Key of our note in a file, see `Written`."""
+"""Key of our note in a file, see `Note`."""
 Faults = Iterator[tuple[str, str]]
 """(problem, remedy), one sentence each."""
 HEADS_GGUF = "heads.gguf"
@@ -40,7 +40,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Written:
+class Note:
     """Our note in a file: the digest of its heads, as rounded there, their target and their draft steps."""
 
     digest: str
@@ -48,7 +48,7 @@ class Written:
     steps: int
 
     @classmethod
-    def of(cls, note: Any) -> Written | None:
+    def of(cls, note: Any) -> Note | None:
         """Parse the result of `note_of`; None for anything else."""
         if not isinstance(note, Mapping) or not isinstance(note.get("digest"), str):
             return None
@@ -57,12 +57,12 @@ class Written:
 
 
 def note_of(published: Published, facts: TargetFacts) -> dict[str, Any]:
-    """Build our note for a file with these heads, see `Written`."""
+    """Build our note for a file with these heads, see `Note`."""
     target = {name: getattr(facts, name) for name in ("name", "fingerprint", "model_type", "num_layers")}
     return {"version": headstart.__version__, "digest": digest(published), "steps": published.steps, "target": target}
 
 
-def infinite(published: Published) -> Faults:
+def non_finite(published: Published) -> Faults:
     """Report tensors with NaN or infinity."""
     for name in published.not_finite:
         yield f"{name} is not finite: it holds NaN or infinity.", AGAIN
@@ -85,7 +85,7 @@ class Format(ABC):
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """All engines that read the format, even if they may not support the heads."""
+        """All engines that read the format."""
         return (*self.engines, *self.also)
 
     def holds_embeddings(self, published: Published) -> bool:
@@ -129,7 +129,7 @@ class Format(ABC):
             for fault in self.faults(folder, engine, facts):
                 findings.append(Finding(engine, *fault))  # one by one: the generator may raise later
             if not findings:
-                findings += [Finding(engine, *fault) for fault in infinite(self.read(folder, facts))]
+                findings += [Finding(engine, *fault) for fault in non_finite(self.read(folder, facts))]
         except UserError as error:
             findings.append(Finding(engine, error.problem, error.remedy))
         return findings

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import LM_HEAD
-from headstart.hub.engines.base import NOTE, Written
+from headstart.hub.engines.base import NOTE, Note
 from headstart.support.files import no_folder, read_json
 
 CONFIG = "config.json"
@@ -96,9 +96,9 @@ class Checkpoint:
         return self.config.get(AUX_IDS), self.eagle_config.get(AUX_IDS)
 
     @property
-    def written(self) -> Written | None:
+    def note(self) -> Note | None:
         """Our note, if we wrote the folder."""
-        return Written.of(self.config.get(NOTE))
+        return Note.of(self.config.get(NOTE))
 
     def read(self, name: str) -> Tensor:
         """Load a tensor by published name, on the CPU; a UserError where its file is damaged."""

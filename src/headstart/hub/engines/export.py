@@ -73,33 +73,33 @@ def export_for(
 
     A UserError also where files of two formats collide.
     """
-    asked = [_format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
-    of_folders = [format.name for format in asked if isinstance(format, FolderFormat)]
-    if len(of_folders) > 1:
+    chosen = [_format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
+    folder_formats = [format.name for format in chosen if isinstance(format, FolderFormat)]
+    if len(folder_formats) > 1:
         raise UserError(
-            f"{' and '.join(of_folders)} both write config.json and model.safetensors.",
+            f"{' and '.join(folder_formats)} both write config.json and model.safetensors.",
             "Write each into its own folder; --format gguf can be combined with any of them.",
         )
-    for format in asked:
+    for format in chosen:
         if dtype and dtype not in format.dtypes:
             raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
     refuse_foreign_code(out, ENGINE_FILES if is_engine_folder(out) else ())
     published, facts = publish(heads, target, trust_remote_code)
     measured = read_engine_tunings(heads_folder(heads))
-    engines, remarks = _served(asked, published, facts)
-    remarks += _drafting_remarks(heads_folder(heads), asked, published, measured)
-    embeddings_VE = _embeddings(target, facts) if any(format.holds_embeddings(published) for format in asked) else None
+    engines, remarks = _served(chosen, published, facts)
+    remarks += _drafting_remarks(heads_folder(heads), chosen, published, measured)
+    embeddings_VE = _embeddings(target, facts) if any(format.holds_embeddings(published) for format in chosen) else None
     drafts = {name: tuning.drafts for name, tuning in measured.items() if tuning.drafts}
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
-        for format in asked:
+        for format in chosen:
             held = published if embeddings_VE is None else format.with_embeddings(published, embeddings_VE)
             format.write(held, facts, partial, dtype or format.dtypes[0])
         elsewhere = replace(facts, folder=facts.spec if is_hub_id(facts.spec) else "TARGET", gguf=None)
         commands = serve_commands(engines, "HEADS", published, elsewhere, drafts)
         write_engine_card(partial, published, facts, commands, measured)
-        for format in asked:
+        for format in chosen:
             if findings := format.check(partial, format.engines[0]):
                 raise AssertionError(f"an export that its own check refuses: {findings[0].problem}")
 
@@ -210,8 +210,8 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
     """Map engines to the format they read a folder in; by default each format's main engine."""
     formats = formats_of(folder)
     read_by = {engine: format for format in reversed(formats) for engine in format.readers}
-    asked = engines or [format.engines[0] for format in formats]
-    return {engine: read_by[engine] for engine in asked if engine in read_by}
+    names = engines or [format.engines[0] for format in formats]
+    return {engine: read_by[engine] for engine in names if engine in read_by}
 
 
 def _unread(folder: Path, engines: Sequence[str], readers: Mapping[str, Format]) -> Iterator[Finding]:
@@ -275,7 +275,6 @@ def _facts(against: Path | None, target: FrozenModel | str | None, trust_remote_
 
 
 def _differences(theirs: Published, ours: Published) -> Iterator[str]:
-    """Report differences from our heads beyond rounding."""
     for name, setting in ours.settings.items():
         if name != "layer" and theirs.settings[name] != setting:
             yield f"{name} is {theirs.settings[name]!r}, and the heads have {setting!r}."

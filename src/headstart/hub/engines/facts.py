@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.hub.format import heads_target, named
+from headstart.hub.format import display_name, heads_target
 from headstart.hub.target_facts import TargetFacts
 from headstart.model.frozen import FrozenModel
 from headstart.model.loading import gguf_file, load_config, load_target, loadable_folder
@@ -27,7 +27,7 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
             "name that folder with --target.",
         )
     model_type, layers, size, vocab = target.sketch["architecture"].split()
-    where = spec or (target.spec if _is_here(target.spec) else "")
+    where = spec or (target.spec if _is_loadable(target.spec) else "")
     config = load_config(where, trust_remote_code) if where else None
     return TargetFacts(
         spec=where,
@@ -68,7 +68,7 @@ def facts_of_spec(spec: str, trust_remote_code: bool = False) -> TargetFacts:
 def facts_of_target(target: FrozenModel) -> TargetFacts:
     return TargetFacts(
         spec=target.spec,
-        name=named(target),
+        name=display_name(target),
         fingerprint=target.identity().fingerprint,
         model_type=target.config.model_type,
         num_layers=target.num_layers,
@@ -78,8 +78,8 @@ def facts_of_target(target: FrozenModel) -> TargetFacts:
     )
 
 
-def _is_here(spec: str) -> bool:
-    """Whether a spec can be resolved: a packaged name, a file or folder, a Hub id."""
+def _is_loadable(spec: str) -> bool:
+    """Whether a spec may be loaded here: a packaged name, a file or folder, a Hub id."""
     try:
         gguf_file(spec)
     except UserError:  # a path of another machine

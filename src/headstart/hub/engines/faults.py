@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, LM_HEAD, Layout, Published, digest
-from headstart.hub.engines.base import AGAIN, Faults, Written
+from headstart.hub.engines.base import AGAIN, Faults, Note
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.engines.known_engines import KNOWN_ENGINES, EngineTraits, tensor_faults
 from headstart.hub.engines.parsing import (
@@ -39,9 +39,7 @@ _IN_WORDS = {
 # -- limits of engines, whatever the file ------------------------------------------------------------------------------
 
 
-def engine_limits(
-    settings: Published, traits: EngineTraits, facts: TargetFacts | None, written: Written | None
-) -> Faults:
+def engine_limits(settings: Published, traits: EngineTraits, facts: TargetFacts | None, note: Note | None) -> Faults:
     """Report settings that an engine does not support; the target's depth comes from `facts` or our note."""
     engine, layer, aux_layers = traits.name, settings.layer, list(settings.aux_layers)
     if layer is not None:
@@ -59,8 +57,8 @@ def engine_limits(
             )
     if facts is not None and settings.vocab_size != facts.vocab_size:
         yield f"The heads have a vocabulary of {settings.vocab_size}, {facts.name} of {facts.vocab_size}.", AGAIN
-    layers = facts.num_layers if facts is not None else int((written.target if written else {}).get("num_layers", 0))
-    deepest = layers - (settings.layout in traits.misses_last_layer)
+    layers = facts.num_layers if facts is not None else int((note.target if note else {}).get("num_layers", 0))
+    deepest = layers - (settings.layout in traits.last_layer_unread)
     if layers and aux_layers and not 1 <= min(aux_layers) <= max(aux_layers) <= deepest:
         yield (
             f"{engine} cannot read the layers {aux_layers} of a target with {layers}: {deepest} is the deepest.",
@@ -68,36 +66,29 @@ def engine_limits(
         )
     if settings.layout in BLOCKS:
         if sorted(set(aux_layers)) != aux_layers:
-            yield (
-                f"The layers {aux_layers} do not rise, as {engine} requires.",
-                "Train with ascending heads.aux_layers.",
-            )
-        elsewhere = "Export with another --format, or train with heads.causal=false."
-        if len(set(settings.causal_layers)) > 1 and not traits.mixes_causal:
-            yield f"{engine} runs all layers of a block causally or none, and these heads some.", elsewhere
-        if settings.causal and not settings.sliding_window and not traits.causal_full:
-            yield f"{engine} runs layers without a sliding window bidirectionally, these heads causally.", elsewhere
+            problem = f"The layers {aux_layers} are not ascending, as {engine} requires."
+            yield problem, "Train with ascending heads.aux_layers."
         if settings.layout is Layout.DSPARK and not settings.markov_rank and traits.needs_markov:
             problem = f"{engine} recognises DSpark heads by their Markov head (here heads.markov_rank=0)."
             yield problem, "Train dflash heads, or with a heads.markov_rank."
     if settings.layout is Layout.EAGLE3:
-        for name in traits.passes_over:
+        for name in traits.ignored:
             if getattr(settings, name):
                 yield f"{engine} does not know {_IN_WORDS.get(name, name)}, and would silently leave it out.", _WITHOUT
-        if settings.num_layers != 1 and traits.passes_over:
+        if settings.num_layers != 1 and traits.ignored:
             yield f"{engine} runs one layer of such heads, and these have {settings.num_layers}.", _WITHOUT
-        if len(aux_layers) != 3 and traits.passes_over:
+        if len(aux_layers) != 3 and traits.ignored:
             yield f"{engine} fuses 3 layers of the target, not {len(aux_layers)}.", _WITHOUT
 
 
-def unchanged(published: Published, written: Written, facts: TargetFacts | None) -> Faults:
-    """Check a file of ours against its note: same heads, same target."""
-    if digest(published) != written.digest:
+def changed(published: Published, note: Note, facts: TargetFacts | None) -> Faults:
+    """Report a file of ours that differs from its note: other heads or another target."""
+    if digest(published) != note.digest:
         problem = "The file changed since headstart wrote it: layer ids, rotary base, norms, d2t or weights."
         yield problem, "Export the heads again."
-    theirs = written.target.get("fingerprint")
+    theirs = note.target.get("fingerprint")
     if facts is not None and facts.fingerprint and theirs and theirs != facts.fingerprint:
-        problem = f"The heads are for {written.target.get('name')}; {facts.name} is another model."
+        problem = f"The heads are for {note.target.get('name')}; {facts.name} is another model."
         yield problem, "Serve them with the target they were trained on."
 
 
@@ -106,19 +97,19 @@ def unchanged(published: Published, written: Written, facts: TargetFacts | None)
 
 def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
     """Report all problems an engine has with a folder of heads; a UserError if the checks cannot continue."""
-    sound = True
-    for fault in _faults(checkpoint, KNOWN_ENGINES[engine], facts):
-        sound = False
+    is_sound = True
+    for fault in _config_and_tensor_faults(checkpoint, KNOWN_ENGINES[engine], facts):
+        is_sound = False
         yield fault
-    if sound and (written := checkpoint.written) is not None:
-        yield from unchanged(read_published(checkpoint), written, facts)
+    if is_sound and (note := checkpoint.note) is not None:
+        yield from changed(read_published(checkpoint), note, facts)
 
 
-def _faults(checkpoint: Checkpoint, traits: EngineTraits, facts: TargetFacts | None) -> Faults:
+def _config_and_tensor_faults(checkpoint: Checkpoint, traits: EngineTraits, facts: TargetFacts | None) -> Faults:
     settings = settings_of(checkpoint, facts)  # first: raises for heads that headstart refuses
     layout = settings.layout
     yield from _architecture(checkpoint, layout, traits)
-    yield from engine_limits(settings, traits, facts, checkpoint.written)
+    yield from engine_limits(settings, traits, facts, checkpoint.note)
     if settings.layer is not None:
         yield from _rotary(checkpoint.settings)
         yield from short_context(settings, facts)
@@ -127,31 +118,31 @@ def _faults(checkpoint: Checkpoint, traits: EngineTraits, facts: TargetFacts | N
     if layout in traits.faults:
         yield from traits.faults[layout](checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
-    wanted, shapes = settings.expected(), checkpoint.shapes
+    required, shapes = settings.expected(), checkpoint.shapes
     optional = optional_tensors(settings, shapes)
     match layout:
         case Layout.EAGLE3:
             optional |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
             if checkpoint.settings.get("attention_bias"):
                 optional |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}
-            if LM_HEAD not in shapes and settings.draft_ids_D is None and traits.lends_lm_head:
-                wanted.pop(LM_HEAD)
+            if LM_HEAD not in shapes and settings.draft_ids_D is None and traits.shares_lm_head:
+                required.pop(LM_HEAD)
         case Layout.EAGLE:
             bias = optional.pop("fc.bias")
-            if traits.adds_bias:
-                wanted["fc.bias"] = bias
+            if traits.has_fc_bias:
+                required["fc.bias"] = bias
         case Layout.MEDUSA:
             optional["token_map"] = (settings.draft_width,)
         case _:
             yield from _block(checkpoint, settings, traits.name)
             for name in ("d2t", "t2d"):
                 shapes.pop(name, None)
-            if traits.holds_verifier:
+            if traits.has_verifier:
                 optional |= {
                     "verifier_lm_head.weight": optional[LM_HEAD],
                     "verifier_norm.weight": (settings.hidden_size,),
                 }
-    yield from tensor_faults(wanted, optional, shapes, traits)
+    yield from tensor_faults(required, optional, shapes, traits)
 
 
 def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
@@ -167,34 +158,31 @@ def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
     if settings.sliding_window and not (config.get("use_sliding_window") or block_setting(config, "swa_window_size")):
         yield f"{engine} stops: Qwen3's config drops sliding_window unless use_sliding_window is true.", WRITE
     drafts = settings.block_size - (0 if samples_from_anchor(config, settings.layout) else 1)
-    if checkpoint.is_speculators and (asked := proposed_steps(config)) > drafts:
-        problem = f"The config proposes {asked} draft tokens, and a block of {settings.block_size} has {drafts}."
+    if checkpoint.is_speculators and (proposed := proposed_steps(config)) > drafts:
+        problem = f"The config proposes {proposed} draft tokens, and a block of {settings.block_size} has {drafts}."
         yield problem, f"Write speculative_tokens = {drafts} into {CONFIG}."
-    for name, stops in (("d2t", "vLLM"), ("t2d", "llama.cpp's converter")):
+    for name, reader in (("d2t", "vLLM"), ("t2d", "llama.cpp's converter")):
         if name in checkpoint.names:
-            yield f"There is a {name}, although the full vocabulary is drafted: {stops} stops at it.", _NO_MAPS
+            yield f"There is a {name}, although the full vocabulary is drafted: {reader} stops at it.", _NO_MAPS
 
 
 def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) -> Faults:
-    engine, model_type = traits.name, checkpoint.config.get("model_type")
+    engine, known, config = traits.name, traits.architectures.get(layout, ()), checkpoint.config
     if layout is Layout.MEDUSA:
-        if not traits.has_medusa:
+        if not known:
             yield f"{engine} has no Medusa heads.", "Serve them with vLLM up to 0.32 (--format vllm) or headstart."
         return
     if checkpoint.is_speculators and traits.reads_speculators:
         return
-    if not traits.reads_others:
+    if not traits.architectures:
         yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
-        return
-    known = traits.architectures.get(layout)
-    if known is None:
-        yield f"There is no {engine} that serves {layout} heads.", "Serve them with another engine (--format)."
-        return
-    if not checkpoint.architectures & set(known):
-        problem = f"{engine} expects architectures = {[known[0]]}, not {checkpoint.config.get('architectures')!r}."
+    elif not known:
+        yield f"{engine} does not serve {layout} heads.", "Serve them with another engine (--format)."
+    elif not checkpoint.architectures & set(known):
+        problem = f"{engine} expects architectures = {[known[0]]}, not {config.get('architectures')!r}."
         yield problem, f"Correct it in {CONFIG}, or export with --format {engine}."
-    if layout in BLOCKS and model_type != "qwen3":
-        yield f"The layers of block drafters are Qwen3's for all targets, not {model_type!r} (model_type).", CORRECT
+    if known and layout in BLOCKS and (kind := config.get("model_type")) != "qwen3":
+        yield f"The layers of block drafters are Qwen3's for all targets, not {kind!r} (model_type).", CORRECT
 
 
 def _rotary(config: Mapping[str, Any]) -> Faults:

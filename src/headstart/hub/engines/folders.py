@@ -8,6 +8,7 @@ count layer outputs from 0: one less.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -204,17 +205,11 @@ def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict
     config = {
         "model_type": "qwen3" if published.layout in BLOCKS or published.qk_norm else "llama",
         "hidden_size": published.hidden_size,
-        "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": published.num_layers,
-        "num_attention_heads": layer.num_attention_heads,
-        "num_key_value_heads": layer.num_key_value_heads,
-        "head_dim": layer.head_dim,
-        "hidden_act": layer.hidden_act,
-        "rms_norm_eps": layer.rms_norm_eps,
+        **asdict(layer),
         "rope_parameters": {"rope_type": kind, **rope},
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling,
-        "max_position_embeddings": layer.max_position_embeddings,
         "vocab_size": published.vocab_size,
         "attention_bias": False,
         "mlp_bias": False,

@@ -12,8 +12,8 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Layout, Published
-from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Written, note_of
-from headstart.hub.engines.faults import engine_limits, short_context, unchanged
+from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Note, note_of
+from headstart.hub.engines.faults import changed, engine_limits, short_context
 from headstart.hub.engines.gguf_file import (
     ARCHITECTURES,
     BLOCK,
@@ -33,7 +33,7 @@ from headstart.hub.engines.gguf_file import (
     tensor_names,
     wrong_tensors,
 )
-from headstart.hub.engines.known_engines import LLAMA_CPP
+from headstart.hub.engines.known_engines import LESS_CAUSAL, LLAMA_CPP
 from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.model.loading import gguf_library, read_gguf
@@ -63,8 +63,8 @@ class Gguf(Format):
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
         file, tensors = folder / HEADS_GGUF, _stored(published, dtype)
         _write(file, published, facts, tensors)
-        held = replace(read_heads(GgufFile(file)), steps=published.steps)  # the note's digest is of the file's numbers
-        _write(file, published, facts, tensors, note=json.dumps(note_of(held, facts)))
+        rounded = replace(read_heads(GgufFile(file)), steps=published.steps)
+        _write(file, published, facts, tensors, note=json.dumps(note_of(rounded, facts)))
 
     def holds(self, folder: Path) -> bool:
         return file_of(folder) is not None
@@ -76,24 +76,26 @@ class Gguf(Format):
         return _faults(GgufFile(folder), facts)
 
 
-def _limits(settings: Published, facts: TargetFacts | None, written: Written | None) -> Faults:
-    yield from engine_limits(settings, LLAMA_CPP, facts, written)
+def _limits(settings: Published, facts: TargetFacts | None, note: Note | None) -> Faults:
+    yield from engine_limits(settings, LLAMA_CPP, facts, note)
     if settings.layout in BLOCKS and not 0 <= settings.mask_token_id < settings.vocab_size:
         problem = f"The mask token {settings.mask_token_id} is no token of a vocabulary of {settings.vocab_size}."
         yield problem, "Train with a heads.mask_token_id of the target's vocabulary."
-    model_type = facts.model_type if facts is not None else (written.target if written else {}).get("model_type")
+    if settings.layout in BLOCKS and len(set(settings.causal_layers)) > 1:
+        yield "llama.cpp runs all layers of a block causally or none, and these heads some.", LESS_CAUSAL
+    model_type = facts.model_type if facts is not None else (note.target if note else {}).get("model_type")
     if model_type and model_type not in HOOKS:
         problem = f"llama.cpp has no hooks in {model_type} targets (only in {', '.join(sorted(HOOKS))})."
         yield problem, "Serve with vLLM (--format vllm)."
 
 
 def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
-    settings, written = read_settings(file), file.written
-    faults = [*_limits(settings, facts, written), *short_context(settings, facts)]
+    settings, note = read_settings(file), file.note
+    faults = [*_limits(settings, facts, note), *short_context(settings, facts)]
     faults += [*wrong_tensors(settings, file.shapes), *_wrong_keys(file, settings)]
     yield from faults
-    if not faults and written is not None:
-        yield from unchanged(read_heads(file), written, facts)
+    if not faults and note is not None:
+        yield from changed(read_heads(file), note, facts)
 
 
 def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
@@ -133,8 +135,8 @@ def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Store
         _copy_tokenizer(writer, facts.gguf, without=frozenset(keys))
     else:
         _write_tokenizer(writer, facts)
-    for name, (numbers, kind) in tensors.items():
-        writer.add_tensor(name, numbers, raw_dtype=kind)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -182,12 +184,12 @@ def _stored(published: Published, dtype: str) -> _Stored:
     """Quantise tensors. Norms stay in float32, and for q8_0 also matrices with rows not divisible into blocks."""
     gguf = gguf_library()
     kinds = gguf.GGMLQuantizationType
-    wanted = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
+    chosen = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
     head_counts = permuted_heads(published)
     stored: _Stored = {}
     for name, in_file in tensor_names(published).items():
         exact = published.tensors[name].float()
-        kind = kinds.F32 if exact.dim() == 1 or (wanted == kinds.Q8_0 and exact.shape[1] % 32) else wanted
+        kind = kinds.F32 if exact.dim() == 1 or (chosen == kinds.Q8_0 and exact.shape[1] % 32) else chosen
         if name in head_counts:
             exact = permuted(exact, head_counts[name]).contiguous()
         stored[in_file] = gguf.quants.quantize(exact.numpy(), kind), kind
@@ -214,7 +216,6 @@ def _copy_tokenizer(writer: Any, file: Path, without: frozenset[str]) -> None:
 
 
 def _write_tokenizer(writer: Any, facts: TargetFacts) -> None:
-    """Write a target's tokens from its Hugging Face tokenizer."""
     from transformers import AutoTokenizer
 
     try:
@@ -226,23 +227,22 @@ def _write_tokenizer(writer: Any, facts: TargetFacts) -> None:
             "Give a target with a fast tokenizer (tokenizer.json) as --target.",
         ) from None
     special = set(tokenizer.all_special_ids)
-    by_id = {number: text for text, number in tokenizer.get_vocab().items()}
-    count = max(facts.vocab_size, len(by_id))
-    texts = [by_id.get(number, f"[unused{number}]") for number in range(count)]
-    kinds = [_UNUSED if number not in by_id else _CONTROL if number in special else _NORMAL for number in range(count)]
+    by_id = {token: text for text, token in tokenizer.get_vocab().items()}
+    tokens = range(max(facts.vocab_size, len(by_id)))
+    writer.add_token_list([by_id.get(token, f"[unused{token}]") for token in tokens])
+    writer.add_token_types(
+        [_UNUSED if token not in by_id else _CONTROL if token in special else _NORMAL for token in tokens]
+    )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]
     if merges and not model.get("byte_fallback"):
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("default")
-        writer.add_token_list(texts)
-        writer.add_token_types(kinds)
         writer.add_token_merges(merges)
     else:
         writer.add_tokenizer_model("llama")
-        writer.add_token_list(texts)
-        writer.add_token_scores([-float(number) for number in range(count)])
-        writer.add_token_types(kinds)
-    for name, number in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
-        if number is not None:
-            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
-    writer.add_bool("tokenizer.ggml.add_bos_token", False)
+        writer.add_token_scores([-float(token) for token in tokens])
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+    if tokenizer.eos_token_id is not None:
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(False)

@@ -30,7 +30,7 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
 )
-from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written
+from headstart.hub.engines.base import AGAIN, NOTE, Faults, Note
 from headstart.hub.engines.checkpoint import ANOTHER
 from headstart.hub.engines.known_engines import LLAMA_CPP, tensor_faults
 from headstart.hub.engines.parsing import window_settings
@@ -42,7 +42,7 @@ FACTORS, D2T, MASK = "rope_freqs.weight", "d2t", "tokenizer.ggml.mask_token_id"
 _DEFAULT_BLOCK = 16
 """llama.cpp's default block size."""
 _MARKOV, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
-_WHOLE = {
+_NAMES = {
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
@@ -53,7 +53,7 @@ _WHOLE = {
     "confidence_head.proj.weight": _CONFIDENCE,
     "confidence_head.proj.bias": "conf_proj.bias",
 }
-_LAYER = {
+_NAMES_IN_LAYER = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
     "self_attn.q_proj": "attn_q",
@@ -82,10 +82,10 @@ def tensor_names(published: Published) -> dict[str, str]:
 
 
 def _tensor_name(name: str) -> str:
-    if name in _WHOLE:
-        return _WHOLE[name]
+    if name in _NAMES:
+        return _NAMES[name]
     _, number, part = name.removesuffix(".weight").split(".", 2)
-    return f"blk.{number}.{_LAYER[part]}.weight"
+    return f"blk.{number}.{_NAMES_IN_LAYER[part]}.weight"
 
 
 def permuted_heads(published: Published) -> dict[str, int]:
@@ -105,14 +105,12 @@ def permuted(weight_NI: Tensor, heads: int) -> Tensor:
     >>> permuted(torch.arange(4)[:, None], 1)[:, 0].tolist()
     [0, 2, 1, 3]
     """
-    rows, inputs = weight_NI.shape
-    return weight_NI.reshape(heads, 2, rows // heads // 2, inputs).transpose(1, 2).reshape(rows, inputs)
+    return weight_NI.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
     """Invert `permuted`."""
-    rows, inputs = weight_NI.shape
-    return weight_NI.reshape(heads, rows // heads // 2, 2, inputs).transpose(1, 2).reshape(rows, inputs)
+    return weight_NI.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def frequency_factors(layer: LayerSizes) -> Tensor | None:
@@ -164,10 +162,10 @@ class GgufFile:
         return content
 
     @property
-    def written(self) -> Written | None:
+    def note(self) -> Note | None:
         """Our note, if we wrote the file."""
         note = self.value(f"{NOTE}.note")
-        return Written.of(json.loads(note)) if isinstance(note, str) else None
+        return Note.of(json.loads(note)) if isinstance(note, str) else None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -181,16 +179,16 @@ def read_settings(file: GgufFile) -> Published:
     if of not in (EAGLE3, BLOCK):
         problem = f"The GGUF file has the architecture {of!r}; draft heads have {EAGLE3!r} or {BLOCK!r}."
         raise UserError(problem, "Give a file of draft heads, not of a model.")
-    note, d2t = file.written, file.tensors.get(D2T)
-    layout, steps, block_size = Layout.EAGLE3, note.steps if note and note.steps else 5, 0
-    windows: dict[str, Any] = {}
+    note, d2t = file.note, file.tensors.get(D2T)
+    layout, steps, of_block = Layout.EAGLE3, note.steps if note and note.steps else 5, dict[str, Any]()
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
         block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
         steps = block_size - (layout is Layout.DFLASH)
         causal, window = bool(file.value(f"{BLOCK}.{CAUSAL}", False)), int(file.value(f"{BLOCK}.{WINDOW}", 0))
         sliding = [bool(slides) for slides in file.setting(SLIDING)] if window else [False]
-        windows = window_settings(sliding, [causal] * len(sliding), window)
+        of_block = window_settings(sliding, [causal] * len(sliding), window)
+        of_block |= {"block_size": block_size, "mask_token_id": int(file.value(MASK, -1))}
     elif file.setting("block_count") != 1:
         raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has several.", AGAIN)
     tokens, layer = file.fields.get("tokenizer.ggml.tokens"), _layer_sizes(file)
@@ -207,16 +205,13 @@ def read_settings(file: GgufFile) -> Published:
         aux_layers=tuple(int(layer) for layer in file.setting("target_layers")),
         norm_before_residual=bool(file.value(f"{of}.norm_before_residual", False)),
         norm_before_fc=bool(file.value(f"{of}.norm_before_fc", False)),
-        block_size=block_size,
-        mask_token_id=int(file.value(MASK, -1)) if of == BLOCK else -1,
         markov_rank=file.shapes[_MARKOV][1] if _MARKOV in file.tensors else 0,
         confidence=_CONFIDENCE in file.tensors,
-        **windows,
+        **of_block,
     )
 
 
 def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
-    """Raise a UserError for settings that change the computation in unsupported ways."""
     of = file.architecture
     usual: dict[str, tuple[Any, ...]] = {
         "rope.scaling.type": ("none", "linear"),
@@ -257,8 +252,8 @@ def read_heads(file: GgufFile) -> Published:
     head_counts, weights = permuted_heads(settings), {}
     for name, in_file in tensor_names(settings).items():
         tensor = file.tensors[in_file]
-        numbers = gguf_library().quants.dequantize(np.array(tensor.data), tensor.tensor_type)
-        weight = torch.from_numpy(np.array(numbers, dtype=np.float32)).reshape(shapes[in_file])
+        exact = gguf_library().quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+        weight = torch.from_numpy(np.array(exact, dtype=np.float32)).reshape(shapes[in_file])
         weights[name] = unpermuted(weight, head_counts[name]) if name in head_counts else weight
     return settings.with_tensors(weights)
 
@@ -266,8 +261,8 @@ def read_heads(file: GgufFile) -> Published:
 def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Faults:
     """Report missing, unknown or misshapen tensors."""
     assert settings.layer is not None, "these heads have decoder layers"
-    whole = (settings.vocab_size, settings.hidden_size)
-    optional = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
-    optional |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
-    wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
-    return tensor_faults(wanted, optional, shapes, LLAMA_CPP)
+    table = (settings.vocab_size, settings.hidden_size)
+    optional = {"token_embd.weight": table, FACTORS: (settings.layer.head_dim // 2,)}
+    optional |= {_NAMES[LM_HEAD]: table} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
+    required = {_tensor_name(name): shape for name, shape in settings.expected().items()}
+    return tensor_faults(required, optional, shapes, LLAMA_CPP)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, families
 from headstart.heads.exchange.published import Published
-from headstart.hub.engines.base import infinite
+from headstart.hub.engines.base import non_finite
 from headstart.hub.engines.export import formats_of
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.format import export_heads, refuse_other_files
@@ -62,12 +62,12 @@ def read_checked(folder: Path, target: Target) -> Published:
             f"tokens; {facts.name} has {facts.hidden_size} over {facts.vocab_size}.",
             "Name the heads' target with --target.",
         )
-    for fault in infinite(published):
+    for fault in non_finite(published):
         raise UserError(*fault)
-    if published.layer is not None and (ours := published.layer.max_position_embeddings) < facts.context:
+    if published.layer is not None and (trained := published.layer.max_position_embeddings) < facts.context:
         warnings.warn(
-            f"The heads' context of {ours} tokens is raised to the {facts.context} of {facts.name}. They were not "
-            f"trained beyond {ours} tokens, where fewer drafts may be accepted.",
+            f"The heads' context of {trained} tokens is raised to the {facts.context} of {facts.name}. They were not "
+            f"trained beyond {trained} tokens, where fewer drafts may be accepted.",
             stacklevel=3,
         )
     return published.with_context(facts.context).in_order()

@@ -26,18 +26,16 @@ class EngineTraits:
         architectures: names of the heads in config.json by layout, the usual one first.
         when_missing, when_unknown: behaviour for a missing and an unknown tensor.
         rotary: supported RoPE types.
-        misses_last_layer: layouts that cannot read the output of the target's last layer.
+        last_layer_unread: layouts that cannot read the output of the target's last layer.
         divides_heads: whether the hidden size must be a multiple of the number of attention heads (as in transformers'
             LlamaConfig).
         needs_markov: whether it identifies DSpark heads by their Markov head.
-        mixes_causal: whether only some layers of a block drafter may be causal.
-        causal_full: whether layers without a sliding window may be causal.
-        passes_over: unsupported settings of EAGLE-3 heads; if there are any, it runs one layer that reads three of the
+        ignored: settings of EAGLE-3 heads that it ignores; if there are any, it runs one layer that reads three of the
             target's.
-        reads_speculators, reads_others: whether it reads configs of the speculators library, and others.
-        lends_lm_head: whether EAGLE-3 heads without an LM head use the target's.
-        adds_bias: whether it supports a bias of `fc` in EAGLE-1 heads.
-        holds_verifier: whether it knows tensors of the target in folders of block drafters.
+        reads_speculators: whether it reads configs of the speculators library; without `architectures` no others.
+        shares_lm_head: whether EAGLE-3 heads without an LM head use the target's.
+        has_fc_bias: whether `fc` has a bias in EAGLE-1 heads.
+        has_verifier: whether it knows tensors of the target in folders of block drafters.
         faults: checks of a folder for this engine alone, by layout.
         command: builds the serve command from the heads' folder, heads, target, and drafts by concurrent requests; None
             if it is not a server.
@@ -50,23 +48,20 @@ class EngineTraits:
     when_unknown: str = "stops at it"
     rotary: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
     only_silu: bool = True
-    misses_last_layer: frozenset[Layout] = frozenset()
+    last_layer_unread: frozenset[Layout] = frozenset()
     divides_heads: bool = True
     needs_markov: bool = False
-    mixes_causal: bool = True
-    causal_full: bool = True
-    passes_over: tuple[str, ...] = ()
-    has_medusa: bool = False
+    ignored: tuple[str, ...] = ()
     reads_speculators: bool = False
-    reads_others: bool = True
-    lends_lm_head: bool = True
-    adds_bias: bool = False
-    holds_verifier: bool = False
+    shares_lm_head: bool = True
+    has_fc_bias: bool = False
+    has_verifier: bool = False
     faults: Mapping[Layout, Callable[[Checkpoint, Published], Faults]] = field(default_factory=dict)
     command: Callable[[str, Published, TargetFacts, Mapping[int, int]], list[str]] | None = None
     remarks: Callable[[Published], list[str]] = lambda _: []
 
 
+LESS_CAUSAL = "Export with another --format, or train with heads.causal=false."
 OURS = EngineTraits("headstart", when_missing="needs it")
 
 
@@ -145,9 +140,9 @@ def _medusa_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
     config = checkpoint.config
     if (model_type := config.get("model_type")) != "medusa":
         yield f"vLLM recognises Medusa heads by model_type medusa, not {model_type!r}.", CORRECT
-    asked = config.get("num_heads", config.get("medusa_num_heads"))
-    if isinstance(asked, int) and asked > settings.steps:
-        yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the rest random.", AGAIN
+    count = config.get("num_heads", config.get("medusa_num_heads"))
+    if isinstance(count, int) and count > settings.steps:
+        yield f"The config has {count} heads and the file {settings.steps}: vLLM leaves the rest random.", AGAIN
     if any(name.endswith(".bias") for name in checkpoint.names) and config.get("medusa_fc_bias") is not True:
         yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", WRITE
     if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
@@ -187,8 +182,14 @@ def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping
         config["num_speculative_tokens_per_batch_size"] = [
             [first, last, count] for (first, count), last in zip(drafts.items(), lasts, strict=True)
         ]
-    target = facts.folder or "TARGET"
-    return ["vllm", "serve", target, *facts.server_options, "--speculative-config", json.dumps(config)]
+    return [
+        "vllm",
+        "serve",
+        facts.folder or "TARGET",
+        *facts.server_options,
+        "--speculative-config",
+        json.dumps(config),
+    ]
 
 
 def _vllm_remarks(published: Published) -> list[str]:
@@ -212,9 +213,9 @@ _VLLM = EngineTraits(
         Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
         Layout.DFLASH: (DFLASH,),
         Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
+        Layout.MEDUSA: ("MedusaModel",),
     },
     needs_markov=True,
-    has_medusa=True,
     reads_speculators=True,
     faults={Layout.EAGLE3: _eagle3_in_vllm, Layout.MEDUSA: _medusa_in_vllm, **dict.fromkeys(BLOCKS, _block_in_vllm)},
     command=_vllm,
@@ -254,9 +255,9 @@ _SGLANG = EngineTraits(
     "sglang",
     {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), Layout.DFLASH: (DFLASH,)},
     when_unknown="ignores it",
-    misses_last_layer=frozenset({Layout.EAGLE3}),
-    passes_over=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc", "qk_norm"),
-    adds_bias=True,
+    last_layer_unread=frozenset({Layout.EAGLE3}),
+    ignored=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc", "qk_norm"),
+    has_fc_bias=True,
     faults={Layout.EAGLE3: _eagle3_in_sglang, Layout.DFLASH: _block_in_sglang},
     command=_sglang,
 )
@@ -266,7 +267,13 @@ _SGLANG = EngineTraits(
 
 def _eagle3_in_speculators(checkpoint: Checkpoint, settings: Published) -> Faults:
     if EMBEDDINGS not in checkpoint.shapes:
-        yield "The classes of speculators fill embeddings that a file lacks with zeros.", AGAIN
+        yield "The classes of speculators fill missing embeddings with zeros.", AGAIN
+
+
+def _block_in_speculators(_: Checkpoint, settings: Published) -> Faults:
+    if settings.causal and not settings.sliding_window:
+        problem = "speculators runs layers without a sliding window bidirectionally, these heads causally."
+        yield problem, LESS_CAUSAL
 
 
 _SPECULATORS = EngineTraits(
@@ -275,11 +282,9 @@ _SPECULATORS = EngineTraits(
     when_unknown="ignores it",
     only_silu=False,
     reads_speculators=True,
-    reads_others=False,
-    lends_lm_head=False,
-    holds_verifier=True,
-    causal_full=False,
-    faults={Layout.EAGLE3: _eagle3_in_speculators},
+    shares_lm_head=False,
+    has_verifier=True,
+    faults={Layout.EAGLE3: _eagle3_in_speculators, **dict.fromkeys(BLOCKS, _block_in_speculators)},
 )
 
 # -- llama.cpp ---------------------------------------------------------------------------------------------------------
@@ -300,22 +305,17 @@ LLAMA_CPP = EngineTraits(
     "llama.cpp",
     when_missing="stops without it",
     rotary=("default", "linear", "llama3"),
-    misses_last_layer=frozenset({Layout.EAGLE3, *BLOCKS}),
+    last_layer_unread=frozenset({Layout.EAGLE3, *BLOCKS}),
     divides_heads=False,
     needs_markov=True,
-    mixes_causal=False,
-    passes_over=("norm_output", "aux_norms", "qk_norm"),
+    ignored=("norm_output", "aux_norms", "qk_norm"),
     command=_llama_cpp,
     remarks=lambda _: [_MANY_SLOTS],
 )
 
-
 KNOWN_ENGINES = {engine.name: engine for engine in (_VLLM, _SGLANG, _SPECULATORS, LLAMA_CPP)}
 
 # -- serve commands and numbers of drafts ------------------------------------------------------------------------------
-
-_WHOLE = {*BLOCKS, Layout.MEDUSA}
-"""Layouts that draft all their tokens in one forward, so that all are requested."""
 
 
 def serve_commands(
@@ -337,11 +337,11 @@ def serve_commands(
 
 
 def usual_drafts(published: Published) -> int:
-    """Return the default chain length: short, since later drafts are seldom accepted."""
-    return published.steps if published.layout in _WHOLE else min(3, published.steps)
+    """Return the default chain length: 3, since later drafts are seldom accepted, or all tokens of one forward."""
+    return published.steps if published.layout in (*BLOCKS, Layout.MEDUSA) else min(3, published.steps)
 
 
 def drafts_to_try(published: Published, usual: Sequence[int]) -> list[int]:
     """Return the numbers of drafts to measure: the usual ones up to the heads' steps, and a full block."""
-    whole = {published.steps} if published.layout in BLOCKS else set()
-    return sorted({count for count in usual if count <= published.steps} | whole)
+    block = {published.steps} if published.layout in BLOCKS else set()
+    return sorted({count for count in usual if count <= published.steps} | block)

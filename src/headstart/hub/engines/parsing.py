@@ -102,7 +102,6 @@ def settings_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> Published:
 
 
 def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise a UserError for settings that change the computation in unsupported ways."""
     config, names = checkpoint.settings, checkpoint.architectures
     others = names if layout in BLOCKS else {name for name in names if name.startswith(("DFlash", "DSpark"))}
     if others and not others & (_DFLASH | _DSPARK):
@@ -129,7 +128,7 @@ def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
 
 
 def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
-    config, written = checkpoint.settings, checkpoint.written
+    config, note = checkpoint.settings, checkpoint.note
     size = whole(config.get("hidden_size"), "hidden_size")
     if config.get("target_hidden_size") not in (None, size):
         raise UserError(f"The heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER)
@@ -137,16 +136,18 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     if "sliding_attention" in (config.get("layer_types") or ()) or slides:
         raise UserError("The layers have a sliding window, which headstart does not support here.", ANOTHER)
     fused = layout is Layout.EAGLE3
+    if fused and checkpoint.is_speculators and "norm_before_residual" not in checkpoint.config:
+        raise _missing(checkpoint, "norm_before_residual", "true in vLLM, false in speculators")
     return Published(
         layout=layout,
         hidden_size=size,
         vocab_size=whole(config.get("vocab_size"), "vocab_size"),
-        steps=written.steps if written and written.steps else proposed_steps(config),
+        steps=note.steps if note and note.steps else proposed_steps(config),
         tensors={},
         layer=_layer_sizes(config),
         num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=8),
         aux_layers=_aux_layers(checkpoint, facts) if fused else (),
-        norm_before_residual=fused and _norm_before_residual(checkpoint),
+        norm_before_residual=fused and bool(checkpoint.config.get("norm_before_residual", False)),
         norm_output=fused and bool(config.get("norm_output", False)),
         qk_norm=fused and "layers.0.self_attn.q_norm.weight" in checkpoint.names,
         aux_norms=fused and bool(config.get("fc_norm", False)),
@@ -177,7 +178,7 @@ def _medusa_settings(checkpoint: Checkpoint) -> Published:
 
 def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
     config = checkpoint.settings
-    layer = _layer_sizes(config)
+    layers = whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=64)
     vocab = whole(config.get("vocab_size"), "vocab_size")
     block_size = whole(block_setting(config, "block_size"), "block_size", 2 if layout is Layout.DFLASH else 1, 64)
     rank = block_setting(config, "markov_rank") or 0
@@ -188,19 +189,18 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         vocab_size=vocab,
         steps=block_size - (layout is Layout.DFLASH),
         tensors={},
-        layer=layer,
-        num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=64),
+        layer=_layer_sizes(config),
+        num_layers=layers,
         aux_layers=_block_aux_layers(config, facts),
         block_size=block_size,
         mask_token_id=whole(block_setting(config, "mask_token_id"), "mask_token_id", 0, vocab - 1),
-        **_windows(checkpoint, block_size),
+        **_windows(checkpoint, layers, block_size),
         markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
     )
 
 
 def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> None:
-    """Raise a UserError for unsupported variants of block drafters."""
     config = checkpoint.settings
     count, anchor = config.get("draft_vocab_size", vocab), samples_from_anchor(config, layout)
     if count not in (None, vocab):
@@ -265,9 +265,8 @@ def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Merge RoPE settings from all places in a config; a UserError where they disagree."""
-    places: list[tuple[str, Mapping[Any, Any]]] = [
-        ("at the top", {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")})
-    ]
+    at_top: Mapping[Any, Any] = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    places = [("at the top", at_top)]
     for name in ("rope_parameters", "rope_scaling"):
         section = config.get(name) or {}
         if not isinstance(section, Mapping):
@@ -314,13 +313,6 @@ def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int,
             "Name the target with --target: the default is (2, L // 2, L - 3) of its L layers.",
         )
     return _in_target(aux_layers, facts)
-
-
-def _norm_before_residual(checkpoint: Checkpoint) -> bool:
-    """Read norm_before_residual; required in speculators configs."""
-    if "norm_before_residual" not in checkpoint.config and checkpoint.is_speculators:
-        raise _missing(checkpoint, "norm_before_residual", "true in vLLM, false in speculators")
-    return bool(checkpoint.config.get("norm_before_residual", False))
 
 
 def proposed_steps(config: Mapping[str, Any]) -> int:
@@ -390,7 +382,6 @@ def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
 
 
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
-    """Read the tensors by published name, after a check of names and shapes."""
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
     for problem, remedy in tensor_faults(settings.expected(), optional_tensors(settings, shapes), shapes, OURS):
         raise UserError(f"{checkpoint.folder}: {problem}", remedy)
@@ -437,9 +428,9 @@ def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | Non
     return None if "speculators_model_type" in config else True
 
 
-def _windows(checkpoint: Checkpoint, block_size: int) -> dict[str, Any]:
+def _windows(checkpoint: Checkpoint, layers: int, block_size: int) -> dict[str, Any]:
     """Read windows and causality, which engines take from several places, as settings of `Published`."""
-    config, layers = checkpoint.settings, whole(checkpoint.settings.get("num_hidden_layers", 1), "layers", maximum=64)
+    config = checkpoint.settings
     kinds = config.get("layer_types") or ["full_attention"] * layers
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= set(known):
