@@ -33,7 +33,7 @@ def test_medusa_2_from_prompts_to_a_report(tiny_target_folder: Path, tmp_path: P
     results = json.loads((run / "report" / "results.json").read_text())
     assert results["settings"]["adapter"]["hash"] == adapter.hash
     report = (run / "report" / "report.md").read_text()
-    assert "The target is the adapted model" in report and "nats a token from the model without" in report
+    assert "The target is the adapted model" in report and "nats per token from the model without" in report
     assert "The target is the adapted model" in (run / "report" / "report.html").read_text()
     card = (run / "heads" / "README.md").read_text()
     assert "**with an adapter**" in card and "trained with the heads (Medusa-2)" in card

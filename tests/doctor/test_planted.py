@@ -278,7 +278,7 @@ def test_heads_that_had_nothing_left_to_learn(run: Path, tiny_target: Target, mo
     monkeypatch.setattr(drafting_checks, "decoded", lambda *_: drafting_checks.Decoded(steps, steps, 1.0))
     assert problems(run) == []
     found = {finding.check: finding for finding in examine(find_subject(str(run), quick=True))}
-    assert f"{steps:.2f} of {steps} drafts a round are accepted without any training" in found["weights"].sentence
+    assert f"{steps:.2f} of {steps} drafts per round are accepted without any training" in found["weights"].sentence
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------

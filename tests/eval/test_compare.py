@@ -19,9 +19,9 @@ from headstart.eval.divergence import Judge
 from headstart.eval.evaluate import evaluate, make_methods
 from headstart.eval.figures import Prompt, Unit, method_figures
 from headstart.eval.labels import HEADS, METHODS, PLAIN
-from headstart.eval.methods import ALL, Ours, Run, Transformers, wanted
+from headstart.eval.methods import ALL, Ours, Run, Transformers, expand
 from headstart.eval.options import EvalOptions
-from headstart.eval.report import undrafted
+from headstart.eval.report import remarks
 from headstart.model.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import IdleDrafter
@@ -39,9 +39,9 @@ def decoder(tiny_target: Target) -> Decoder:
 
 
 def test_drafter_names() -> None:
-    assert wanted(["all"], "static") == tuple(name for name in ALL if name != "static")
-    assert wanted(["plain,transformers, ngram ,", "draft-model:a"], "heads") == ("ngram", "draft-model:a")
-    assert wanted([], "heads") == ()
+    assert expand(["all"], "static") == tuple(name for name in ALL if name != "static")
+    assert expand(["plain,transformers, ngram ,", "draft-model:a"], "heads") == ("ngram", "draft-model:a")
+    assert expand([], "heads") == ()
 
 
 def test_every_drafter_in_one_table(decoder: Decoder) -> None:
@@ -200,5 +200,5 @@ def test_report_counts_prompts_without_drafts() -> None:
     figures = {name: method_figures([Unit(0, prompts, runs)], name, 0) for name in runs}
     assert (figures[HEADS]["undrafted_prompts"], figures[PLAIN]["undrafted_prompts"]) == (2, None)
     compared = [{"name": name, **figures[name]} for name in runs]
-    (sentence,) = undrafted({"compare": compared, "per_prompt": prompts})
+    (sentence,) = remarks({"compare": compared, "per_prompt": prompts, "settings": {}})
     assert sentence == "heads: nothing was drafted for 2 of 4 prompts, where plain decoding was expected to be faster."

@@ -82,7 +82,7 @@ def weights(subject: Subject) -> Finding:
         if real.accepted >= _FULL * heads.draft_steps:
             return good(
                 f"The weights equal the warm start: {real.accepted:.2f} of {heads.draft_steps} "
-                "drafts a round are accepted without any training.",
+                "drafts per round are accepted without any training.",
                 accepted=real.accepted,
             )
         untaught = bad(
@@ -212,7 +212,7 @@ def acceptance(subject: Subject) -> Finding:
     heads = subject.heads
     real = decoded(subject, prompts_before(subject.heldout))
     figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
-    drafts = f"{heads.draft_steps} drafts a round"
+    drafts = f"{heads.draft_steps} drafts per round"
     if real.accepted < 0.75 * real.predicted - 0.05:
         return bad(
             f"Only decoding is low: on the same texts the training forward predicts {real.predicted:.2f} accepted of "

@@ -173,7 +173,7 @@ def _adapter_facts(run: Run, result: dict[str, Any]) -> str:
     perplexities = f"perplexity {drift['perplexity_before']:.2f} before and {drift['perplexity_after']:.2f} after"
     return (
         f"LoRA of rank {run.recipe.train.joint.rank}, trained with the heads (Medusa-2); on {drift['tokens']} "
-        f"validation tokens {drift['kl']:.4f} nats a token from the model without it (KL), {perplexities}"
+        f"validation tokens {drift['kl']:.4f} nats per token from the model without it (KL), {perplexities}"
     )
 
 
