@@ -495,7 +495,9 @@ class TestQuestions:
         write(tmp_path / "q.jsonl", *rows)
         questions = read_questions(tmp_path / "q.jsonl")
         assert questions == [Question(81, "c", ["a", "b"]), Question(2, "", ["d"]), Question(3, "", ["e"])]
-        assert [question.turns for question in questions] == [parse_prompt(row, "").turns for row in rows], "as generate"
+        assert [question.turns for question in questions] == [parse_prompt(row, "").turns for row in rows], (
+            "as generate"
+        )
         tools = [{"name": "f"}]
         write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "system": "s", "tools": tools})
         (question,) = read_questions(tmp_path / "q.jsonl")

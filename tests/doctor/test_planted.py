@@ -275,7 +275,7 @@ def test_heads_that_had_nothing_left_to_learn(run: Path, tiny_target: Target, mo
     """The target's next states are known from the start, as when it repeats itself."""
     test_heads_that_never_learned(run, tiny_target)
     steps = find_subject(str(run)).heads.draft_steps
-    monkeypatch.setattr(drafting_checks, "decoded", lambda *_: drafting_checks.Decoded(steps, steps, 1.0))
+    monkeypatch.setattr(drafting_checks, "decode", lambda *_: drafting_checks.Acceptance(steps, steps, 1.0))
     assert problems(run) == []
     found = {finding.check: finding for finding in examine(find_subject(str(run), quick=True))}
     assert f"{steps:.2f} of {steps} drafts per round are accepted without any training" in found["weights"].sentence
@@ -371,13 +371,13 @@ def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeyp
     file.write_text('{"turns": ["what is a moon"]}\n')
     subject = find_subject(str(run), questions=file, quick=True)
     assert problems(subject) == []
-    honest = drafting_checks.decoded
+    honest = drafting_checks.decode
 
     def worse(asked: Subject, prompts: Any) -> Any:
         real = honest(asked, prompts)
-        return replace(real, accepted=0.0) if prompts == subject.question_prompts else real
+        return real._replace(accepted=0.0) if prompts == subject.question_prompts else real
 
-    monkeypatch.setattr(drafting_checks, "decoded", worse)
+    monkeypatch.setattr(drafting_checks, "decode", worse)
     (only,) = problems(subject)
     assert "too narrow for these questions" in only.sentence
 

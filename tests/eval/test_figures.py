@@ -12,13 +12,12 @@ from headstart.eval.figures import (
     Unit,
     categories,
     drafting_figures,
+    interval,
     method_figures,
     node_counts,
     per_prompt,
     places,
     prompt_lengths,
-    rate_interval,
-    ratio_interval,
     summarise,
 )
 from headstart.eval.labels import pool_rare_positions
@@ -110,7 +109,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
         tokens = rng.integers(50, 130, size)
         slow = tokens / rng.normal(20, 2, size)
         fast = slow / 1.5 * rng.normal(1, 0.15, size)
-        ratio = ratio_interval([Totals(tokens, fast)], [Totals(tokens, slow)], seed=0)
+        ratio = interval(Totals(tokens, fast).rates() / Totals(tokens, slow).rates())
         assert ratio["low"] <= 1.5 <= ratio["high"]
         return ratio["high"] - ratio["low"]
 
@@ -120,9 +119,9 @@ def test_interval_covers_the_truth_and_narrows() -> None:
 def test_pairing_cancels_common_slowness() -> None:
     """A prompt that is slow for both methods does not widen the interval of their ratio."""
     tokens, seconds = [10.0] * 6, [1.0, 9.0, 2.0, 7.0, 1.0, 5.0]
-    ratio = ratio_interval([Totals(tokens, seconds)], [Totals(tokens, [2 * share for share in seconds])], seed=0)
+    ratio = interval(Totals(tokens, seconds).rates() / Totals(tokens, [2 * share for share in seconds]).rates())
     assert (ratio["low"], ratio["mean"], ratio["high"]) == pytest.approx((2, 2, 2))
-    rate = rate_interval(Totals(tokens, seconds), seed=0)
+    rate = interval(Totals(tokens, seconds).rates())
     assert rate["low"] < rate["mean"] < rate["high"]
 
 

@@ -16,7 +16,7 @@ from headstart.eval.evaluate import evaluate
 from headstart.eval.figures import Prompt, Unit
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import SHOWN, Race, truncated, contestants, end_ms, races, replay, state_at
+from headstart.eval.replay import SHOWN, Race, contestants, end_ms, races, replay, state_at, truncated
 from headstart.model.model import Target
 from tests.eval.sources import Drafts
 

@@ -41,8 +41,10 @@ class Absent(Exception):
 
 @dataclass
 class Subject:
-    """Inputs of the checks. Properties raise `Absent` for missing data, UserError for unreadable data. `quick` reads
-    less."""
+    """The inputs of the checks. Properties raise `Absent` for missing data, UserError for unreadable data.
+
+    With `quick`, checks read less.
+    """
 
     target: Target
     recipe: Recipe | None = None
@@ -75,7 +77,7 @@ class Subject:
         return {split: read_conversations(file) for split, file in files.items()}
 
     def sampled(self) -> list[tuple[str, int, Conversation]]:
-        """Sample conversations of each split, as (split, index in it, conversation)."""
+        """Return some conversations of each split, as (split, index in it, conversation)."""
         return [
             (split, index, items[index])
             for split, items in self.conversations.items()
@@ -96,31 +98,36 @@ class Subject:
     @cached_property
     def heldout(self) -> list[Conversation]:
         """A few texts outside the training set: validation answers, or answers that the target generates now."""
-        most = 3 if self.quick else 8
         try:
-            return [item for item in self.conversations["validation"] if any(item.supervised)][:most]
+            return [item for item in self.conversations["validation"] if any(item.supervised)][: self._few]
         except Absent:
             return self.other_answers
 
     @cached_property
     def other_answers(self) -> list[Conversation]:
         """Answers that the target generates now: to the questions, or to requests that no data are made from."""
-        most = 3 if self.quick else 8
-        prompts = self.question_prompts or [self._prompt(Question("", "", [text])) for text in _QUESTIONS[:most]]
+        prompts = self.question_prompts or self._prompts([Question("", "", [text]) for text in _QUESTIONS])
         answers = DecodeLoop(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
-        written = []
+        generated = []
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            text, how = Text.of(prompt, answer.tokens), {"temperature": 0.0}
-            written.append(Conversation(f"written now {number}", text.tokens, text.supervised, [], sampling=how))
-        return written
+            text, sampling = Text.of(prompt, answer.tokens), {"temperature": 0.0}
+            name = f"written now {number}"
+            generated.append(Conversation(name, text.tokens, text.supervised, [], sampling=sampling))
+        return generated
 
     @cached_property
     def question_prompts(self) -> list[list[int]]:
         """The first turn of a few questions, as prompts."""
-        return [self._prompt(question) for question in self.questions[: 3 if self.quick else 8]]
+        return self._prompts(self.questions)
 
-    def _prompt(self, question: Question) -> list[int]:
-        return prompt_tokens(question.messages(1), with_tools(self.target.tokenizer, question.tools))
+    def _prompts(self, questions: Sequence[Question]) -> list[list[int]]:
+        tokenizer = self.target.tokenizer
+        few = questions[: self._few]
+        return [prompt_tokens(question.messages(1), with_tools(tokenizer, question.tools)) for question in few]
+
+    @property
+    def _few(self) -> int:
+        return 3 if self.quick else 8
 
 
 def find_subject(

@@ -20,21 +20,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headstart.errors import UserError
-from headstart.eval.figures import (
-    LEAST_UNITS,
-    Interval,
-    Totals,
-    difference_interval,
-    rate_interval,
-    ratio_interval,
-    relative_interval,
-)
+from headstart.eval.figures import LEAST_UNITS, Interval, Totals, interval
 from headstart.eval.labels import LEAST_ROUNDS, PLAIN, label_of
 from headstart.eval.report import read_results
 
 WORST = 10  # maximum number of prompts listed that lost tokens per round
-_SEED = 0
 _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),
     *("stop_token_ids", "batch_size", "chat_template_kwargs"),
@@ -45,6 +39,7 @@ _CONDITIONS = ("dtype", "device", "gpu", "cpu", "threads", "exact")
 _VERSIONS = ("torch", "transformers")
 
 Row = Mapping[str, Any]
+Rates = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Change(NamedTuple):
     base: Interval
     other: Interval
     change: Interval  # difference of shares, else relative to the base
-    judged: bool = False  # whether a fall can be a regression
+    judged: bool  # whether a fall can be a regression
 
     def regressed(self, limit: float) -> bool:
         """Whether it fell by more than the limit, with an interval below zero."""
@@ -270,14 +265,17 @@ class _Drafter:
 def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Change]:
     old, new = ours.emitted(), theirs.emitted()
     if sum(old.seconds_N) and sum(new.seconds_N):  # rounds, here
-        change = relative_interval([new], [old], _SEED)
-        yield Change("tokens per round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
-    before, after = (ratio_interval([each.drafted()], [each.plain()], _SEED) for each in (ours, theirs))
-    change = relative_interval([theirs.drafted(), ours.plain()], [theirs.plain(), ours.drafted()], _SEED)
-    yield Change("speed-up over plain", "x", before, after, change, same_speed)
+        before_R, after_R = old.rates(), new.rates()
+        yield _change("tokens per round (τ)", "", before_R, after_R, after_R / before_R - 1, True)
+    before_R, after_R = (each.drafted().rates() / each.plain().rates() for each in (ours, theirs))
+    yield _change("speed-up over plain", "x", before_R, after_R, after_R / before_R - 1, same_speed)
     for position in count():
         old, new = ours.accepted(position), theirs.accepted(position)
         if min(sum(old.seconds_N), sum(new.seconds_N)) < LEAST_ROUNDS:  # of each report
             return
-        before, after = rate_interval(old, _SEED), rate_interval(new, _SEED)
-        yield Change(f"accepted at {position + 1}", "%", before, after, difference_interval(new, old, _SEED))
+        before_R, after_R = old.rates(), new.rates()
+        yield _change(f"accepted at {position + 1}", "%", before_R, after_R, after_R - before_R, False)
+
+
+def _change(name: str, unit: str, before_R: Rates, after_R: Rates, change_R: Rates, judged: bool) -> Change:
+    return Change(name, unit, interval(before_R), interval(after_R), interval(change_R), judged)

@@ -61,7 +61,7 @@ def change_text(change: Change) -> str:
     """Format a change with its interval.
 
     >>> interval = {"mean": -0.05, "low": -0.08, "high": 0.01}
-    >>> change_text(Change("speed-up", "x", interval, interval, interval))
+    >>> change_text(Change("speed-up", "x", interval, interval, interval, False))
     '−5.0 % (−8.0 to +1.0)'
     """
     every = change.change["mean"], change.change["low"] or 0.0, change.change["high"] or 0.0

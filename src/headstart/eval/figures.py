@@ -109,63 +109,41 @@ def _mean_round_ms(runs: Sequence[Run]) -> dict[str, float] | None:
 
 
 @lru_cache(maxsize=1)  # consecutive figures are mostly of the same units
-def _resamples(size: int, seed: int) -> NDArray[np.float64]:
-    """Return how often each of `size` units is drawn, by resample."""
-    return np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES).astype(float)
+def _draws(size: int, seed: int) -> NDArray[np.float64]:
+    """Return how often each of `size` units counts: once as measured, then as drawn in each resample."""
+    rng = np.random.default_rng(seed)
+    resamples = RESAMPLES if size >= LEAST_UNITS else 0
+    return np.vstack([np.ones(size), rng.multinomial(size, np.full(size, 1 / size), resamples)])
 
 
 class Totals(NamedTuple):
-    """Tokens and seconds of a method in each unit."""
+    """Tokens and seconds of a method in each unit, or any other counts and their divisors."""
 
     tokens_N: Sequence[float]
     seconds_N: Sequence[float]
 
-    def rates(self, seed: int) -> tuple[float, NDArray[np.float64]]:
-        """Return total tokens over total seconds: as measured, and of each resample."""
-        counts_RN = _resamples(len(self.tokens_N), seed)
-        tokens_N, seconds_N = np.asarray(self.tokens_N, float), np.asarray(self.seconds_N, float)
+    def rates(self, seed: int = 0) -> NDArray[np.float64]:
+        """Return total tokens over total seconds: as measured, and of each bootstrap resample of the units, if any.
+
+        Arithmetic on rates is paired: the resamples of equally many units are the same.
+        """
+        draws_RN = _draws(len(self.tokens_N), seed)
         with np.errstate(invalid="ignore"):  # 0 / 0 in a resample without any counts gives NaN
-            return tokens_N.sum() / seconds_N.sum(), (counts_RN @ tokens_N) / (counts_RN @ seconds_N)
+            rates_R: NDArray[np.float64] = (draws_RN @ self.tokens_N) / (draws_RN @ self.seconds_N)
+        return rates_R
 
 
-def rate_interval(totals: Totals, seed: int) -> Interval:
-    """Return total tokens over total seconds, with its 95 % bootstrap interval over units."""
-    return _interval(*totals.rates(seed), len(totals.tokens_N))
+def interval(rates_R: NDArray[np.float64]) -> Interval:
+    """Return a measured figure with the middle 95 % of its resamples.
 
-
-def ratio_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a product of rates over another, with its 95 % paired bootstrap interval: each resample draws units, and
-    takes all rates of these units.
-
-    >>> ratio_interval([Totals([10] * 5, [1] * 5)], [Totals([10] * 5, [2] * 5)], seed=0)
+    >>> interval(Totals([10] * 5, [1] * 5).rates() / Totals([10] * 5, [2] * 5).rates())
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
     """
-    point, resampled_R = 1.0, np.ones(RESAMPLES)
-    for rate, rate_R in (totals.rates(seed) for totals in above):
-        point, resampled_R = point * rate, resampled_R * rate_R
-    for rate, rate_R in (totals.rates(seed) for totals in below):
-        point, resampled_R = point / rate, resampled_R / rate_R
-    return _interval(point, resampled_R, len(above[0].tokens_N))
-
-
-def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a relative change: `ratio_interval` less 1."""
-    ratio = ratio_interval(above, below, seed)
-    mean, low, high = ratio["mean"], ratio["low"], ratio["high"]
-    return {"mean": mean - 1, "low": None if low is None else low - 1, "high": None if high is None else high - 1}
-
-
-def difference_interval(totals: Totals, base: Totals, seed: int) -> Interval:
-    """Return the difference of two rates of the same units, with its 95 % interval by paired bootstrap."""
-    (rate, rate_R), (base_rate, base_rate_R) = totals.rates(seed), base.rates(seed)
-    return _interval(rate - base_rate, rate_R - base_rate_R, len(totals.tokens_N))
-
-
-def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Interval:
-    if units < LEAST_UNITS:
-        return {"mean": float(point), "low": None, "high": None}
-    low, high = np.nanpercentile(resampled_R, [2.5, 97.5])
-    return {"mean": float(point), "low": float(low), "high": float(high)}
+    measured, resampled = float(rates_R[0]), rates_R[1:]
+    if not len(resampled):
+        return {"mean": measured, "low": None, "high": None}
+    low, high = np.nanpercentile(resampled, [2.5, 97.5])
+    return {"mean": measured, "low": float(low), "high": float(high)}
 
 
 def _totals(units: Sequence[Unit], method: str) -> Totals:
@@ -181,7 +159,7 @@ def _totals(units: Sequence[Unit], method: str) -> Totals:
 def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
     """Return tokens per second of a method on the units that it ran on; None if there are none."""
     within = units_with(units, method)
-    return rate_interval(_totals(within, method), seed) if within else None
+    return interval(_totals(within, method).rates(seed)) if within else None
 
 
 def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
@@ -190,7 +168,8 @@ def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interva
     for base, label in LABELS.items():
         within = units_with(units, method, base)
         if label.speedup and base != method and within:
-            found[label.speedup] = ratio_interval([_totals(within, method)], [_totals(within, base)], seed)
+            ratios_R = _totals(within, method).rates(seed) / _totals(within, base).rates(seed)
+            found[label.speedup] = interval(ratios_R)
     return found
 
 

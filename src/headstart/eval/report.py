@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -108,9 +108,10 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (number, speedup_text, cell, text_verdict, labels.percent_of, labels.interval_text, labels.shares)
-    filters += (labels.share_interval, labels.acceptance, labels.first_acceptance)
-    filters += (rank_text, by_step, end_ms, state_at)
+    filters: list[Callable[..., Any]] = [
+        *(number, speedup_text, cell, text_verdict, labels.percent_of, labels.interval_text, labels.shares),
+        *(labels.share_interval, labels.acceptance, labels.first_acceptance, rank_text, by_step, end_ms, state_at),
+    ]
     environment.filters.update({function.__name__: function for function in filters})
     environment.filters.update(label=label_of, conclusion=lambda race: conclusion(*contestants(race)))
     environment.globals["linger_ms"] = LINGER_MS
@@ -155,7 +156,7 @@ def render(results: Mapping[str, Any], name: str) -> str:
         "shown": median_race(races) if races else None,
         "extremes": races[:1] + races[1:][-1:],
     }
-    return template(name).render({"batches": (), "engines": ()} | results | derived)
+    return template(name).render({"batches": (), "engines": (), **results, **derived})
 
 
 def conditions(results: Mapping[str, Any]) -> list[str]:
