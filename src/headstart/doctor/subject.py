@@ -148,13 +148,15 @@ def find_subject(
         quick: sample less of everything.
         trust_remote_code: run code of the target's repository; a recipe can set it as well.
     """
-    asked = read_questions(questions) if questions else []
+    expected = read_questions(questions) if questions else []
     if run_dir is not None and not run_dir.is_dir():
         raise no_folder(run_dir, "Give the folder of a run, such as runs/quickstart.")
     recipe, run, heads_folder = _located(path, run_dir)
     if recipe is None:
         assert heads_folder is not None, "_located finds a recipe or heads"
-        return Subject(_target_of_heads(heads_folder, target, trust_remote_code), None, run, heads_folder, asked, quick)
+        return Subject(
+            _target_of_heads(heads_folder, target, trust_remote_code), None, run, heads_folder, expected, quick
+        )
     trained = [run / HEADS, run / TRAIN / "best"] if run else []
     heads_folder = heads_folder or next((folder for folder in trained if folder.is_dir()), None)
     section = recipe.target
@@ -172,7 +174,7 @@ def find_subject(
         trust_remote_code=trust_remote_code or section.trust_remote_code,
     )
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
-    return Subject(loaded, recipe, run, heads_folder, asked, quick)
+    return Subject(loaded, recipe, run, heads_folder, expected, quick)
 
 
 def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | None, Path | None]:

@@ -1,11 +1,11 @@
-"""The audit: evidence that drafting changes nothing, on a user's own target and heads.
+"""The audit: proof on a user's own target and heads that drafting changes nothing.
 
 Three parts, in float32 or with exact bits (`Target.exact`):
 
 - greedy: every drafter's tokens equal plain decoding's, at every batch size (in a short dtype, of the same batch);
 - bits: whether a tree's logits equal those of single steps to the last bit;
 - sampling: under every verifier, the first tokens after a prompt have the frequencies that transformers' own model and
-  logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill, the others from
+  logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill, later ones from
   drafting and verifying. Samples are drawn from a target with memoised logits (`headstart.eval.memoized`). In float32
   some are redrawn from the target itself, in batches with prompts of other lengths, and the same seeds must give the
   same tokens.
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -238,10 +238,8 @@ def decode_in_batches(
 
 def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generation]) -> dict[str, int]:
     """Count plain tokens, differing positions (missing and surplus tokens too), accepted drafts, and rounds."""
-    different = 0
-    for answer, output in zip(plain, outputs, strict=True):
-        different += sum(expected != token for expected, token in zip(answer, output.tokens, strict=False))
-        different += abs(len(answer) - len(output.tokens))
+    pairs = zip(plain, outputs, strict=True)
+    different = sum(a != b for answer, output in pairs for a, b in zip_longest(answer, output.tokens))
     return {"tokens": sum(map(len, plain)), "different_tokens": different, **_draft_counts(outputs)}
 
 

@@ -4,7 +4,7 @@ The first report is the base; only prompts in every report count. Speed-ups over
 compared, not tokens per second, which depend on the machine's load. Intervals are paired bootstraps over questions
 (`headstart.eval.figures`).
 
-A regression is a fall of tokens per round or of the speed-up that exceeds the limit and whose interval excludes zero.
+A regression is a fall of tokens per round or of the speed-up that exceeds the limit, with an interval below zero.
 The interval covers the variation between prompts, but not shifts of a whole run, such as other load on the machine; the
 limit allows for those. Acceptance by position explains a fall and is not judged: with many figures, one falls by
 chance.
@@ -168,14 +168,14 @@ def _check(base: Report, other: Report) -> None:
 
 def _eval_options(settings: Mapping[str, Any]) -> str:
     """Say how to pass these settings to `eval`, in shell syntax."""
-    given, without = list[str](), list[str]()
+    present, absent = list[str](), list[str]()
     for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
         if value in (None, [], {}):
-            without.append(option)
+            absent.append(option)
         for item in value if isinstance(value, list) else [] if value in (None, {}) else [value]:
-            given += [option, json.dumps(item) if isinstance(item, Mapping) else str(item)]
-    parts = [f"with {shlex.join(given)}"] * bool(given) + [f"without {', '.join(without)}"] * bool(without)
+            present += [option, json.dumps(item) if isinstance(item, Mapping) else str(item)]
+    parts = [f"with {shlex.join(present)}"] * bool(present) + [f"without {', '.join(absent)}"] * bool(absent)
     return " and ".join(parts)
 
 

@@ -31,22 +31,10 @@ from headstart.decode.loop import Drafter, check, check_options
 from headstart.decode.options import TreeKind
 from headstart.drafters.catalog import parts_of
 from headstart.errors import UserError
+from headstart.eval import figures
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
-from headstart.eval.figures import (
-    LEAST_UNITS,
-    Prompt,
-    Unit,
-    categories,
-    compare_rows,
-    method_figures,
-    per_prompt,
-    places,
-    prompt_lengths,
-    rate,
-    summarise,
-    units_with,
-)
+from headstart.eval.figures import LEAST_UNITS, Prompt, Unit, units_with
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, drafters_named, expand, warm_up
 from headstart.eval.options import EvalOptions
@@ -93,7 +81,7 @@ def evaluate(
     units = _measure(templated, questions, options, methods, console)
     batches = _batches(templated, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
-    summary, rows = summarise(units, options.seed), per_prompt(units, tested)
+    summary, rows = figures.summarise(units, options.seed), figures.per_prompt(units, tested)
     answers = [pair for unit in units for pair in zip(unit.runs[PLAIN].tokens, unit.runs[HEADS].tokens, strict=True)]
     for difference in judged[HEADS].differences:
         texts = _texts(target.tokenizer, *answers[difference.prompt], difference.position)
@@ -118,10 +106,10 @@ def evaluate(
     return {
         "schema_version": SCHEMA_VERSION,
         "summary": summary,
-        "compare": compare_rows(units, judged, options.seed, tested),
-        "categories": categories(units, options.seed),
-        "prompt_lengths": prompt_lengths(units, options.seed),
-        "places": places(units),
+        "compare": figures.compare_rows(units, judged, options.seed, tested),
+        "categories": figures.categories(units, options.seed),
+        "prompt_lengths": figures.prompt_lengths(units, options.seed),
+        "places": figures.places(units),
         "batches": batches,
         "tuned": tuning_record(source, drafter, options.tree),
         "settings": settings,
@@ -224,13 +212,13 @@ def _batches(
     rows = []
     for size in options.sweep_batch:
         units = _measure(target, questions, replace(options, batch_size=size), ours, console)
-        plain = rate(units, PLAIN, options.seed)
+        plain = figures.rate(units, PLAIN, options.seed)
         for name in ours:
             if name != PLAIN:
-                figures = method_figures(units, name, options.seed)
+                measured = figures.method_figures(units, name, options.seed)
                 shown = options.drafter if name == HEADS else name.removeprefix(OTHER)
                 row = {"batch_size": size, "name": shown, "plain_tokens_per_second": plain and plain["mean"]}
-                rows.append(row | {key: figures[key] for key in _BATCH_FIGURES})
+                rows.append(row | {key: measured[key] for key in _BATCH_FIGURES})
     return rows
 
 

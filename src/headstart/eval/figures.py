@@ -110,7 +110,7 @@ def _mean_round_ms(runs: Sequence[Run]) -> dict[str, float] | None:
 
 @lru_cache(maxsize=1)  # consecutive figures are mostly of the same units
 def _draws(size: int, seed: int) -> NDArray[np.float64]:
-    """Return how often each of `size` units counts: once as measured, then as drawn in each resample."""
+    """Return the weights of `size` units: all 1 as measured, then their counts in each resample."""
     rng = np.random.default_rng(seed)
     resamples = RESAMPLES if size >= LEAST_UNITS else 0
     return np.vstack([np.ones(size), rng.multinomial(size, np.full(size, 1 / size), resamples)])

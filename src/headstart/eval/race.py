@@ -24,11 +24,11 @@ from headstart.eval.replay import (
     conclusion,
     contestants,
     end_ms,
-    figures,
     median_race,
     printable,
     replay,
     state_at,
+    status_line,
 )
 from headstart.eval.report import read_results
 from headstart.support.terminal import ACCEPTED, format_moment, tell
@@ -92,7 +92,7 @@ def show_race(race: Race, console: Console) -> None:
         _play(answers, console)
     else:
         for answer in answers:
-            tell(console, f"{label_of(answer['name'])}: {figures(answer, end_ms(answer))}")
+            tell(console, f"{label_of(answer['name'])}: {status_line(answer, end_ms(answer))}")
     tell(console, conclusion(*answers))
 
 
@@ -124,7 +124,7 @@ def frame(answers: Sequence[Replay], ms: float, console: Console) -> RenderableT
 def _panel(answer: Replay, ms: float, console: Console, width: int, height: int) -> Panel:
     now = min(ms, end_ms(answer))
     lines = answer_text(answer, now).wrap(console, width)[-height:]
-    name, counts = label_of(answer["name"]), figures(answer, now)
+    name, counts = label_of(answer["name"]), status_line(answer, now)
     return Panel(
         Text("\n").join(lines),
         title=Text(name),

@@ -24,8 +24,8 @@ from headstart.eval.replay import (
     conclusion,
     contestants,
     end_ms,
-    figures,
     printable,
+    status_line,
     truncated,
 )
 from headstart.eval.report import template
@@ -64,7 +64,7 @@ def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
         scene.text(words, x, y, f"m {kind}")
         x += _CELL * (len(words) + 2)
     result = conclusion(*answers)
-    scene.text(result, _LEFT, y + 26, "n", [(0, _HIDDEN), (end, _SEEN)])
+    scene.text(result, _LEFT, y + 26, "n", [(end, _SEEN)])
     note = "Measured, in real time" + (f", the first {len(answers[0]['tokens'])} tokens" if cut else "")
     y += 46
     for line in wrap(f"{note}: {conditions}", 66):
@@ -81,33 +81,32 @@ def _lane(scene: _Scene, answer: Replay, y: float) -> float:
     end = end_ms(answer)
     scene.text(label_of(answer["name"]), _LEFT, y, "n")
     _counters(scene, answer, y)
-    counts = accumulate(step["tokens"] for step in answer["steps"])
-    grown = [(step["ms"], count / len(answer["tokens"])) for step, count in zip(answer["steps"], counts, strict=True)]
-    scale = [(0, "transform:scaleX(0)"), *((ms, f"transform:scaleX({share:.3g})") for ms, share in grown)]
-    scene.bars.append((y + 8, scene.animation(scale)))
+    counts = accumulate((step["tokens"] for step in answer["steps"]), initial=0)
+    times = [0.0, *(step["ms"] for step in answer["steps"])]
+    shares = [(ms, count / len(answer["tokens"])) for ms, count in zip(times, counts, strict=True)]
+    scene.bars.append((y + 8, scene.animation([(ms, f"transform:scaleX({share:.3g})") for ms, share in shares])))
     cells, last = _cells("".join(answer["pieces"]))
-    top, place = y + 34, 0
+    top, index = y + 34, 0
     until = [*(step["drafted_ms"] for step in answer["steps"][1:]), end + PAUSE_MS]
     for (pieces, step), next_ms in zip(by_step(answer), until, strict=True):
         kept, accepted = step["kept"], step["accepted"]
-        drafted = [(0.0, _HIDDEN), (step["drafted_ms"], _DRAFTED)]
-        decided = [(0.0, _HIDDEN), (step["ms"], _SEEN)]
-        begun = place
-        for part, kind, times in (
-            (pieces[:kept], "m k", [*drafted, (step["ms"], _KEPT)]),
-            (pieces[kept:accepted], "m k", decided),
-            (pieces[accepted:], "m", decided),
+        verified = [(step["ms"], _SEEN)]
+        after_kept = index + len("".join(pieces[:kept]))
+        for part, kind, styles in (
+            (pieces[:kept], "m k", [(step["drafted_ms"], _DRAFTED), (step["ms"], _KEPT)]),
+            (pieces[kept:accepted], "m k", verified),
+            (pieces[accepted:], "m", verified),
         ):
             text = "".join(part)
-            for (row, column), words in _segments(text, cells[place : place + len(text)]):
-                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, kind, times)
-            place += len(text)
-        begun += len("".join(pieces[:kept]))
-        start = next((cell for cell in cells[begun:] if cell is not None), last)
-        times = [*drafted, (step["ms"], _REJECTED), (min(step["ms"] + LINGER_MS, next_ms), _HIDDEN)]
+            for (row, column), words in _segments(text, cells[index : index + len(text)]):
+                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, kind, styles)
+            index += len(text)
+        start = next((cell for cell in cells[after_kept:] if cell is not None), last)
+        gone_ms = min(step["ms"] + LINGER_MS, next_ms)
+        rejected = [(step["drafted_ms"], _DRAFTED), (step["ms"], _REJECTED), (gone_ms, _HIDDEN)]
         for (row, column), words in _tail(step, "".join(pieces[kept:]), start):
             if row <= last[0]:
-                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, "m r h", times)
+                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, "m r h", rejected)
     return top + _LINE * last[0]
 
 
@@ -117,9 +116,8 @@ def _counters(scene: _Scene, answer: Replay, y: float) -> None:
     gap = max(100.0, end / _COUNTS)
     times = [gap * number for number in range(int(end / gap) + 1) if gap * number < end]
     for ms, until in zip(times, [*times[1:], end], strict=True):
-        shown = [(0.0, _HIDDEN), (ms, _SEEN), (until, _HIDDEN)]
-        scene.text(figures(answer, ms), _RIGHT, y, "f e h", shown)
-    scene.text(figures(answer, end), _RIGHT, y, "f e", [(0.0, _HIDDEN), (end, _SEEN)])
+        scene.text(status_line(answer, ms), _RIGHT, y, "f e h", [(ms, _SEEN), (until, _HIDDEN)])
+    scene.text(status_line(answer, end), _RIGHT, y, "f e", [(end, _SEEN)])
 
 
 def _cells(text: str, start: Cell = (0, 0)) -> tuple[list[Cell | None], Cell]:
@@ -180,7 +178,9 @@ class _Scene:
     bars: list[tuple[float, str]] = field(default_factory=list)  # y, animation
 
     def text(self, shown: str, x: float, y: float, kind: str, times: Times = ()) -> None:
-        self.texts.append((printable(shown), x, y, kind, self.animation(times) if times else ""))
+        """Add a text: visible from the start, or styled by `times` and hidden before the first of them."""
+        name = self.animation([(0, _HIDDEN), *times]) if times else ""
+        self.texts.append((printable(shown), x, y, kind, name))
 
     def animation(self, times: Times) -> str:
         """Return the name of these keyframes; equal ones share it."""

@@ -188,7 +188,7 @@ def by_step(answer: Replay) -> list[tuple[list[str], Step]]:
     return [(list(islice(pieces, step["tokens"])), step) for step in answer["steps"]]
 
 
-def figures(answer: Replay, ms: float) -> str:
+def status_line(answer: Replay, ms: float) -> str:
     now = state_at(answer, ms)
     speed = f"{now.tokens_per_second(ms):.1f} tokens/s · τ {now.tokens_per_round:.2f}"
     return f"{speed} · {now.tokens} tokens · {ms / 1e3:.2f} s"

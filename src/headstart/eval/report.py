@@ -16,22 +16,7 @@ from rich.table import Table
 from headstart.errors import UserError
 from headstart.eval import labels
 from headstart.eval.figures import octave
-from headstart.eval.labels import (
-    BASELINES,
-    HEADS,
-    HEADS_NGRAM,
-    LABELS,
-    LEAST_ROUNDS,
-    METHODS,
-    PLAIN,
-    cell,
-    label_of,
-    number,
-    pool_rare_positions,
-    speedup_text,
-    temperature_of,
-    text_verdict,
-)
+from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, METHODS, PLAIN, label_of
 from headstart.eval.replay import LINGER_MS, by_step, conclusion, contestants, end_ms, median_race, rank_text, state_at
 from headstart.support.files import json_lines, read_json, write_text
 from headstart.support.terminal import format_moment, tell
@@ -51,8 +36,6 @@ DEFINITIONS = {
     "Divergence": "A prompt with different greedy outputs with drafts and in the plain loop. Rounding explains it if "
     "in float32, after the same text, both tokens lie within a measured margin of the best one.",
 }
-
-
 _SLOWER = 1.3  # ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25
 _COLUMN, _LINE = 76, 30  # pixels from one node of a drawn tree to the next
 
@@ -85,8 +68,8 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("text", max_width=14)  # "5 of 6 differ," and "by rounding" below it
     for row in results["compare"]:
-        speed, speedup = number(row["tokens_per_second"], 1), over_plain(row, results)
-        table.add_row(label_of(row["name"]), speed, speedup, number(row["tokens_per_round"]), text_verdict(row))
+        speed, tau = labels.number(row["tokens_per_second"], 1), labels.number(row["tokens_per_round"])
+        table.add_row(label_of(row["name"]), speed, over_plain(row, results), tau, labels.text_verdict(row))
     console.print(table)
     predicted = results["summary"]["predicted_speedup"]
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
@@ -109,8 +92,9 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
     )
     filters: list[Callable[..., Any]] = [
-        *(number, speedup_text, cell, text_verdict, labels.percent_of, labels.interval_text, labels.shares),
-        *(labels.share_interval, labels.acceptance, labels.first_acceptance, rank_text, by_step, end_ms, state_at),
+        *(labels.number, labels.speedup_text, labels.interval_text, labels.cell, labels.percent_of),
+        *(labels.text_verdict, labels.shares, labels.share_interval, labels.acceptance, labels.first_acceptance),
+        *(rank_text, by_step, end_ms, state_at),
     ]
     environment.filters.update({function.__name__: function for function in filters})
     environment.filters.update(label=label_of, conclusion=lambda race: conclusion(*contestants(race)))
@@ -144,8 +128,8 @@ def render(results: Mapping[str, Any], name: str) -> str:
         "baselines": BASELINES,
         "over_baselines": [f"over {label.short}" for label in BASELINES.values()],
         "definitions": DEFINITIONS,
-        "accepted": pool_rare_positions(summary),
-        "least_rounds": LEAST_ROUNDS,
+        "accepted": labels.pool_rare_positions(summary),
+        "least_rounds": labels.LEAST_ROUNDS,
         "nodes": sum_by_octave(summary["node_counts"]),
         "drafted": drafted_rounds(summary["node_counts"]),
         "kinds": (tuned or {}).get("kinds", []),
@@ -169,7 +153,7 @@ def conditions(results: Mapping[str, Any]) -> list[str]:
         *(heads.get(key) for key in ("family", "size")),
         f"{prompts} prompt{'s' * (prompts != 1)}" + (f" ({questions})" if questions else ""),
         longest and f"at most {longest} new tokens",
-        None if temperature is None else temperature_of(temperature),
+        None if temperature is None else labels.temperature_of(temperature),
         batch and (f"{batch} prompts at a time" if batch > 1 else "one prompt at a time"),
         machine.get("dtype"),
         threads and not machine.get("gpu") and f"{threads} thread{'s' * (threads > 1)}",
@@ -181,7 +165,7 @@ def conditions(results: Mapping[str, Any]) -> list[str]:
 
 def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the headline figures with their captions: the default drafter before the tested one."""
-    made = []
+    entries = []
     for row in sorted(results["compare"], key=lambda row: row["name"] != HEADS_NGRAM):
         ratio = row["speedup_vs_plain"]
         if row["name"] in (HEADS_NGRAM, results["summary"]["drafter"]) and ratio and not drafted_nothing(row, results):
@@ -189,14 +173,14 @@ def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             lines = [f"{label_of(row['name'])}{default}, over {LABELS[PLAIN].name}"]
             lines += [] if ratio["low"] is None else [f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}"]
             lines += [f"{row['tokens_per_round']:.2f} tokens per round (τ)"]
-            made.append({"value": speedup_text(ratio, False), "lines": lines})
+            entries.append({"value": labels.speedup_text(ratio, False), "lines": lines})
     speed, name = max((row["tokens_per_second"] or 0.0, row["name"]) for row in results["compare"])
-    made.append({"value": number(speed, 1), "lines": [f"tokens/s with {label_of(name)}, the fastest here"]})
+    entries.append({"value": labels.number(speed, 1), "lines": [f"tokens/s with {label_of(name)}, the fastest here"]})
     if (predicted := results["summary"]["predicted_speedup"]) is not None:
-        measured = speedup_text(results["summary"][LABELS[PLAIN].speedup], False)
+        measured = labels.speedup_text(results["summary"][LABELS[PLAIN].speedup], False)
         lines = [f"predicted by tuning for {tested(results)}", f"measured: {measured}"]
-        made.append({"value": f"{predicted:.2f}x", "lines": lines})
-    return made
+        entries.append({"value": f"{predicted:.2f}x", "lines": lines})
+    return entries
 
 
 def by_speedup(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float, float]]:
@@ -260,7 +244,7 @@ def _assign_lines(path: RankPath, paths: Sequence[RankPath], lines: dict[RankPat
 
 
 def tree_words(tuned: Mapping[str, Any]) -> str:
-    """Explain how the drawn tree is used."""
+    """Explain the drawing of the tree."""
     if not tuned["chosen"]:
         return "At its costs none pays here."
     if tuned["tree"] != "dynamic":
@@ -286,7 +270,7 @@ def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name in rows.keys() & {"methods", "compare", "drafters"}:
         rows[name] = list(map(label_of, rows[name] or ()))
     rows |= results["environment"] | {"date": format_moment(results["environment"]["date"])}
-    return [(name.replace("_", " "), cell(value)) for name, value in rows.items()]
+    return [(name.replace("_", " "), labels.cell(value)) for name, value in rows.items()]
 
 
 # -- sentences -------------------------------------------------------------------------------------------------------
@@ -353,7 +337,7 @@ def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> b
 
 
 def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    return "nothing drafted" if drafted_nothing(row, results) else speedup_text(row["speedup_vs_plain"])
+    return "nothing drafted" if drafted_nothing(row, results) else labels.speedup_text(row["speedup_vs_plain"])
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
