@@ -15,7 +15,7 @@ import pytest
 
 from headstart.data.prompts.loading import PLAIN, load_prompts
 from headstart.data.prompts.questions import Question, read_questions
-from headstart.data.prompts.shapes import Prompt
+from headstart.data.prompts.shapes import Prompt, parse_prompt
 from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
@@ -491,8 +491,13 @@ class TestDatasets:
 
 class TestQuestions:
     def test_questions_are_read(self, tmp_path: Path) -> None:
-        write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "category": "c", "question_id": 81}, {"turns": ["d"]})
-        assert read_questions(tmp_path / "q.jsonl") == [Question(81, "c", ["a", "b"]), Question(2, "", ["d"])]
+        rows = {"turns": ["a", "b"], "category": "c", "question_id": 81}, {"turns": ["d"]}, {"prompt": "e"}
+        write(tmp_path / "q.jsonl", *rows)
+        questions = read_questions(tmp_path / "q.jsonl")
+        assert questions == [Question(81, "c", ["a", "b"]), Question(2, "", ["d"]), Question(3, "", ["e"])]
+        assert [question.turns for question in questions] == [parse_prompt(row, "").turns for row in rows], (
+            "as generate"
+        )
         tools = [{"name": "f"}]
         write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "system": "s", "tools": tools})
         (question,) = read_questions(tmp_path / "q.jsonl")
@@ -505,6 +510,8 @@ class TestQuestions:
             ({"turns": []}, "'turns' is not a list of texts"),
             ({"turns": "a"}, "'turns' is not a list of texts"),
             ({"turns": ["a", " "]}, "'turns' is not a list of texts"),
+            ({"prompt": " "}, "'prompt' is not a text"),
+            ({"prompt": ["a"]}, "'prompt' is not a text"),
             ({"turns": ["a"], "question_id": True}, "'question_id' must be text or a whole number"),
             ({"turns": ["a"], "category": 3}, "'category' and 'system' text"),
             ({"turns": ["nice \ud83d"]}, "a question with text that is not UTF-8"),

@@ -123,17 +123,11 @@ def test_settings_that_the_family_does_not_have(tmp_path: Path) -> None:
 # -- the command line ------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_that_nothing_is_wrong(healthy: Path) -> None:
+def test_the_command_logs_each_step_and_finds_nothing_wrong(healthy: Path) -> None:
     shown = works("doctor", healthy, "--quick").stdout
-    assert "Nothing wrong in 9 checks." in shown
-    assert "✓" in shown
-    assert "Fix:" not in shown
-
-
-def test_a_log_names_each_step(healthy: Path) -> None:
-    lines = works("doctor", healthy, "--quick").stdout.splitlines()
-    told = ["loading the target", *(f"examining {stage}: {check.__name__}" for stage, check in CHECKS)]
-    assert lines[: len(told)] == told
+    assert "Nothing wrong in 9 checks." in shown and "✓" in shown and "Fix:" not in shown
+    steps = ["loading the target", *(f"examining {stage}: {check.__name__}" for stage, check in CHECKS)]
+    assert shown.splitlines()[: len(steps)] == steps
 
 
 def test_the_command_names_the_problem_and_fails(run: Path, tmp_path: Path) -> None:

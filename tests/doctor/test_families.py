@@ -38,15 +38,15 @@ def coarse(tiny_target: Target) -> Target:
     return Target(model.bfloat16(), tiny_target.tokenizer, "coarse")
 
 
-def equality(heads: DraftHead, target: Target) -> Finding:
-    subject = Subject(target, quick=True)
-    subject.heads = heads.to(target.dtype).eval().requires_grad_(False)
+def equality(subject: Subject, heads: DraftHead | None = None) -> Finding:
+    if heads is not None:
+        subject.heads = heads.to(subject.target.dtype).eval().requires_grad_(False)
     return next(finding for finding in examine(subject) if finding.check == "equality")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafting_equals_training(name: str, coarse: Target) -> None:
-    finding = equality(shake(build(name, coarse)), coarse)
+    finding = equality(Subject(coarse, quick=True), shake(build(name, coarse)))
     assert finding.ok is True, finding.sentence
     assert finding.figures["positions"] >= 6
 
@@ -58,7 +58,7 @@ def test_drafting_that_ignores_commits_is_reported(name: str, coarse: Target) ->
 
     heads = shake(build(name, coarse))
     heads.__class__ = type("Forgetful", (type(heads),), {"commit": forget})
-    finding = equality(heads, coarse)
+    finding = equality(Subject(coarse, quick=True), heads)
     assert finding.ok is False
     assert "traceback" in finding.figures or finding.figures["observed_rounds"] >= 1
 
@@ -66,8 +66,7 @@ def test_drafting_that_ignores_commits_is_reported(name: str, coarse: Target) ->
 @pytest.mark.parametrize("name", CASES)
 def test_drafting_equals_training_before_anything_is_trained(name: str, tiny_target: Target) -> None:
     recipe = parse_recipe({"name": "tiny", "heads": CASES[name]})
-    findings = examine(Subject(tiny_target, recipe, quick=True))
-    finding = next(finding for finding in findings if finding.check == "equality")
+    finding = equality(Subject(tiny_target, recipe, quick=True))
     assert finding.ok is True, finding.sentence
 
 

@@ -236,21 +236,23 @@ def test_a_truncated_vocabulary(run: Path, tiny_target: Target) -> None:
     assert planted(run, "vocabulary", "truncated").figures["coverage"] < 0.97
 
 
+def with_nan(weight: torch.Tensor) -> torch.Tensor:
+    return weight.index_fill(-1, torch.tensor([7]), torch.nan)
+
+
 @pytest.mark.parametrize(
-    "change",
-    [lambda ids_D: ids_D.flip(0), lambda ids_D: torch.cat([ids_D[:1], ids_D[:-1]]), lambda ids_D: ids_D + 250],
-    ids=["unsorted", "repeated", "outside"],
+    ("tensor", "change", "words"),
+    [
+        ("draft_to_target_D", lambda ids_D: ids_D.flip(0), "does not name 200 different tokens"),
+        ("draft_to_target_D", lambda ids_D: torch.cat([ids_D[:1], ids_D[:-1]]), "does not name 200 different tokens"),
+        ("draft_to_target_D", lambda ids_D: ids_D + 250, "does not name 200 different tokens"),
+        ("block_bias_KLE", with_nan, "holds numbers that are not finite"),
+    ],
+    ids=["unsorted", "repeated", "outside", "nan"],
 )
-def test_a_vocabulary_that_is_none(run: Path, change: Any) -> None:
-    rewrite_heads(run, draft_to_target_D=change(find_subject(str(run)).heads.draft_to_target_D))
-    planted(run, "vocabulary", "draft_to_target_D does not name 200 different tokens")
-
-
-def test_a_number_that_is_none(run: Path) -> None:
-    weight = find_subject(str(run)).heads.state_dict()["block_bias_KLE"].clone()
-    weight[0, 0, 7] = torch.nan
-    rewrite_heads(run, block_bias_KLE=weight)
-    planted(run, "vocabulary", "heads.safetensors: block_bias_KLE holds numbers that are not finite")
+def test_damaged_heads(run: Path, tensor: str, change: Any, words: str) -> None:
+    rewrite_heads(run, **{tensor: change(find_subject(str(run)).heads.state_dict()[tensor])})
+    planted(run, "vocabulary", f"{tensor} {words}")
 
 
 def test_states_that_overflowed(run: Path) -> None:
@@ -275,10 +277,10 @@ def test_heads_that_had_nothing_left_to_learn(run: Path, tiny_target: Target, mo
     """The target's next states are known from the start, as when it repeats itself."""
     test_heads_that_never_learned(run, tiny_target)
     steps = find_subject(str(run)).heads.draft_steps
-    monkeypatch.setattr(drafting_checks, "decoded", lambda *_: drafting_checks.Decoded(steps, steps, 1.0))
+    monkeypatch.setattr(drafting_checks, "decode", lambda *_: drafting_checks.Acceptance(steps, steps, 1.0))
     assert problems(run) == []
     found = {finding.check: finding for finding in examine(find_subject(str(run), quick=True))}
-    assert f"{steps:.2f} of {steps} drafts a round are accepted without any training" in found["weights"].sentence
+    assert f"{steps:.2f} of {steps} drafts per round are accepted without any training" in found["weights"].sentence
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -341,10 +343,7 @@ def test_drafting_that_is_not_what_was_trained(run: Path, cls: Any, words: str, 
     assert next(iter(found)) == "equality"
     assert words in found["equality"].sentence
     assert figures.items() <= found["equality"].figures.items()
-
-
-def test_only_decoding_is_low(run: Path) -> None:
-    assert "Only decoding is low" in examined_as(run, Forgetful)["acceptance"].sentence
+    assert cls is not Forgetful or "Only decoding is low" in found["acceptance"].sentence
 
 
 @pytest.mark.drafter_fails
@@ -371,13 +370,13 @@ def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeyp
     file.write_text('{"turns": ["what is a moon"]}\n')
     subject = find_subject(str(run), questions=file, quick=True)
     assert problems(subject) == []
-    honest = drafting_checks.decoded
+    honest = drafting_checks.decode
 
     def worse(asked: Subject, prompts: Any) -> Any:
         real = honest(asked, prompts)
-        return replace(real, accepted=0.0) if prompts == subject.question_prompts else real
+        return real._replace(accepted=0.0) if prompts == subject.question_prompts else real
 
-    monkeypatch.setattr(drafting_checks, "decoded", worse)
+    monkeypatch.setattr(drafting_checks, "decode", worse)
     (only,) = problems(subject)
     assert "too narrow for these questions" in only.sentence
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from headstart.drafters.heads import HeadDrafter
-from headstart.heads.base import family, make_config
 from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
+from tests.eval.sources import warm_heads
 
 
 @pytest.fixture(scope="module")
 def drafter(tiny_target: Target) -> HeadDrafter:
-    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, tiny_target))
-    heads.warm_start(tiny_target)
-    return HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1,)]))
+    return HeadDrafter(warm_heads(tiny_target), TreeShape.from_paths([(0, 0), (1,)]))

@@ -1,4 +1,4 @@
-"""A stand-in for a decoder in evaluations: a target and its drafters."""
+"""A stand-in for a decoder in evaluations, and heads to draft with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from headstart.decode.costs import Costs
 from headstart.decode.loop import Drafter
+from headstart.heads.base import DraftHead, family, make_config
 from headstart.model.model import Target
 
 
@@ -23,3 +24,11 @@ class Drafts:
     def drafters(self, name: str = "heads", tree: str | None = None) -> tuple[Drafter, ...]:
         drafter = self.others.get(name, self.tested)
         return () if drafter is None else (drafter,)
+
+
+def warm_heads(target: Target, **section: Any) -> DraftHead:
+    """Return heads at their warm start, by default of a small family without attention."""
+    config = make_config(section or {"family": "medusa", "num_heads": 2}, target)
+    heads = family(config.family)(config)
+    heads.warm_start(target)
+    return heads

@@ -18,7 +18,7 @@ from headstart.decode.verify import SAMPLES_DRAFTS, SamplingVerifier, accept_or_
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import RANDOM, WRONG, run_audit
-from headstart.eval.audit_report import sentence, show_audit, write_audit
+from headstart.eval.audit_report import show_audit, verdict, write_audit
 from headstart.eval.options import AuditOptions
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
@@ -99,7 +99,7 @@ def test_certain_texts_prove_nothing_about_sampling(tmp_path: Path) -> None:
     decoder = Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), TUNING)
     found = run_audit(decoder, PROMPTS, replace(QUICK, drafters=("static",), samples=40, verifier=("top_k",)))
     assert [row["least_seen"] for row in found["sampling"]] == [None]
-    assert sentence(found).endswith("In 1 of 1 sampling checks the text is nearly certain, so no fault would show.")
+    assert verdict(found).endswith("In 1 of 1 sampling checks the text is nearly certain, so no fault would show.")
     write_audit(found, tmp_path)
     assert "| not testable |" in (tmp_path / "audit.md").read_text()
     console = Console(record=True, width=140)
@@ -153,7 +153,7 @@ def test_broken_rule_is_found(decoder: Decoder, monkeypatch: pytest.MonkeyPatch,
     assert not found["clean"]
     assert any(words in problem and "top_k" in problem for problem in found["problems"])
     assert not any("greedy_draft" in problem for problem in found["problems"]), "the honest rule stays clean"
-    assert sentence(found).startswith("Not clean: ")
+    assert verdict(found).startswith("Not clean: ")
     assert all(row["problem"] is None for row in found["greedy"])
 
 

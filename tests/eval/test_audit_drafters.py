@@ -20,10 +20,11 @@ from headstart.eval.audit import (
     unused_tokens,
 )
 from headstart.eval.divergence import first_difference
-from headstart.heads.base import DraftHead, family, make_config
+from headstart.heads.base import DraftHead
 from headstart.kernels.draft_kernels import argmax
 from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, build_commit
+from tests.eval.sources import warm_heads
 from tests.tiny import tiny_model
 
 NEW = 16
@@ -37,9 +38,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def heads(target: Target) -> DraftHead:
-    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
-    heads.warm_start(target)
-    return heads
+    return warm_heads(target)
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +99,7 @@ def test_random_weights_leave_the_original_alone(heads: DraftHead) -> None:
 
 
 def test_random_weights_share_the_targets_tensors(target: Target) -> None:
-    heads = family("eagle")(make_config({"family": "eagle", "draft_vocab_size": 30}, target))
-    heads.warm_start(target)
+    heads = warm_heads(target, family="eagle", draft_vocab_size=30)
     noisy = random_weights(heads)
     assert noisy._embedding_VE.data_ptr() == target.embedding_weight.data_ptr()
     assert noisy.lm_head_DE.data_ptr() == heads.lm_head_DE.data_ptr()

@@ -14,14 +14,13 @@ from headstart.data.prompts.questions import Question
 from headstart.decode.loop import DecodeLoop, Round
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import process, warp
-from headstart.errors import UserError
 from headstart.eval.divergence import Judge
 from headstart.eval.evaluate import evaluate, make_methods
 from headstart.eval.figures import Prompt, Unit, method_figures
 from headstart.eval.labels import HEADS, METHODS, PLAIN
-from headstart.eval.methods import ALL, Ours, Run, Transformers, wanted
+from headstart.eval.methods import ALL, Ours, Run, Transformers, expand
 from headstart.eval.options import EvalOptions
-from headstart.eval.report import undrafted
+from headstart.eval.report import remarks
 from headstart.model.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import IdleDrafter
@@ -39,9 +38,9 @@ def decoder(tiny_target: Target) -> Decoder:
 
 
 def test_drafter_names() -> None:
-    assert wanted(["all"], "static") == tuple(name for name in ALL if name != "static")
-    assert wanted(["plain,transformers, ngram ,", "memory:a"], "heads") == ("ngram", "memory:a")
-    assert wanted([], "heads") == ()
+    assert expand(["all"], "static") == tuple(name for name in ALL if name != "static")
+    assert expand(["plain,transformers, ngram ,", "memory:a"], "heads") == ("ngram", "memory:a")
+    assert expand([], "heads") == ()
 
 
 def test_every_drafter_in_one_table(decoder: Decoder) -> None:
@@ -151,44 +150,25 @@ def test_minimum_length_above_the_warm_up(decoder: Decoder) -> None:
     assert evaluate(decoder, QUESTIONS[:1], options)["settings"]["min_new_tokens"] == 38
 
 
-def test_margins_exclude_forbidden_end_tokens(tiny_target: Target) -> None:
-    prompt = [5, 9, 7, 30]
-    (plain,) = DecodeLoop(tiny_target).generate([prompt], DecodeOptions(max_new_tokens=12))
-    options = DecodeOptions(max_new_tokens=12, stop_token_ids=plain.tokens, min_new_tokens=12)
-    answer = DecodeLoop(tiny_target).generate([prompt], options)[0].tokens
-    judge = Judge(tiny_target, options)
-    assert not set(answer) & set(plain.tokens), "the ban has an effect"
-    for index, token in enumerate(answer):
-        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "the chosen token is the best"
-
-
-def test_margins_include_the_repetition_penalty(tiny_target: Target) -> None:
-    prompt = [5, 9, 7, 30]
-    options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
-    answer = DecodeLoop(tiny_target).generate([prompt], options)[0].tokens
+@pytest.mark.parametrize("setting", ["stop_token_ids", "repetition_penalty"])
+def test_margins_follow_the_settings(tiny_target: Target, setting: str) -> None:
+    """End tokens before the minimum length and repeated tokens are not the best: the chosen token is."""
+    prompt, loop = [5, 9, 7, 30], DecodeLoop(tiny_target)
+    plain = loop.generate([prompt], DecodeOptions(max_new_tokens=12))[0].tokens
+    options = DecodeOptions(max_new_tokens=12, stop_token_ids=plain, min_new_tokens=12)
+    if setting == "repetition_penalty":
+        options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
+    answer = loop.generate([prompt], options)[0].tokens
+    assert setting != "stop_token_ids" or not set(answer) & set(plain), "the ban has an effect"
     judge = Judge(tiny_target, options)
     for index, token in enumerate(answer):
-        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "the chosen token is the best"
-    asked = EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",))
-    results = evaluate(Drafts(tiny_target), QUESTIONS, asked)
-    assert all(row["divergences"]["count"] == 0 for row in results["compare"]), "transformers penalises alike"
+        assert judge.margin(prompt, answer[:index], [token]) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (EvalOptions(drafter="ngrm"), "ngram"),
-        (EvalOptions(compare=("ngrm",)), "ngram"),
-        (EvalOptions(verifier="topk"), "Did you mean 'top_k'"),
-        (EvalOptions(top_p=0.0), "top_p is 0"),
-        (EvalOptions(top_p=1.5), "top_p is 1.5"),
-        (EvalOptions(min_p=-1.0), "min_p is -1"),
-        (EvalOptions(repetition_penalty=0.0), "repetition_penalty is 0"),
-    ],
-)
-def test_bad_names_and_settings_are_refused(decoder: Decoder, options: EvalOptions, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        evaluate(decoder, QUESTIONS, options)
+def test_transformers_penalises_repetition_alike(tiny_target: Target) -> None:
+    options = EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",))
+    results = evaluate(Drafts(tiny_target), QUESTIONS, options)
+    assert all(row["divergences"]["count"] == 0 for row in results["compare"])
 
 
 def test_report_counts_prompts_without_drafts() -> None:
@@ -200,5 +180,5 @@ def test_report_counts_prompts_without_drafts() -> None:
     figures = {name: method_figures([Unit(0, prompts, runs)], name, 0) for name in runs}
     assert (figures[HEADS]["undrafted_prompts"], figures[PLAIN]["undrafted_prompts"]) == (2, None)
     compared = [{"name": name, **figures[name]} for name in runs]
-    (sentence,) = undrafted({"compare": compared, "per_prompt": prompts})
+    (sentence,) = remarks({"compare": compared, "per_prompt": prompts, "settings": {}})
     assert sentence == "heads: nothing was drafted for 2 of 4 prompts, where plain decoding was expected to be faster."

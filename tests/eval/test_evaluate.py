@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from headstart.api import Decoder
 from headstart.data.prompts.questions import Question
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
@@ -24,7 +25,9 @@ from headstart.eval.options import EvalOptions
 from headstart.eval.report import write_report
 from headstart.model.model import Target
 from headstart.replay.cuda_graphs import capture_count
+from headstart.tree.tree import TreeShape
 from tests.eval.sources import Drafts
+from tests.hub.helpers import TUNING, make_heads
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -160,15 +163,11 @@ def test_transformers_is_compared_on_some_prompts(tiny_target: Target, drafter: 
         assert "transformers and prompt lookup: 5 of the 10 prompts" in text
 
 
-def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:
-    results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=4, limit=1, baselines=False))
-    assert results["summary"]["speedup_vs_transformers"] is None
-
-
 def test_later_turns_read_the_plain_answers(tiny_target: Target, drafter: HeadDrafter) -> None:
     options = EvalOptions(max_new_tokens=6, multi_turn=True, baselines=False, batch_size=2)
     console = Console(quiet=True)
     results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, options, console)
+    assert results["summary"]["speedup_vs_transformers"] is None, "no baselines"
     assert [row["id"] for row in results["per_prompt"]] == ["81", "b", "81/2", "83"]
     tokenizer = tiny_target.tokenizer
     asked = [{"role": "user", "content": QUESTIONS[0].turns[0]}]
@@ -228,17 +227,25 @@ def test_clock_counts_tokens_per_row() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (EvalOptions(limit=0), "limit is 0"),
-        (EvalOptions(batch_size=0), "batch_size is 0"),
-        (EvalOptions(sweep_batch=(4, 0)), "sweep_batch is 0"),
-        (EvalOptions(temperature=-0.5), "temperature is -0.5"),
-        (EvalOptions(max_new_tokens=1020), "Question 81 .* plus 1020 new tokens exceeds"),
-        (EvalOptions(max_new_tokens=500, multi_turn=True), "Question 81 .* plus 1000 new tokens exceeds"),
+        ({"limit": 0}, "limit is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"sweep_batch": (4, 0)}, "sweep_batch is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"max_new_tokens": 1020}, "Question 81 .* plus 1020 new tokens exceeds"),
+        ({"max_new_tokens": 500, "multi_turn": True}, "Question 81 .* plus 1000 new tokens exceeds"),
+        ({"drafter": "ngrm"}, "ngram"),
+        ({"compare": ("ngrm",)}, "ngram"),
+        ({"verifier": "topk"}, "Did you mean 'top_k'"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": -1.0}, "min_p is -1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
     ],
 )
-def test_bad_options_are_refused(tiny_target: Target, drafter: HeadDrafter, options: EvalOptions, message: str) -> None:
+def test_bad_options_are_refused(tiny_target: Target, options: dict[str, Any], message: str) -> None:
+    decoder = Decoder(tiny_target, make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"]), TUNING)
     with pytest.raises(UserError, match=message):
-        evaluate(Drafts(tiny_target, drafter), QUESTIONS, options)
+        evaluate(decoder, QUESTIONS, EvalOptions(**options))
 
 
 def test_bad_questions_and_targets_are_refused(tiny_target: Target, drafter: HeadDrafter) -> None:

@@ -10,18 +10,17 @@ from headstart.eval.figures import (
     Prompt,
     Totals,
     Unit,
-    acceptance_by_position,
+    categories,
     drafting_figures,
-    folded,
+    interval,
     method_figures,
     node_counts,
     per_prompt,
-    rate_interval,
-    ratio_interval,
+    places,
+    prompt_lengths,
     summarise,
-    tokens_per_round,
 )
-from headstart.eval.groups import categories, places, prompt_lengths
+from headstart.eval.labels import pool_rare_positions
 from headstart.eval.methods import Run
 
 
@@ -41,16 +40,19 @@ def test_tokens_per_round_weights_rounds_not_prompts() -> None:
     summary = summarise([unit(0, "a", [1, 1, 1, 1]), unit(1, "a", [4])], seed=0)
     assert summary["tokens_per_round"] == (1 + 1 + 1 + 1 + 4) / 5
     assert summary["rounds"] == 5
-    assert tokens_per_round([]) == 1.0
+    assert drafting_figures([])["tokens_per_round"] == 1.0
 
 
 def test_acceptance_is_conditional() -> None:
     rounds = [Round(4, emitted, 0, 0, 0, depth=3) for emitted in (1, 2, 3, 4)] + [Round(2, 2, 0, 0, 0, depth=1)]
     # Position 1: 4 of 5. Position 2: 2 of 3, without the shallow tree. Position 3: 1 of 2.
-    assert acceptance_by_position(rounds) == [4 / 5, 2 / 3, 1 / 2]
-    assert drafting_figures(rounds)["rounds_by_position"] == [5, 3, 2]
-    assert acceptance_by_position([Round(4, 1, 0, 0, 0, depth=3)]) == [0.0], "nothing ever reached the second position"
-    assert acceptance_by_position([Round(1, 1, 0, 0, 0)]) == [], "no drafts"
+    for these, shares, counts in (
+        (rounds, [4 / 5, 2 / 3, 1 / 2], [5, 3, 2]),
+        ([Round(4, 1, 0, 0, 0, depth=3)], [0.0], [1]),  # nothing ever reached the second position
+        ([Round(1, 1, 0, 0, 0)], [], []),  # no drafts
+    ):
+        figures = drafting_figures(these)
+        assert (figures["acceptance_by_position"], figures["rounds_by_position"]) == (shares, counts)
 
 
 def test_drafting_costs() -> None:
@@ -70,9 +72,9 @@ def test_latencies() -> None:
 
 def test_rarely_reached_positions_are_merged() -> None:
     row = {"acceptance_by_position": [0.5, 0.5, 1.0], "rounds_by_position": [90, 20, 10]}
-    assert folded(row) == [("1", 0.5, 90), ("2–3", pytest.approx(20 / 30), 30)]
-    assert folded({"acceptance_by_position": [1.0], "rounds_by_position": [3]}) == [("1", 1.0, 3)]
-    assert folded({}) == []
+    assert pool_rare_positions(row) == [("1", 0.5, 90), ("2–3", pytest.approx(20 / 30), 30)]
+    assert pool_rare_positions({"acceptance_by_position": [1.0], "rounds_by_position": [3]}) == [("1", 1.0, 3)]
+    assert pool_rare_positions({}) == []
     assert node_counts([Round(nodes, 1, 0, 0, 0) for nodes in (4, 1, 4)]) == [[1, 1], [4, 2]]
 
 
@@ -107,7 +109,7 @@ def test_interval_covers_the_truth_and_narrows() -> None:
         tokens = rng.integers(50, 130, size)
         slow = tokens / rng.normal(20, 2, size)
         fast = slow / 1.5 * rng.normal(1, 0.15, size)
-        ratio = ratio_interval([Totals(tokens, fast)], [Totals(tokens, slow)], seed=0)
+        ratio = interval(Totals(tokens, fast).rates() / Totals(tokens, slow).rates())
         assert ratio["low"] <= 1.5 <= ratio["high"]
         return ratio["high"] - ratio["low"]
 
@@ -117,9 +119,9 @@ def test_interval_covers_the_truth_and_narrows() -> None:
 def test_pairing_cancels_common_slowness() -> None:
     """A prompt that is slow for both methods does not widen the interval of their ratio."""
     tokens, seconds = [10.0] * 6, [1.0, 9.0, 2.0, 7.0, 1.0, 5.0]
-    ratio = ratio_interval([Totals(tokens, seconds)], [Totals(tokens, [2 * share for share in seconds])], seed=0)
+    ratio = interval(Totals(tokens, seconds).rates() / Totals(tokens, [2 * share for share in seconds]).rates())
     assert (ratio["low"], ratio["mean"], ratio["high"]) == pytest.approx((2, 2, 2))
-    rate = rate_interval(Totals(tokens, seconds), seed=0)
+    rate = interval(Totals(tokens, seconds).rates())
     assert rate["low"] < rate["mean"] < rate["high"]
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.eval.race import answer_text, conditions, frame, read_race, show_race
 from headstart.eval.race_svg import MOST_TOKENS, PAUSE_MS, race_svg
-from headstart.eval.replay import Race, contestants, end_ms, figures
+from headstart.eval.replay import Race, contestants, end_ms, status_line
 from headstart.eval.report import template
 from headstart.support.files import write_json
 from tests.eval.test_replay import planted
@@ -163,7 +163,9 @@ def test_picture_greys_drafts_until_they_are_decided(race: Race) -> None:
 def test_picture_clock_matches_the_measurement(race: Race) -> None:
     root, frames, style = drawn(race)
     for answer in contestants(race):
-        (last,) = (element for element in root.iter(f"{SVG}text") if element.text == figures(answer, end_ms(answer)))
+        (last,) = (
+            element for element in root.iter(f"{SVG}text") if element.text == status_line(answer, end_ms(answer))
+        )
         name = re.search(r"animation-name:(\w+)", last.get("style") or "")
         assert name
         (appears,) = (at for at, rule in frames[name[1]] if rule == "opacity:1")

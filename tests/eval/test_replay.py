@@ -16,7 +16,7 @@ from headstart.eval.evaluate import evaluate
 from headstart.eval.figures import Prompt, Unit
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import SHOWN, Race, beginning, contestants, end_ms, races, replay, standing
+from headstart.eval.replay import SHOWN, Race, contestants, end_ms, races, replay, state_at, truncated
 from headstart.model.model import Target
 from tests.eval.sources import Drafts
 
@@ -65,13 +65,13 @@ def test_round_is_drafted_then_decided() -> None:
 
 def test_clock_matches_the_measurement() -> None:
     answer = replay("heads", drafted_run(), 0, None)
-    at_30, at_40, at_end = (standing(answer, ms) for ms in (30, 40, end_ms(answer)))
+    at_30, at_40, at_end = (state_at(answer, ms) for ms in (30, 40, end_ms(answer)))
     assert (at_30.tokens, at_30.drafting) == (1, answer["steps"][1])
     assert (at_40.tokens, at_40.drafting, at_40.tokens_per_round) == (4, None, 3.0)
     assert at_40.tokens_per_second(40) == 100
     assert (at_end.tokens, at_end.drafting) == (8, None)
-    assert standing(answer, 5).tokens_per_round == 1
-    assert standing(beginning(answer, 5), 1e9).tokens == 4, "complete rounds"
+    assert state_at(answer, 5).tokens_per_round == 1
+    assert state_at(truncated(answer, 5), 1e9).tokens == 4, "complete rounds"
 
 
 def test_prompts_range_from_the_highest_speedup_to_the_lowest() -> None:

@@ -14,11 +14,10 @@ import pytest
 from rich.console import Console
 
 from headstart.eval.divergence import Difference, Judgement
-from headstart.eval.figures import Unit, compare_rows, per_prompt, summarise
-from headstart.eval.groups import categories, places, prompt_lengths
+from headstart.eval.figures import Unit, categories, compare_rows, per_prompt, places, prompt_lengths, summarise
 from headstart.eval.labels import BASELINES, OTHER, label_of
 from headstart.eval.replay import races
-from headstart.eval.report import divergence_sentence, show_results, slower_than_tuned, verdicts, write_report
+from headstart.eval.report import divergence_sentence, remarks, show_results, verdicts, write_report
 from tests.eval.test_figures import unit
 
 TUNED = {
@@ -324,7 +323,7 @@ def test_slower_plain_steps_than_at_tuning_are_noted(
     results["settings"] |= settings
     for text in (*pages(results, tmp_path), terminal(results)):
         assert ("when costs were" in text) is noticed
-    assert not slower_than_tuned(results | {"tuned": None}), "no tuned costs"
+    assert not remarks(results | {"tuned": None}), "no tuned costs"
 
 
 def test_terminal_table_is_not_truncated(results: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headstart.decode.costs import Costs
-from headstart.eval.replay import end_ms, races, standing
+from headstart.eval.replay import end_ms, races, state_at
 from headstart.eval.report import template, write_report
 from headstart.tuning.tune import likely_paths, path_prob
 from tests.eval.test_replay import unit
@@ -166,7 +166,7 @@ def test_replay_keeps_the_measured_time(rate: float) -> None:
     )
     lengths = [str(len(answer["tokens"])) for answer in race["answers"]]
     assert seen["before"] == seen["after"] == lengths, "complete answers before and after"
-    at = [standing(answer, half) for answer in race["answers"]]
+    at = [state_at(answer, half) for answer in race["answers"]]
     assert seen["middle"]["tokens"] == [str(each.tokens) for each in at]
     assert half / rate + seen["more"] == pytest.approx(end / rate, rel=0.02)
     for text, answer in zip(seen["rates"], race["answers"], strict=True):

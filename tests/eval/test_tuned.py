@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from headstart.decode.costs import Costs
-from headstart.eval.tuned import tree_svg, tuned
+from headstart.eval.evaluate import tuning_record
+from headstart.eval.report import tree_svg
 from headstart.model.model import Target
 from headstart.tuning.tune import Tuning
 from tests.eval.sources import Drafts
@@ -33,7 +34,7 @@ def source(tiny_target: Target) -> Drafts:
 
 
 def test_tree_includes_the_next_candidates(source: Drafts) -> None:
-    kept = tuned(source, "heads+ngram", None)
+    kept = tuning_record(source, "heads+ngram", None)
     assert kept and (kept["tree"], kept["chosen"]) == ("dynamic", 3)
     assert kept["nodes"][:4] == [[[0], 0.5], [[0, 0], 0.3], [[1], 0.2], [[1, 0], 0.12]]
     assert kept["costs"]["verify_ms"] == [10.0, 12.0] and kept["acceptance"] == TUNING.acceptance
@@ -41,24 +42,24 @@ def test_tree_includes_the_next_candidates(source: Drafts) -> None:
 
 
 def test_other_kind_of_tree(source: Drafts) -> None:
-    kept = tuned(source, "heads", "chain")
+    kept = tuning_record(source, "heads", "chain")
     assert kept and (kept["chosen"], kept["nodes"]) == (2, [[[0], 0.5], [[0, 0], 0.3]])
 
 
 def test_costs_are_the_local_ones(source: Drafts) -> None:
     source.costs = Costs((1, 4), (10.0, 400.0), 2.0, 0.0, 2)
-    kept = tuned(source, "heads", "static")
+    kept = tuning_record(source, "heads", "static")
     assert kept and kept["chosen"] == 0 and "No tree pays here" in tree_svg(kept)
 
 
 def test_other_drafters_have_no_tree(source: Drafts) -> None:
-    assert tuned(source, "ngram", None) is None
+    assert tuning_record(source, "ngram", None) is None
     source.costs = None
-    assert tuned(source, "heads", None) is None
+    assert tuning_record(source, "heads", None) is None
 
 
 def test_nodes_do_not_overlap(source: Drafts) -> None:
-    kept: Any = tuned(source, "heads", None)
+    kept: Any = tuning_record(source, "heads", None)
     drawing = ElementTree.fromstring(tree_svg(kept))
     width, height = map(float, re.findall(r"[\d.]+", drawing.get("viewBox") or "")[2:])
     boxes = {(float(box.get("x") or 0), float(box.get("y") or 0)) for box in drawing.iter("rect")}

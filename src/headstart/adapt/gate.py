@@ -17,14 +17,12 @@ from rich.console import Console
 
 from headstart.data.conversations.records import Conversation
 from headstart.errors import UserError
-from headstart.eval.figures import LEAST_UNITS, Interval, Totals, rate_interval, relative_interval
+from headstart.eval.figures import LEAST_UNITS, Interval, Totals, interval
 from headstart.heads.base import DraftHead
 from headstart.model.model import Target
 from headstart.tree.tree import RankPath
 from headstart.tuning.acceptance import measure_drafts
 from headstart.tuning.tune import replay_rounds
-
-_SEED = 0
 
 Rounds = dict[str, tuple[int, int]]
 """Tokens and rounds of each text, by its id."""
@@ -64,13 +62,13 @@ def compare_rounds(new: Rounds, old: Rounds, texts: Sequence[Conversation], traf
         for place, count in enumerate((*new[text.id], *old[text.id])):
             sums[(by_source and text.category) or text.id][place] += count
     columns = list(zip(*sums.values(), strict=True)) or [(), (), (), ()]
-    after, before = Totals(columns[0], columns[1]), Totals(columns[2], columns[3])
     known = {"texts": len(used), "drawn": len(sums), "tokens": sum(columns[0])}
     if not sums:
         nothing: Interval = {"mean": 0.0, "low": None, "high": None}
         return {**known, "before": nothing, "after": nothing, "change": nothing}
-    change = relative_interval([after], [before], _SEED)
-    return {**known, "before": rate_interval(before, _SEED), "after": rate_interval(after, _SEED), "change": change}
+    after_R, before_R = Totals(columns[0], columns[1]).rates(), Totals(columns[2], columns[3]).rates()
+    change = interval(after_R / before_R - 1)
+    return {**known, "before": interval(before_R), "after": interval(after_R), "change": change}
 
 
 def refusals(later: dict[str, Any], original: dict[str, dict[str, Any]], fall: float) -> list[str]:

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, S supervised tokens, E hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,13 @@ from headstart.errors import UserError
 from headstart.eval.replay import spread
 from headstart.replay.patch import FINAL
 
-_AGREE, _AGREE_IN_8_BITS = 0.95, 0.85
+_MIN_AGREEMENT, _MIN_AGREEMENT_INT8 = 0.95, 0.85
 """Required argmax agreement. Near-ties flip in other batches: 1-2 % in bfloat16, 5 % with int8 products."""
-_EXCESS = 0.5
+_MAX_EXCESS = 0.5
 """Allowed excess surprisal in nats per token: 0 for the target's own samples, within 0.1 over a few thousand tokens."""
-_TOKENS = 512
-"""Maximum answer tokens judged: this many rows of logits are in memory at once."""
-_READ = 128
+_ANSWER_TOKENS = 512
+"""Maximum answer tokens whose logits are compared: this many rows of logits are in memory at once."""
+_PREFILL_TOKENS = 128
 """Tokens of a conversation that are prefilled again: a causal model's first states do not depend on the rest."""
 
 
@@ -41,12 +41,12 @@ def template(subject: Subject) -> Finding:
         if not _has_answer(item):
             continue
         count += 1
-        tokens, _ = _rendered(item, subject)
+        tokens, _ = _render_again(item, subject)
         stored = list(item.tokens[: len(tokens)])  # `mask` checks the rest, after the last turn
         if stored != tokens:
             index = common_prefix_length([stored, tokens])
-            was, now = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
-            differing.append(f"{item.id!r} ({split}) differs from token {index} on: stored {was!r}, now {now!r}")
+            old, new = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
+            differing.append(f"{item.id!r} ({split}) differs from token {index} on: stored {old!r}, now {new!r}")
     if not count:
         raise Absent("the conversations keep no messages to render")
     if not differing:
@@ -65,10 +65,10 @@ def _has_answer(item: Conversation) -> bool:
     return any(message["role"] == "assistant" for message in item.messages)
 
 
-def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool]]:
+def _render_again(item: Conversation, subject: Subject) -> tuple[list[int], list[bool]]:
     """Render tokens and mask again, copying the target's own answers: their text may tokenize differently."""
     tokenizer, ends = with_tools(subject.target.tokenizer, item.tools), subject.target.end_tokens
-    if _written(item) == "given":
+    if _origin(item) == "given":
         return encode(item.messages, tokenizer, max_tokens=len(item.tokens))
     tokens: list[int] = []
     mask: list[bool] = []
@@ -92,16 +92,21 @@ def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[boo
 
 def teacher(subject: Subject) -> Finding:
     """Check that the training answers are on-policy."""
-    kind, items = _most_telling(subject)
-    judged = [_judged(subject, item) for item in items]
-    tokens, chosen, excess = (sum(column) for column in zip(*judged, strict=True))
+    answered = [item for split in SPLITS for item in subject.conversations[split] if any(item.supervised)]
+    # Greedy answers are the most informative ones, sampled ones the least.
+    kind = next((kind for kind in ("greedy", "given", "sampled") if kind in map(_origin, answered)), None)
+    if kind is None:
+        raise Absent("there are no conversations")
+    items = [item for item in answered if _origin(item) == kind]
+    compared = [_on_policy(subject, items[index]) for index in spread(len(items), 4 if subject.quick else 16)]
+    tokens, chosen, excess = (sum(column) for column in zip(*compared, strict=True))
     if not tokens:
         return unknown("No answer is longer than a token.")
     agreement, excess = chosen / tokens, excess / tokens
-    least = _AGREE_IN_8_BITS if kind == "greedy" and subject.in_int8 else _AGREE
+    least = _MIN_AGREEMENT_INT8 if kind == "greedy" and subject.in_int8 else _MIN_AGREEMENT
     figures = {"answers": kind, "tokens": tokens, "agreement": round(agreement, 4), "excess_nats": round(excess, 4)}
     choice = f"the target itself would choose {agreement:.0%} of their tokens ({tokens} checked)"
-    if excess > _EXCESS if kind == "sampled" else agreement < least:
+    if excess > _MAX_EXCESS if kind == "sampled" else agreement < least:
         reason = {
             "greedy": f"they are marked as greedy, but {choice}",
             "given": f"they came with the prompts, and {choice}",
@@ -113,36 +118,26 @@ def teacher(subject: Subject) -> Finding:
     return good(f"The answers are {kind}, and {choice}.", **figures)
 
 
-def _written(item: Conversation) -> str:
+def _origin(item: Conversation) -> str:
     """Return how the answers were generated: greedy, sampled, or given with the prompts."""
     if "temperature" not in item.sampling:
         return "given"
     return "sampled" if item.sampling["temperature"] else "greedy"
 
 
-def _most_telling(subject: Subject) -> tuple[str, list[Conversation]]:
-    """Return conversations of the most informative kind, greedy first."""
-    answered = [item for split in SPLITS for item in subject.conversations[split] if any(item.supervised)]
-    for kind in ("greedy", "given", "sampled"):
-        if items := [item for item in answered if _written(item) == kind]:
-            return kind, [items[index] for index in spread(len(items), 4 if subject.quick else 16)]
-    raise Absent("there are no conversations")
-
-
 @torch.no_grad()
-def _judged(subject: Subject, item: Conversation) -> tuple[int, int, float]:
+def _on_policy(subject: Subject, item: Conversation) -> tuple[int, int, float]:
     """Return supervised tokens, those at the argmax, and excess nats: negative log-probability less entropy, summed."""
     final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
     # Skip the first token of an answer: with a shifted mask it is the template's.
-    later = [index for start, stop in item.supervised_spans for index in range(start + 1, stop)][:_TOKENS]
+    later = [index for start, stop in item.supervised_spans for index in range(start + 1, stop)][:_ANSWER_TOKENS]
     log_SV = subject.target.lm_head(final_TE[[index - 1 for index in later]]).float().log_softmax(-1)
     tokens_S = torch.tensor([item.tokens[index] for index in later], dtype=torch.long, device=log_SV.device)
     excess = (log_SV.exp() * log_SV).sum() - log_SV.gather(1, tokens_S[:, None]).sum()
     return len(later), int((log_SV.argmax(-1) == tokens_S).sum()), float(excess)
 
 
-@dataclass
-class _Masked:
+class _StoredMask(NamedTuple):
     """A conversation's tokens and mask as stored in one file, and the expected mask (None if unknown)."""
 
     file: str
@@ -158,7 +153,7 @@ def mask(subject: Subject) -> Finding:
     if not items:
         raise Absent("there are no conversations")
     share = sum(sum(item.mask) for item in items) / max(1, sum(len(item.mask) for item in items))
-    figures = {"conversations": len(items), "supervised_share": round(share, 4)}
+    figures: dict[str, Any] = {"conversations": len(items), "supervised_share": round(share, 4)}
     wrong = [item for item in items if not any(item.mask)]
     sentence, shift = "Nothing is supervised: the heads learn nothing from such texts.", 0
     if not wrong and (wrong := [item for item in items if item.expected not in (None, item.mask)]):
@@ -178,7 +173,7 @@ def mask(subject: Subject) -> Finding:
     return good(f"Exactly the assistant's tokens are supervised: {share:.0%} of all.", **figures)
 
 
-def _masks(subject: Subject) -> Iterator[_Masked]:
+def _masks(subject: Subject) -> Iterator[_StoredMask]:
     """Yield the masks of the same conversations from the conversation files and from the stores."""
     try:
         stores = subject.stores
@@ -187,11 +182,11 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
     for split, index, item in subject.sampled():
         expected: list[bool] | None = None
         if _has_answer(item):
-            tokens, mask_now = _rendered(item, subject)
+            tokens, mask_now = _render_again(item, subject)
             if list(item.tokens[: len(tokens)]) == tokens and any(mask_now):
                 expected = mask_now + [False] * (len(item.tokens) - len(tokens))
         file = f"{split}.jsonl"
-        yield _Masked(file, item.id, list(item.tokens), list(map(bool, item.supervised)), expected)
+        yield _StoredMask(file, item.id, list(item.tokens), list(map(bool, item.supervised)), expected)
         if split in stores and (number := stores[split].number_of(index)) is not None:
             folder, sample = stores[split].folder, stores[split].get(number)
             tokens = sample.tokens_T.tolist()
@@ -201,10 +196,10 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
                     f"token {common_prefix_length([tokens, item.tokens])} on.",
                     "Remove the shards in its manifest and build the states again (headstart data build).",
                 )
-            yield _Masked(str(folder), item.id, tokens, sample.supervised_T.tolist(), expected)
+            yield _StoredMask(str(folder), item.id, tokens, sample.supervised_T.tolist(), expected)
 
 
-def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
+def _difference(item: _StoredMask, ends: frozenset[int]) -> tuple[str, int]:
     """Describe how a mask is wrong, and by how many tokens it is late (negative: early; 0: wrong in another way)."""
     expected = item.expected or []
     late = item.mask.index(True) - expected.index(True)
@@ -241,13 +236,15 @@ def states(subject: Subject) -> Finding:
                     problems.setdefault(aux_layer, f"Stored states are not finite ({where})")
         for index in spread(len(store), 1 if subject.quick else 3):
             sample, rounded = store.get(index), store.states_dtype != AUTO or subject.in_int8
-            fresh = target.hidden_states([sample.tokens_T[:_READ].tolist()], every_layer(target))[0]
+            fresh = target.hidden_states([sample.tokens_T[:_PREFILL_TOKENS].tolist()], every_layer(target))[0]
             for aux_layer in store.aux_layers:
-                distance, problem = identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target, rounded)
+                distance, problem = identify(
+                    aux_layer, sample.states[aux_layer][:_PREFILL_TOKENS], fresh, target, rounded
+                )
                 distances.append(distance)
                 if problem:
                     problems.setdefault(aux_layer, f"The store's {problem} (conversation {index} of {store.folder})")
-    figures = {"distance": max(distances, default=0.0), "wrong": problems}
+    figures: dict[str, Any] = {"distance": max(distances, default=0.0), "wrong": problems}
     if problems:
         return bad(
             f"{'; '.join(problems.values())}.",

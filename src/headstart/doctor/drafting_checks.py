@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from headstart.tree.tree import Committed, TreeShape
 from headstart.tuning.acceptance import Drafts, Supervised, Text, measure_drafts
 from headstart.tuning.tune import by_kind, replay
 
-_COVERED = 0.85
+_MIN_COVERAGE = 0.85
 """Below this coverage the draft vocabulary limits acceptance; 8192 of the packaged target's 49152 tokens give 0.93."""
 
 _TOLERANCE = 5e-3
@@ -39,10 +39,10 @@ position or norm gives about 1."""
 _ROUNDS = (1, 2, 3, 1, 4)
 """Tokens committed in the compared rounds, so that code that depends on this length is covered."""
 
-_LOW = 0.2
+_MIN_FIRST = 0.2
 """Acceptance of the first draft below which drafting hardly pays."""
 
-_FULL = 0.95
+_NEARLY_ALL = 0.95
 """Fraction of accepted drafts that counts as all: near-ties may differ."""
 
 Steps = dict[int, list[Tensor]]
@@ -51,18 +51,17 @@ Steps = dict[int, list[Tensor]]
 
 def vocabulary(subject: Subject) -> Finding:
     """Check that the draft vocabulary covers the target's answers."""
-    ids_D = subject.heads.draft_to_target_D.cpu()
-    size = len(ids_D)
     try:
         answers = [item for split in SPLITS for item in subject.conversations[split]]
     except Absent:
         answers = subject.heldout
-    drafted = set(ids_D.tolist())
+    drafted = set(subject.heads.draft_to_target_D.tolist())
+    size = len(drafted)
     pairs = [pair for item in answers for pair in zip(item.tokens, item.supervised, strict=True)]
     tokens = [token for token, supervised in pairs if supervised]
     covered = sum(token in drafted for token in tokens) / max(1, len(tokens))
-    figures = {"draft_tokens": size, "coverage": round(covered, 4)}
-    if covered < _COVERED:
+    figures: dict[str, Any] = {"draft_tokens": size, "coverage": round(covered, 4)}
+    if covered < _MIN_COVERAGE:
         return bad(
             f"The draft vocabulary is truncated: {1 - covered:.1%} of the answers' tokens are not among its {size} "
             "tokens and can never be drafted.",
@@ -78,18 +77,18 @@ def weights(subject: Subject) -> Finding:
     heads = subject.heads
     start = dict(untrained(heads.config, heads.draft_to_target_D, subject.target).named_parameters())
     if all(torch.equal(weight, start[name].to(weight)) for name, weight in heads.named_parameters()):
-        real = decoded(subject, prompts_before(subject.heldout))
-        if real.accepted >= _FULL * heads.draft_steps:
+        real = decode(subject, heldout_prompts(subject))
+        if real.accepted >= _NEARLY_ALL * heads.draft_steps:
             return good(
                 f"The weights equal the warm start: {real.accepted:.2f} of {heads.draft_steps} "
-                "drafts a round are accepted without any training.",
+                "drafts per round are accepted without any training.",
                 accepted=real.accepted,
             )
-        untaught = bad(
+        return bad(
             "The heads equal the warm start: training never improved them.",
             "See train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
+            stage="training",
         )
-        return replace(untaught, stage="training")
     return good("Training changed the weights.")
 
 
@@ -109,8 +108,8 @@ def equality(subject: Subject) -> Finding:
         with _in_float32(heads, target):
             hidden = target.hidden_states([item.tokens], heads.aux_layers)[0]
             states = {layer: state_TE[None].float() for layer, state_TE in hidden.items()}
-            trained = _unrolled(target, heads, item, states)
-            drafted = _drafted(target, heads, item, states)
+            trained = _unroll(target, heads, item, states)
+            drafted = _draft(target, heads, item, states)
         for rounds, (origin, steps) in enumerate(drafted.items()):
             if origin not in trained:
                 continue
@@ -162,17 +161,17 @@ def _in_float32(heads: DraftHead, target: Target) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _unrolled(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
+def _unroll(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
     """Compute the training unroll's logits, at origins that have all steps."""
     batch = HeadBatch(
         torch.tensor([list(item.tokens)], device=target.device),
         torch.tensor([list(item.supervised)], dtype=torch.bool, device=target.device),
         states,
     )
-    wanted = set(_origins(item))
+    origins = set(_origins(item))
     steps: Steps = {}
     for prediction in heads.unroll(batch):
-        rows = [row for row, origin in enumerate(prediction.origin_M.tolist()) if origin in wanted]
+        rows = [row for row, origin in enumerate(prediction.origin_M.tolist()) if origin in origins]
         compared = replace(prediction, hidden_MH=prediction.hidden_MH[rows])
         for row, logits_D in zip(rows, compared.logits_MD.float(), strict=True):
             steps.setdefault(int(prediction.origin_M[row]), []).append(logits_D)
@@ -186,20 +185,20 @@ def _origins(item: Conversation) -> list[int]:
 
 
 @torch.no_grad()
-def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
+def _draft(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
     """Draft along this text as decoding does: a prefill, then round after round."""
     tokens, steps = list(item.tokens), Steps()
     origins = [origin for origin in _origins(item) if origin + heads.draft_steps < len(tokens)]
     if not origins:
         return steps
-    read = origins[0] + 1
-    session = heads.prefill([tokens[:read]], {layer: state_BTE[:, :read] for layer, state_BTE in states.items()})
+    length = origins[0] + 1
+    session = heads.prefill([tokens[:length]], {layer: state_BTE[:, :length] for layer, state_BTE in states.items()})
     level_BW = torch.zeros(1, 1, dtype=torch.long)
     for origin in origins:
-        if origin >= read:
-            committed = {layer: state_BTE[:, read : origin + 1] for layer, state_BTE in states.items()}
-            heads.commit(session, Committed.of([tokens[read : origin + 1]], committed, target.device))
-            read = origin + 1
+        if origin >= length:
+            committed = {layer: state_BTE[:, length : origin + 1] for layer, state_BTE in states.items()}
+            heads.commit(session, Committed.of([tokens[length : origin + 1]], committed, target.device))
+            length = origin + 1
         steps[origin] = []
         for depth in range(heads.draft_steps):
             token_BW = torch.tensor([[tokens[origin + 1 + depth]]], device=target.device)
@@ -210,9 +209,10 @@ def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[
 def acceptance(subject: Subject) -> Finding:
     """Check that decoding reaches the acceptance that training predicts, and that it is high enough."""
     heads = subject.heads
-    real = decoded(subject, prompts_before(subject.heldout))
-    figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
-    drafts = f"{heads.draft_steps} drafts a round"
+    real = decode(subject, heldout_prompts(subject))
+    figures: dict[str, Any] = {"first_draft": real.first, "accepted": real.accepted}
+    figures["accepted_as_predicted"] = real.predicted
+    drafts = f"{heads.draft_steps} drafts per round"
     if real.accepted < 0.75 * real.predicted - 0.05:
         return bad(
             f"Only decoding is low: on the same texts the training forward predicts {real.predicted:.2f} accepted of "
@@ -220,39 +220,38 @@ def acceptance(subject: Subject) -> Finding:
             "Drafting does not match training: see equality, and load the heads with the target they were trained on.",
             **figures,
         )
-    if real.first < _LOW:
-        low = bad(
+    if real.first < _MIN_FIRST:
+        return bad(
             f"Training accuracy itself is low: on answers to held-out prompts the first draft is right in "
             f"{real.first:.0%} of cases, and {real.predicted:.2f} of {drafts} would be accepted. Decoding matches: it "
             f"accepts {real.accepted:.2f}.",
             "Train longer (train.minutes, train.steps) while validation improves (train/metrics.jsonl), then on more "
             "conversations (data.conversations), or another family or depth.",
+            stage="training",
             **figures,
         )
-        return replace(low, stage="training")
     if subject.question_prompts:
-        asked = decoded(subject, subject.question_prompts)
-        figures["accepted_on_questions"] = asked.accepted
-        if asked.accepted < 0.6 * real.accepted - 0.05:
-            narrow = bad(
-                f"The data are too narrow for these questions: {asked.accepted:.2f} of {drafts} are accepted on them, "
+        on_questions = decode(subject, subject.question_prompts).accepted
+        figures["accepted_on_questions"] = on_questions
+        if on_questions < 0.6 * real.accepted - 0.05:
+            return bad(
+                f"The data are too narrow for these questions: {on_questions:.2f} of {drafts} are accepted on them, "
                 f"{real.accepted:.2f} on held-out prompts of the run.",
                 "Train on prompts like these: data.prompts=FILE, data.seed_prompts=broad, or more data.conversations.",
+                stage="data",
                 **figures,
             )
-            return replace(narrow, stage="data")
     return good(
         f"Decoding accepts {real.accepted:.2f} of {drafts}; the training forward predicts {real.predicted:.2f}.",
         **figures,
     )
 
 
-def prompts_before(items: Sequence[Conversation]) -> list[list[int]]:
-    return [list(item.tokens[: item.supervised.index(True)]) for item in items]
+def heldout_prompts(subject: Subject) -> list[list[int]]:
+    return [list(item.tokens[: item.supervised.index(True)]) for item in subject.heldout]
 
 
-@dataclass(frozen=True)
-class Decoded:
+class Acceptance(NamedTuple):
     """Drafts accepted per round of a chain, the training forward's prediction, and its accuracy at the first draft."""
 
     accepted: float
@@ -260,7 +259,7 @@ class Decoded:
     first: float
 
 
-def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
+def decode(subject: Subject, prompts: Sequence[Sequence[int]]) -> Acceptance:
     """Decode after these prompts, drafting a chain of full depth in every round."""
     target, heads = subject.target, subject.heads
     chain = TreeShape.chain(heads.draft_steps)
@@ -276,11 +275,11 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     accepted = [done.emitted - 1 for row in rows for done in row.rounds]
     mean = sum(accepted) / max(1, len(accepted))
     texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
-    ranks_OK = _measured(target, heads, texts).ranks_OK
-    return Decoded(mean, replay(ranks_OK, chain.paths) - 1, float((ranks_OK[:, 0] == 0).float().mean()))
+    ranks_OK = _measure(target, heads, texts).ranks_OK
+    return Acceptance(mean, replay(ranks_OK, chain.paths) - 1, float((ranks_OK[:, 0] == 0).float().mean()))
 
 
-def _measured(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> Drafts:
+def _measure(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> Drafts:
     try:
         return measure_drafts(target, heads, texts, max_rank=1)
     except UserError:
@@ -300,15 +299,15 @@ def breadth(subject: Subject) -> Finding:
     except Absent:
         own = []
 
-    def fares(texts: Sequence[Conversation]) -> list[dict[str, Any]]:
-        return by_kind(_measured(target, heads, texts), [item.category for item in texts])
+    def measure(texts: Sequence[Conversation]) -> list[dict[str, Any]]:
+        return by_kind(_measure(target, heads, texts), [item.category for item in texts])
 
-    others = fares(subject.other_answers)[0]
-    what = "the questions" if subject.question_prompts else "everyday requests outside the data"
+    others = measure(subject.other_answers)[0]
+    requests = "the questions" if subject.question_prompts else "everyday requests outside the data"
     figures: dict[str, Any] = {"others": others}
-    sentence = f"A chain gives {_in_words(others)} on answers to {what}"
+    sentence = f"A chain gives {_in_words(others)} on answers to {requests}"
     if own:
-        figures["own"], *kinds = fares(own[: 16 if subject.quick else None])
+        figures["own"], *kinds = measure(own[: 16 if subject.quick else None])
         figures["kinds"] = kinds
         sentence += f", {_in_words(figures['own'])} on the run's validation answers"
         if len(kinds) > 1:

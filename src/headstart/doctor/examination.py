@@ -46,14 +46,14 @@ def examine(
     for stage, check in checks:
         name = getattr(check, "__name__", "")
         begin(stage, name)
-        finding = _outcome(check, subject, reported)
+        finding = _run(check, subject, reported)
         finding = replace(finding, check=name, stage=finding.stage or stage)
         if finding.ok is False:
             reported.append(finding.sentence)
         yield finding
 
 
-def _outcome(check: Check, subject: Subject, reported: Sequence[str]) -> Finding:
+def _run(check: Check, subject: Subject, reported: Sequence[str]) -> Finding:
     """Run a check and turn exceptions into findings; an error reported before is not repeated."""
     try:
         return check(subject)

@@ -24,6 +24,7 @@ class Finding:
         ok: None if there was nothing to check.
         remedy: empty unless something is wrong.
         figures: the numbers behind the sentence, for JSON.
+        stage: the stage at fault.
     """
 
     ok: bool | None
@@ -38,8 +39,8 @@ def good(sentence: str, **figures: Any) -> Finding:
     return Finding(True, sentence, "", figures)
 
 
-def bad(sentence: str, remedy: str, **figures: Any) -> Finding:
-    return Finding(False, sentence, remedy, figures)
+def bad(sentence: str, remedy: str, stage: str = "", **figures: Any) -> Finding:
+    return Finding(False, sentence, remedy, figures, stage=stage)
 
 
 def unknown(sentence: str, **figures: Any) -> Finding:
@@ -53,18 +54,17 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         short = finding.sentence if finding.ok is not False else "see below"
         table.add_row(_MARKS[finding.ok], Text(finding.check, "bold"), finding.stage, Text(short))
     console.print(table)
+    checked = sum(finding.ok is not None for finding in findings)
+    verdict = f"Nothing wrong in {checked} checks."
     problems = [finding for finding in findings if finding.ok is False]
     for finding in problems:
         console.print(Text(f"\n{finding.stage}: {finding.check}", "bold red"))
         console.print(Text(finding.sentence))
         console.print(Text.assemble(("Fix: ", "bold"), finding.remedy))
-    checked = sum(finding.ok is not None for finding in findings)
-    verdict = f"Nothing wrong in {checked} checks."
     if problems:
-        first = problems[0]
+        first = f"{problems[0].check} ({problems[0].stage})"
         verdict = (
-            f"{len(problems)} of {checked} checks found a problem. Start with {first.check} ({first.stage}): an early "
-            "mistake causes later findings."
+            f"{len(problems)} of {checked} checks found a problem. Start with {first}: it may cause later findings."
         )
     console.print(Text(f"\n{verdict}"))
 

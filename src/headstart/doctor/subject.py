@@ -41,8 +41,10 @@ class Absent(Exception):
 
 @dataclass
 class Subject:
-    """Inputs of the checks. Properties raise `Absent` for missing data, UserError for unreadable data. `quick` reads
-    less."""
+    """The inputs of the checks. Properties raise `Absent` for missing data, UserError for unreadable data.
+
+    With `quick`, checks read less.
+    """
 
     target: Target
     recipe: Recipe | None = None
@@ -75,7 +77,7 @@ class Subject:
         return {split: read_conversations(file) for split, file in files.items()}
 
     def sampled(self) -> list[tuple[str, int, Conversation]]:
-        """Sample conversations of each split, as (split, index in it, conversation)."""
+        """Return some conversations of each split, as (split, index in it, conversation)."""
         return [
             (split, index, items[index])
             for split, items in self.conversations.items()
@@ -96,31 +98,36 @@ class Subject:
     @cached_property
     def heldout(self) -> list[Conversation]:
         """A few texts outside the training set: validation answers, or answers that the target generates now."""
-        most = 3 if self.quick else 8
         try:
-            return [item for item in self.conversations["validation"] if any(item.supervised)][:most]
+            return [item for item in self.conversations["validation"] if any(item.supervised)][: self._few]
         except Absent:
             return self.other_answers
 
     @cached_property
     def other_answers(self) -> list[Conversation]:
         """Answers that the target generates now: to the questions, or to requests that no data are made from."""
-        most = 3 if self.quick else 8
-        prompts = self.question_prompts or [self._prompt(Question("", "", [text])) for text in _QUESTIONS[:most]]
+        prompts = self.question_prompts or self._prompts([Question("", "", [text]) for text in _QUESTIONS])
         answers = DecodeLoop(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
-        written = []
+        generated = []
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            text, how = Text.of(prompt, answer.tokens), {"temperature": 0.0}
-            written.append(Conversation(f"written now {number}", text.tokens, text.supervised, [], sampling=how))
-        return written
+            text, sampling = Text.of(prompt, answer.tokens), {"temperature": 0.0}
+            name = f"written now {number}"
+            generated.append(Conversation(name, text.tokens, text.supervised, [], sampling=sampling))
+        return generated
 
     @cached_property
     def question_prompts(self) -> list[list[int]]:
         """The first turn of a few questions, as prompts."""
-        return [self._prompt(question) for question in self.questions[: 3 if self.quick else 8]]
+        return self._prompts(self.questions)
 
-    def _prompt(self, question: Question) -> list[int]:
-        return prompt_tokens(question.messages(1), with_tools(self.target.tokenizer, question.tools))
+    def _prompts(self, questions: Sequence[Question]) -> list[list[int]]:
+        tokenizer = self.target.tokenizer
+        few = questions[: self._few]
+        return [prompt_tokens(question.messages(1), with_tools(tokenizer, question.tools)) for question in few]
+
+    @property
+    def _few(self) -> int:
+        return 3 if self.quick else 8
 
 
 def find_subject(
@@ -141,13 +148,15 @@ def find_subject(
         quick: sample less of everything.
         trust_remote_code: run code of the target's repository; a recipe can set it as well.
     """
-    asked = read_questions(questions) if questions else []
+    expected = read_questions(questions) if questions else []
     if run_dir is not None and not run_dir.is_dir():
         raise no_folder(run_dir, "Give the folder of a run, such as runs/quickstart.")
     recipe, run, heads_folder = _located(path, run_dir)
     if recipe is None:
         assert heads_folder is not None, "_located finds a recipe or heads"
-        return Subject(_target_of_heads(heads_folder, target, trust_remote_code), None, run, heads_folder, asked, quick)
+        return Subject(
+            _target_of_heads(heads_folder, target, trust_remote_code), None, run, heads_folder, expected, quick
+        )
     trained = [run / HEADS, run / TRAIN / "best"] if run else []
     heads_folder = heads_folder or next((folder for folder in trained if folder.is_dir()), None)
     section = recipe.target
@@ -162,7 +171,7 @@ def find_subject(
         trust_remote_code=trust_remote_code or section.trust_remote_code,
     )
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
-    return Subject(loaded, recipe, run, heads_folder, asked, quick)
+    return Subject(loaded, recipe, run, heads_folder, expected, quick)
 
 
 def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | None, Path | None]:

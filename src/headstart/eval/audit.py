@@ -1,16 +1,16 @@
-"""The audit: evidence that drafting changes nothing, on a user's own target and heads.
+"""The audit: proof on a user's own target and heads that drafting changes nothing.
 
 Three parts, in float32 or with exact bits (`Target.exact`):
 
 - greedy: every drafter's tokens equal plain decoding's, at every batch size (in a short dtype, of the same batch);
 - bits: whether a tree's logits equal those of single steps to the last bit;
 - sampling: under every verifier, the first tokens after a prompt have the frequencies that transformers' own model and
-  logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill, the others from
-  drafting and verifying. Samples are drawn from a target that caches each text (`headstart.eval.remembering`). In
-  float32 some are redrawn from the target itself, in batches with prompts of other lengths, and the same seeds must
-  give the same tokens.
+  logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill, later ones from
+  drafting and verifying. Samples are drawn from a target with memoised logits (`headstart.eval.memoized`). In float32
+  some are redrawn from the target itself, in batches with prompts of other lengths, and the same seeds must give the
+  same tokens.
 
-Shape suffix: V vocabulary.
+Shape suffixes: N tree nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from time import perf_counter
 from typing import Any
 
@@ -38,9 +38,9 @@ from headstart.eval.divergence import Judge
 from headstart.eval.enumeration import MIN_EXPECTED, Distribution, enumerate_texts, fit, least_seen
 from headstart.eval.environment import environment
 from headstart.eval.labels import label_of
-from headstart.eval.methods import Source, named
+from headstart.eval.memoized import MemoizedTarget
+from headstart.eval.methods import Source, drafters_named
 from headstart.eval.options import AuditOptions
-from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import DraftHead
 from headstart.model.model import Target
 from headstart.support.terminal import Bar, progress_bar
@@ -100,14 +100,13 @@ def run_audit(
     target = source.target
     _check(target, prompts, options)
     drafters = {name: _drafters(source, name) for name in options.drafters if name != WRONG}
-    of_heads = (part.heads.version for parts in drafters.values() for part in parts if isinstance(part, HeadDrafter))
-    versions = (version for version in of_heads if version)
+    parts = (part for resolved in drafters.values() for part in resolved if isinstance(part, HeadDrafter))
     total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
     with progress_bar(console, "greedy", total) as bar:
         greedy, answers = _greedy(source, drafters, prompts, options, bar)
     bits = count_bits(target, list(zip(prompts, answers, strict=True)))
-    drawn = options.texts * options.samples * len(options.temperature) * len(options.verifier)
-    with progress_bar(console, "sampling", drawn) as bar:
+    samples = options.texts * options.samples * len(options.temperature) * len(options.verifier)
+    with progress_bar(console, "sampling", samples) as bar:
         sampling = _sampling(source, prompts, options, bar) if options.temperature else []
     problems = [problem for row in [*greedy, *sampling] if (problem := row["problem"])]
     if target.exact == "bits" and bits["differ"]:
@@ -125,7 +124,7 @@ def run_audit(
             **asdict(options),
             "target": target.name,
             "target_fingerprint": target.identity().fingerprint,
-            "heads_version": next(versions, None),
+            "heads_version": next((part.heads.version for part in parts if part.heads.version), None),
             "prompts": len(prompts),
             "level": LEVEL,
             "least_expected": MIN_EXPECTED,
@@ -157,11 +156,11 @@ def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
 def _drafters(source: Source, name: str) -> tuple[Drafter, ...]:
     """Resolve a drafter's name. Heads get a small tree if tuning found none that pays."""
     if name == RANDOM:
-        return (HeadDrafter(random_weights(source.heads), _narrow(source.heads)),)
-    return named(source, name) or (HeadDrafter(source.heads, _narrow(source.heads)),)
+        return (HeadDrafter(random_weights(source.heads), _small_tree(source.heads)),)
+    return drafters_named(source, name) or (HeadDrafter(source.heads, _small_tree(source.heads)),)
 
 
-def _narrow(heads: DraftHead) -> TreeShape:
+def _small_tree(heads: DraftHead) -> TreeShape:
     """Return a small tree for untrained drafters."""
     return TreeShape.from_paths([(0,) * min(2, heads.draft_steps), (1,)])
 
@@ -174,7 +173,7 @@ def _greedy(
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Compare every drafter at every batch size with plain decoding of single prompts; return rows and plain answers.
 
-    Below float32, compare with plain decoding of the same batch: batching changes rounding.
+    Below float32, compare with plain decoding of the same batch, because batching changes rounding.
     """
     target, rows = source.target, list[dict[str, Any]]()
     judge = Judge(target)
@@ -184,14 +183,14 @@ def _greedy(
         advance = partial(bar.advance, title=f"greedy, {name}")
         return decode_in_batches(loop, prompts, options.max_new_tokens, batch_size, advance)
 
-    alone = [output.tokens for output in decode((), "plain", 1)]
-    one_for_all = target.dtype in (torch.float32, torch.float64)
+    single = [output.tokens for output in decode((), "plain", 1)]
+    exact = target.dtype in (torch.float32, torch.float64)
     answers = {
-        batch: alone if one_for_all or batch == 1 else [output.tokens for output in decode((), "plain", batch)]
+        batch: single if exact or batch == 1 else [output.tokens for output in decode((), "plain", batch)]
         for batch in options.batch_sizes
     }
     if WRONG in options.drafters:
-        shape = _narrow(source.heads)
+        shape = _small_tree(source.heads)
         unused = unused_tokens(chain.from_iterable(answers.values()), target.vocab_size, shape.width)
         drafters = {**drafters, WRONG: (AlwaysWrongDrafter(shape, unused),)}
     for name in options.drafters:
@@ -213,7 +212,7 @@ def _greedy(
                     "problem": problem and f"{label_of(name)}, batch {batch}: {problem}",
                 }
             )
-    return rows, alone
+    return rows, single
 
 
 def decode_in_batches(
@@ -223,24 +222,24 @@ def decode_in_batches(
     batch_size: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Generation]:
-    """Decode greedily, drafting in every round; return outputs in the order of `prompts`. Batches, of prompts of
-    similar length, are the same for every loop. `advance` is called with the size of each."""
+    """Decode greedily, drafting in every round; return outputs in the order of `prompts`.
+
+    Prompts of similar length share a batch; batches are the same for every loop. `advance` is called with their sizes.
+    """
     options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     outputs: dict[int, Generation] = {}
     for first in range(0, len(order), batch_size):
-        numbers = order[first : first + batch_size]
-        outputs.update(zip(numbers, loop.generate([prompts[number] for number in numbers], options), strict=True))
-        advance(len(numbers))
-    return [outputs[number] for number in range(len(prompts))]
+        batch = order[first : first + batch_size]
+        outputs.update(zip(batch, loop.generate([prompts[index] for index in batch], options), strict=True))
+        advance(len(batch))
+    return [outputs[index] for index in range(len(prompts))]
 
 
 def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generation]) -> dict[str, int]:
     """Count plain tokens, differing positions (missing and surplus tokens too), accepted drafts, and rounds."""
-    different = 0
-    for answer, output in zip(plain, outputs, strict=True):
-        different += sum(expected != token for expected, token in zip(answer, output.tokens, strict=False))
-        different += abs(len(answer) - len(output.tokens))
+    pairs = zip(plain, outputs, strict=True)
+    different = sum(a != b for answer, output in pairs for a, b in zip_longest(answer, output.tokens))
     return {"tokens": sum(map(len, plain)), "different_tokens": different, **_draft_counts(outputs)}
 
 
@@ -272,14 +271,15 @@ def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int
         target.prefill(drafted, [prompt])
         for start in range(0, len(answer), _DEPTH):
             tokens, parents, path = _tree(answer[start : start + _DEPTH], target.vocab_size)
-            read = target.forward_tree(drafted, TreeBatch.of([Tree(tokens, parents)], target.device)).logits_BTV[0]
+            batch = TreeBatch.of([Tree(tokens, parents)], target.device)
+            tree_NV = target.forward_tree(drafted, batch).logits_BTV[0]
             drafted.commit([path])
             for node in path:
                 step = TreeBatch.roots([tokens[node]], target.device)
-                alone_V = target.forward_tree(single, step).logits_BTV[0, 0]
+                step_V = target.forward_tree(single, step).logits_BTV[0, 0]
                 single.commit([[0]])
                 rows += 1
-                differ += not torch.equal(alone_V, read[node])
+                differ += not torch.equal(step_V, tree_NV[node])
     return {"rows": rows, "differ": differ}
 
 
@@ -309,47 +309,49 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
         _sharpness(enumerate_texts(source.target, prompt, hottest, options.depth), options.samples)
         for prompt in prompts[:_CANDIDATES]
     ]
-    chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
+    chosen = sorted(range(len(sharpness)), key=lambda index: (-sharpness[index], index))[: options.texts]
     level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
     # No costs: in large batches they would prune most of each tree.
-    loop = DecodeLoop(RememberingTarget(source.target, options.depth - 1), *_drafters(source, "heads"))
-    on_the_cache = DecodeLoop(source.target, *loop.drafters)
-    exactly = source.target.dtype in (torch.float32, torch.float64)
+    loop = DecodeLoop(MemoizedTarget(source.target, options.depth - 1), *_drafters(source, "heads"))
+    uncached = DecodeLoop(source.target, *loop.drafters)
     rows = []
-    for number, temperature in product(chosen, options.temperature):
-        asked = replace(common, temperature=temperature)
-        exact = enumerate_texts(source.target, prompts[number], asked, options.depth)
+    for index, temperature in product(chosen, options.temperature):
+        sampling = replace(common, temperature=temperature)
+        exact = enumerate_texts(source.target, prompts[index], sampling, options.depth)
         for verifier in options.verifier:
             bar.update(title=f"sampling, {verifier} at {temperature:g}")
             outputs: list[Generation] = []
             while len(outputs) < options.samples:
-                prompt_B = [prompts[number]] * min(_ROWS, options.samples - len(outputs))
+                prompt_B = [prompts[index]] * min(_ROWS, options.samples - len(outputs))
                 seed = options.seed + len(outputs)
-                outputs += loop.generate(prompt_B, replace(asked, seed=seed, verifier=verifier))
+                outputs += loop.generate(prompt_B, replace(sampling, seed=seed, verifier=verifier))
                 bar.advance(len(prompt_B))
-            row = _tested(outputs, exact, verifier, level)
-            again = _again(on_the_cache, prompts, number, replace(asked, verifier=verifier), outputs) if exactly else {}
-            if not row["problem"] and again.get("differ"):
-                row["problem"] = f"{again['differ']} of {again['texts']} texts differ in a batch on the real cache."
-            row["again"] = again
-            where = f"{verifier} at temperature {temperature:g}, prompt {number}"
+            row = _fit_row(outputs, exact, verifier, level)
+            row |= {"again": {}, "temperature": temperature, "prompt": index}
+            if source.target.dtype in (torch.float32, torch.float64):
+                row["again"] = _redraw(uncached, prompts, index, replace(sampling, verifier=verifier), outputs)
+                if not row["problem"] and (differ := row["again"]["differ"]):
+                    texts = row["again"]["texts"]
+                    row["problem"] = f"{differ} of {texts} texts differ in a batch on the real cache."
+            where = f"{verifier} at temperature {temperature:g}, prompt {index}"
             row["problem"] = row["problem"] and f"{where}: {row['problem']}"
-            rows.append({**row, "temperature": temperature, "prompt": number})
+            rows.append(row)
     return rows
 
 
-def _again(
-    loop: DecodeLoop, prompts: Prompts, number: int, asked: DecodeOptions, outputs: Sequence[Generation]
+def _redraw(
+    loop: DecodeLoop, prompts: Prompts, index: int, sampling: DecodeOptions, outputs: Sequence[Generation]
 ) -> dict[str, int]:
     """Redraw the first samples of a prompt in batches with other prompts; count samples and differences."""
     count = min(_ROWS, len(outputs))
-    batch = [prompts[number if row % 2 == 0 else row // 2 % len(prompts)] for row in range(count)]
-    drawn = loop.generate(batch, asked)
-    same = [drawn[row].tokens == outputs[row].tokens for row in range(0, count, 2)]
+    batch = [prompts[index if row % 2 == 0 else row // 2 % len(prompts)] for row in range(count)]
+    redrawn = loop.generate(batch, sampling)
+    same = [redrawn[row].tokens == outputs[row].tokens for row in range(0, count, 2)]
     return {"texts": len(same), "differ": same.count(False)}
 
 
-def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
+def _fit_row(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
+    """Test samples against the exact distribution."""
     result = fit(Counter(tuple(output.tokens) for output in outputs), exact)
     problem = _drafter_problem(outputs)
     if problem is None and result.impossible:
@@ -368,19 +370,18 @@ def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, l
 
 
 def _sharpness(exact: Distribution, samples: int) -> float:
-    """Return how testable a distribution is: the probability in cells of their own, times their summed deviations.
-
-    It is 0 for a certain text, and for a distribution over a thousand rare ones.
+    """Return how testable a distribution is: the probability of all texts with their own cell, times the sum of their
+    standard deviations. It is 0 for a certain text, and for a distribution over a thousand rare ones.
     """
-    kept = [prob for prob in exact.probs.values() if prob * samples >= MIN_EXPECTED]
-    return sum(math.sqrt(prob * (1 - prob)) for prob in kept) * sum(kept)
+    probs = [prob for prob in exact.probs.values() if prob * samples >= MIN_EXPECTED]
+    return sum(math.sqrt(prob * (1 - prob)) for prob in probs) * sum(probs)
 
 
-# -- drafters for code paths that trained heads rarely take -----------------------------------------------------------
+# -- drafters that cover code paths which trained heads rarely take ---------------------------------------------------
 
 
 class AlwaysWrongDrafter:
-    """Fills a tree with fixed tokens, one per rank, that the target never chooses; see `unused_tokens`."""
+    """A drafter of fixed tokens, one per rank, that the target never chooses; see `unused_tokens`."""
 
     aux_layers: tuple[int, ...] = ()
 
@@ -405,7 +406,7 @@ class AlwaysWrongDrafter:
 
 
 def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int) -> list[int]:
-    """The `count` highest token ids that no answer contains.
+    """Return the `count` highest token ids that no answer contains.
 
     >>> unused_tokens([[0, 4], [2]], vocab_size=5, count=2)
     [3, 1]

@@ -9,9 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from headstart.eval.enumeration import SEEN
-from headstart.eval.formats import number
-from headstart.eval.labels import label_of
+from headstart.eval.enumeration import POWER
+from headstart.eval.labels import label_of, number
 from headstart.eval.report import settings_rows, template
 from headstart.support.files import write_json, write_text
 from headstart.support.terminal import tell
@@ -19,30 +18,30 @@ from headstart.support.terminal import tell
 
 def write_audit(results: Mapping[str, Any], out: Path) -> None:
     """Write audit.json and audit.md atomically into the folder `out`."""
-    text = template("audit.md.j2").render(verdict=sentence(results), settings_rows=settings_rows(results), **results)
+    text = template("audit.md.j2").render(verdict=verdict(results), settings_rows=settings_rows(results), **results)
     write_json(out / "audit.json", results)
     write_text(out / "audit.md", text)
 
 
-def sentence(results: Mapping[str, Any]) -> str:
+def verdict(results: Mapping[str, Any]) -> str:
     tokens = sum(row["tokens"] for row in results["greedy"])
     samples = sum(row["samples"] for row in results["sampling"])
     if results["clean"]:
         compared = f"{tokens} greedy tokens and {samples} samples compared, and nothing differs from plain decoding"
-        return f"Clean: {compared}. {_could_have_been_seen(results)}"
+        return f"Clean: {compared}. {_detectable_faults(results)}"
     checks = len(results["greedy"]) + len(results["sampling"])
     return f"Not clean: {len(results['problems'])} of {checks} checks failed."
 
 
-def _could_have_been_seen(results: Mapping[str, Any]) -> str:
-    """State the smallest fault that the audit would have detected."""
+def _detectable_faults(results: Mapping[str, Any]) -> str:
+    """State the smallest faults that the audit would have detected."""
     parts, sampled = list[str](), results["sampling"]
     if tokens := min((row["tokens"] for row in results["greedy"]), default=0):
-        parts.append(f"a drafter that gets one token in {max(1, int(1 / (1 - (1 - SEEN) ** (1 / tokens))))} wrong")
-    if seen := [row["least_seen"] for row in sampled if row["least_seen"] is not None]:
-        parts.append(f"a sampling distribution off by {max(seen):.2f} or more")
-    text = f"In {100 * SEEN:.0f} % of cases this finds {', and '.join(parts)}." if parts else ""
-    if certain := len(sampled) - len(seen):
+        parts.append(f"a drafter that gets one token in {max(1, int(1 / (1 - (1 - POWER) ** (1 / tokens))))} wrong")
+    if detectable := [row["least_seen"] for row in sampled if row["least_seen"] is not None]:
+        parts.append(f"a sampling distribution off by {max(detectable):.2f} or more")
+    text = f"In {100 * POWER:.0f} % of cases this finds {', and '.join(parts)}." if parts else ""
+    if certain := len(sampled) - len(detectable):
         text += f" In {certain} of {len(sampled)} sampling checks the text is nearly certain, so no fault would show."
     return text
 
@@ -56,7 +55,7 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
     for row in _lines(results):
         table.add_row(*row)
     console.print(table)
-    console.print(sentence(results), style="green" if results["clean"] else "bold red", highlight=False, markup=False)
+    console.print(verdict(results), style="green" if results["clean"] else "bold red", highlight=False, markup=False)
     for problem in results["problems"]:
         tell(console, problem)
 
@@ -72,8 +71,8 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         )
     bits = results["bits"]
     exact = results["environment"]["exact"] == "bits"
-    verdict = _mark(not bits["differ"]) if exact else "[dim]not promised[/]"
-    yield "logits of trees and of single steps, bit by bit", f"{bits['rows']} rows", f"{bits['differ']} differ", verdict
+    mark = _mark(not bits["differ"]) if exact else "[dim]not promised[/]"
+    yield "logits of trees and of single steps, bit by bit", f"{bits['rows']} rows", f"{bits['differ']} differ", mark
     for row in results["sampling"]:
         yield (
             f"{row['verifier']}, temperature {row['temperature']:g}, prompt {row['prompt']}",

@@ -4,7 +4,7 @@ The first report is the base; only prompts in every report count. Speed-ups over
 compared, not tokens per second, which depend on the machine's load. Intervals are paired bootstraps over questions
 (`headstart.eval.figures`).
 
-A regression is a fall of tokens per round or of the speed-up that exceeds the limit and whose interval excludes zero.
+A regression is a fall of tokens per round or of the speed-up that exceeds the limit, with an interval below zero.
 The interval covers the variation between prompts, but not shifts of a whole run, such as other load on the machine; the
 limit allows for those. Acceptance by position explains a fall and is not judged: with many figures, one falls by
 chance.
@@ -20,22 +20,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headstart.errors import UserError
-from headstart.eval.figures import (
-    LEAST_ROUNDS,
-    LEAST_UNITS,
-    Interval,
-    Totals,
-    difference_interval,
-    rate_interval,
-    ratio_interval,
-    relative_interval,
-)
-from headstart.eval.labels import PLAIN, label_of
-from headstart.eval.results import read_results
+from headstart.eval.figures import LEAST_UNITS, Interval, Totals, interval
+from headstart.eval.labels import LEAST_ROUNDS, PLAIN, label_of
+from headstart.eval.report import read_results
 
 WORST = 10  # maximum number of prompts listed that lost tokens per round
-_SEED = 0
 _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),
     *("stop_token_ids", "batch_size", "chat_template_kwargs"),
@@ -46,6 +39,7 @@ _CONDITIONS = ("dtype", "device", "gpu", "cpu", "threads", "exact")
 _VERSIONS = ("torch", "transformers")
 
 Row = Mapping[str, Any]
+Rates = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Change(NamedTuple):
     base: Interval
     other: Interval
     change: Interval  # difference of shares, else relative to the base
-    judged: bool = False  # whether a fall can be a regression
+    judged: bool  # whether a fall can be a regression
 
     def regressed(self, limit: float) -> bool:
         """Whether it fell by more than the limit, with an interval below zero."""
@@ -91,7 +85,7 @@ class Comparison:
     def regressions(self, limit: float) -> list[tuple[str, Change]]:
         return [(name, change) for name, change in self._judged() if change.regressed(limit)]
 
-    def unseen(self, limit: float) -> tuple[float, str, str] | None:
+    def possible_fall(self, limit: float) -> tuple[float, str, str] | None:
         """Return the largest fall beyond the limit that the intervals do not exclude, with its drafter and figure."""
         rest = [pair for pair in self._judged() if not pair[1].regressed(limit)]
         lows = [(change.change["low"] or 0.0, name, change.name) for name, change in rest]
@@ -134,16 +128,16 @@ def diff(paths: Sequence[Path], limit: float) -> Diff:
     Raises:
         UserError: a report is unreadable, or they differ in target or settings, or share too few prompts.
     """
-    base, *others = reports = [Report(path, chr(ord("A") + place), _read(path)) for place, path in enumerate(paths)]
+    base, *others = reports = [Report(path, chr(ord("A") + index), _read(path)) for index, path in enumerate(paths)]
     for other in others:
         _check(base, other)
-    rows = [{_key(row): row for row in report.results["per_prompt"]} for report in reports]
-    shared = [key for key in rows[0] if all(key in each for each in rows)]
-    every = {key for each in rows for key in each}
-    _check_prompts(base, shared, rows[0], len(every))
-    paired = [[each[key] for key in shared] for each in rows]
+    by_prompt = [{_key(row): row for row in report.results["per_prompt"]} for report in reports]
+    shared = [key for key in by_prompt[0] if all(key in rows for rows in by_prompt)]
+    total = len({key for rows in by_prompt for key in rows})
+    _check_prompts(base, shared, by_prompt[0], total)
+    paired = [[rows[key] for key in shared] for rows in by_prompt]
     compared = [_compare(base, other, paired[0], theirs) for other, theirs in zip(others, paired[1:], strict=True)]
-    return Diff(base, compared, len(shared), len(every) - len(shared), limit)
+    return Diff(base, compared, len(shared), total - len(shared), limit)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -168,36 +162,36 @@ def _check(base: Report, other: Report) -> None:
     differing = [name for name in _SETTINGS if ours.get(name) != theirs.get(name)]
     if differing:
         values = ", ".join(f"{name} is {theirs.get(name)} and {ours.get(name)}" for name in differing)
-        raise UserError(
-            f"{pair}: {values}.", f"Measure it again {_with({name: ours.get(name) for name in differing})}."
-        )
+        options = _eval_options({name: ours.get(name) for name in differing})
+        raise UserError(f"{pair}: {values}.", f"Measure it again {options}.")
 
 
-def _with(settings: Mapping[str, Any]) -> str:
-    """Return the `eval` options for these settings, in shell syntax."""
-    given, without = list[str](), list[str]()
+def _eval_options(settings: Mapping[str, Any]) -> str:
+    """Say how to pass these settings to `eval`, in shell syntax."""
+    present, absent = list[str](), list[str]()
     for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
         if value in (None, [], {}):
-            without.append(option)
+            absent.append(option)
         for item in value if isinstance(value, list) else [] if value in (None, {}) else [value]:
-            given += [option, json.dumps(item) if isinstance(item, Mapping) else str(item)]
-    parts = [f"with {shlex.join(given)}"] * bool(given) + [f"without {', '.join(without)}"] * bool(without)
+            present += [option, json.dumps(item) if isinstance(item, Mapping) else str(item)]
+    parts = [f"with {shlex.join(present)}"] * bool(present) + [f"without {', '.join(absent)}"] * bool(absent)
     return " and ".join(parts)
 
 
-def _check_prompts(base: Report, shared: Sequence[Any], rows: Mapping[Any, Row], every: int) -> None:
+def _check_prompts(base: Report, shared: Sequence[Any], rows: Mapping[Any, Row], total: int) -> None:
     """Refuse too few prompts, and batches that contain other prompts."""
     remedy = "Measure all reports on the same questions."
     if not shared:
         raise UserError("The reports have no prompt in common.", remedy)
-    if base.results["settings"]["batch_size"] > 1 and len(shared) < every:
-        problem = f"Only {len(shared)} of {every} prompts are in all reports, and batches include the rest."
+    batched = base.results["settings"]["batch_size"] > 1
+    if batched and len(shared) < total:
+        problem = f"Only {len(shared)} of {total} prompts are in all reports, and batches include the rest."
         raise UserError(problem, remedy)
     groups = len({rows[key]["group"] for key in shared})
     if groups < LEAST_UNITS:
-        what = "batches" if base.results["settings"]["batch_size"] > 1 else "questions"
-        problem = f"An interval needs {LEAST_UNITS} {what} that all reports have, and there are {groups}."
+        unit = "batches" if batched else "questions"
+        problem = f"An interval needs {LEAST_UNITS} {unit} that all reports have, and there are {groups}."
         raise UserError(problem, "Measure more questions, the same for all reports.")
 
 
@@ -225,24 +219,26 @@ def _compare(base: Report, other: Report, ours: Sequence[Row], theirs: Sequence[
     same_speed = not _differing(base.results["environment"], other.results["environment"], _CONDITIONS)
     tested = base.drafters[0], other.drafters[0]
     pairs = [tested, *((name, name) for name in base.drafters if name in other.drafters and name not in tested)]
+    groups = [row["group"] for row in ours]
     drafters = {}
     for our, their in pairs:
         name = label_of(our) if our == their else f"{label_of(our)} → {label_of(their)}"
-        drafters[name] = list(_changes(_Drafter(our, ours, ours), _Drafter(their, theirs, ours), same_speed))
-    kept = [
-        (new["tokens_per_round"] / old["tokens_per_round"], old, new) for old, new in zip(ours, theirs, strict=True)
-    ]
-    worst = sorted((entry for entry in kept if entry[0] < 1), key=lambda entry: entry[0])[:WORST]
-    return Comparison(other, list(_cautions(base, other)), drafters, [(old, new) for _, old, new in worst])
+        drafters[name] = list(_changes(_Drafter(our, ours, groups), _Drafter(their, theirs, groups), same_speed))
+
+    def ratio(pair: tuple[Row, Row]) -> float:
+        return float(pair[1]["tokens_per_round"] / pair[0]["tokens_per_round"])
+
+    lower = [pair for pair in zip(ours, theirs, strict=True) if ratio(pair) < 1]
+    return Comparison(other, list(_cautions(base, other)), drafters, sorted(lower, key=ratio)[:WORST])
 
 
 @dataclass(frozen=True)
 class _Drafter:
-    """A drafter's counts by group; `grouped` are the base's rows, which define the groups."""
+    """A drafter's rows, with the group of each in the base report."""
 
     name: str
     rows: Sequence[Row]
-    grouped: Sequence[Row]
+    groups: Sequence[int]
 
     def emitted(self) -> Totals:
         return self._totals(lambda row, drafted: (drafted["emitted"], drafted["rounds"]))
@@ -255,28 +251,31 @@ class _Drafter:
 
     def accepted(self, position: int) -> Totals:
         """Rounds that accepted a position (from 0), over the rounds that reached it."""
-        here = slice(position, position + 1)
+        here = slice(position, position + 1)  # empty in rows that never reached it
         return self._totals(lambda row, drafted: (sum(drafted["accepted"][here]), sum(drafted["reached"][here])))
 
     def _totals(self, counts: Callable[[Row, Row], tuple[float, float]]) -> Totals:
         sums: dict[int, tuple[float, float]] = {}
-        for row, grouped in zip(self.rows, self.grouped, strict=True):
-            before, more = sums.get(grouped["group"], (0, 0)), counts(row, row["drafters"][self.name])
-            sums[grouped["group"]] = before[0] + more[0], before[1] + more[1]
+        for row, group in zip(self.rows, self.groups, strict=True):
+            before, more = sums.get(group, (0, 0)), counts(row, row["drafters"][self.name])
+            sums[group] = before[0] + more[0], before[1] + more[1]
         return Totals([over for over, _ in sums.values()], [under for _, under in sums.values()])
 
 
 def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Change]:
     old, new = ours.emitted(), theirs.emitted()
     if sum(old.seconds_N) and sum(new.seconds_N):  # rounds, here
-        change = relative_interval([new], [old], _SEED)
-        yield Change("tokens per round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
-    before, after = (ratio_interval([each.drafted()], [each.plain()], _SEED) for each in (ours, theirs))
-    change = relative_interval([theirs.drafted(), ours.plain()], [theirs.plain(), ours.drafted()], _SEED)
-    yield Change("speed-up over plain", "x", before, after, change, same_speed)
+        before_R, after_R = old.rates(), new.rates()
+        yield _change("tokens per round (τ)", "", before_R, after_R, after_R / before_R - 1, True)
+    before_R, after_R = (each.drafted().rates() / each.plain().rates() for each in (ours, theirs))
+    yield _change("speed-up over plain", "x", before_R, after_R, after_R / before_R - 1, same_speed)
     for position in count():
         old, new = ours.accepted(position), theirs.accepted(position)
         if min(sum(old.seconds_N), sum(new.seconds_N)) < LEAST_ROUNDS:  # of each report
             return
-        before, after = rate_interval(old, _SEED), rate_interval(new, _SEED)
-        yield Change(f"accepted at {position + 1}", "%", before, after, difference_interval(new, old, _SEED))
+        before_R, after_R = old.rates(), new.rates()
+        yield _change(f"accepted at {position + 1}", "%", before_R, after_R, after_R - before_R, False)
+
+
+def _change(name: str, unit: str, before_R: Rates, after_R: Rates, change_R: Rates, judged: bool) -> Change:
+    return Change(name, unit, interval(before_R), interval(after_R), interval(change_R), judged)

@@ -19,8 +19,8 @@ from headstart.support.terminal import format_moment, tell
 
 def write_diff(diff: Diff, out: Path) -> None:
     page = template("diff.html.j2").render(
-        diff=diff, facts=facts(diff.reports), sentences=sentences(diff), tables=beside(diff),
-        value=value, changed=changed, verdict=verdict,
+        diff=diff, facts=facts(diff.reports), sentences=sentences(diff), tables=figure_tables(diff),
+        value=value, change_text=change_text, verdict=verdict,
     )  # fmt: skip
     write_text(out, page)
 
@@ -49,7 +49,7 @@ def _table(diff: Diff, other: Comparison) -> Table:
         table.add_row(name, style="bold")
         for change in changes:
             values = value(change, change.base), value(change, change.other)
-            table.add_row(f"  {change.name}", *values, changed(change), verdict(change, diff.limit))
+            table.add_row(f"  {change.name}", *values, change_text(change), verdict(change, diff.limit))
     return table
 
 
@@ -57,11 +57,11 @@ def value(change: Change, figure: Interval) -> str:
     return f"{100 * figure['mean']:.0f} %" if change.unit == "%" else f"{figure['mean']:.2f}{change.unit}"
 
 
-def changed(change: Change) -> str:
+def change_text(change: Change) -> str:
     """Format a change with its interval.
 
     >>> interval = {"mean": -0.05, "low": -0.08, "high": 0.01}
-    >>> changed(Change("speed-up", "x", interval, interval, interval))
+    >>> change_text(Change("speed-up", "x", interval, interval, interval, False))
     '−5.0 % (−8.0 to +1.0)'
     """
     every = change.change["mean"], change.change["low"] or 0.0, change.change["high"] or 0.0
@@ -80,20 +80,21 @@ def verdict(change: Change, limit: float) -> str:
 def sentences(diff: Diff) -> list[tuple[str, bool]]:
     """List the conclusions, each with whether it is a regression."""
     beyond = f"{100 * diff.limit:g} %"
-    without = f"; {diff.left_out} more are not in all reports and left out" if diff.left_out else ""
-    told = [(f"Compared on {diff.prompts} prompts that all reports have{without}.", False)]
+    omitted = f"; {diff.left_out} more are not in all reports and left out" if diff.left_out else ""
+    entries = [(f"Compared on {diff.prompts} prompts that all reports have{omitted}.", False)]
     for other in diff.others:
         letter, regressions = other.report.letter, other.regressions(diff.limit)
         for name, change in regressions:
-            told.append((f"{letter}: regression beyond {beyond}: {name}, {change.name}: {changed(change)}.", True))
+            fall = f"{name}, {change.name}: {change_text(change)}"
+            entries.append((f"{letter}: regression beyond {beyond}: {fall}.", True))
         if not regressions:
-            told.append((f"{letter}: no regression beyond {beyond}.", False))
-        if unseen := other.unseen(diff.limit):
-            low, name, figure = unseen
+            entries.append((f"{letter}: no regression beyond {beyond}.", False))
+        if possible := other.possible_fall(diff.limit):
+            low, name, figure = possible
             fall = f"a fall of {-100 * low:.1f} % is not excluded ({name}, {figure})"
-            told.append((f"{letter}: on these prompts {fall}; measure more prompts to exclude it.", False))
-        told += [(caution, False) for caution in other.cautions]
-    return told
+            entries.append((f"{letter}: on these prompts {fall}; measure more prompts to exclude it.", False))
+        entries += [(caution, False) for caution in other.cautions]
+    return entries
 
 
 def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
@@ -117,9 +118,12 @@ def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
     return [(name, values) for name, values in rows if any(value is not None for value in values)]
 
 
-def beside(diff: Diff) -> dict[str, list[dict[str, Any]]]:
-    """Tabulate the figures of each drafter. A line has a name, `most` (value of the longest bar), and `cells`: the
-    figure and change of each report, the base first; None if not compared."""
+def figure_tables(diff: Diff) -> dict[str, list[dict[str, Any]]]:
+    """Tabulate the figures of each drafter.
+
+    A line has a name, `most` (value of the longest bar), and `cells`: the figure and change of each report, the base
+    first; None if not compared.
+    """
     tables: dict[str, list[dict[str, Any]]] = {}
     for drafter in dict.fromkeys(name for other in diff.others for name in other.drafters):
         compared = [{change.name: change for change in other.drafters.get(drafter, ())} for other in diff.others]

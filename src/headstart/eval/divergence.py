@@ -111,8 +111,8 @@ class Judge:
         if text not in self._last:  # drafters often diverge at the same near-tie
             self._last[text] = self._exact_logits(text, 1)[0]
         logits_V = self._last[text]
-        not_yet = min_length_processors(self._options, [prompt], self._target)
-        options = replace(self._options, processors=[*not_yet, *self._options.processors])
+        min_length = min_length_processors(self._options, [prompt], self._target)
+        options = replace(self._options, processors=[*min_length, *self._options.processors])
         if options.needs_prefix:
             logits_V = process(options, logits_V, text)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
@@ -144,8 +144,10 @@ def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) ->
     >>> first_difference(0, [5, 6], [5]).tokens
     (6, None)
     """
-    differing = ((at, pair) for at, pair in enumerate(zip_longest(plain, other)) if pair[0] != pair[1])
-    return next((Difference(prompt, position, pair) for position, pair in differing), None)
+    for position, (expected, token) in enumerate(zip_longest(plain, other)):
+        if expected != token:
+            return Difference(prompt, position, (expected, token))
+    return None
 
 
 def gap_error(rounded_TV: Tensor, exact_TV: Tensor, dtype: torch.dtype) -> float:
@@ -196,21 +198,21 @@ def in_float32(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
 
 def _cast(module: nn.Module, hooks: ExitStack, recurse: bool) -> None:
     """Cast a module's tensors before its forward and restore them afterwards, also if the forward raises."""
-    every = [*module.parameters(recurse), *module.buffers(recurse)]
-    low = [tensor for tensor in every if tensor.is_floating_point() and tensor.dtype != torch.float32]
+    tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+    low = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype != torch.float32]
     if not low:
         return
-    kept: list[tuple[Tensor, Tensor]] = []
+    originals: list[tuple[Tensor, Tensor]] = []
 
-    def before(*_: Any) -> None:
-        kept.extend((tensor, tensor.data) for tensor in low)
+    def cast(*_: Any) -> None:
+        originals.extend((tensor, tensor.data) for tensor in low)
         for tensor in low:
             tensor.data = tensor.data.float()
 
-    def after(*_: Any) -> None:
-        while kept:
-            tensor, data = kept.pop()
+    def restore(*_: Any) -> None:
+        while originals:
+            tensor, data = originals.pop()
             tensor.data = data
 
-    hooks.callback(module.register_forward_pre_hook(before).remove)
-    hooks.callback(module.register_forward_hook(after, always_call=True).remove)
+    hooks.callback(module.register_forward_pre_hook(cast).remove)
+    hooks.callback(module.register_forward_hook(restore, always_call=True).remove)

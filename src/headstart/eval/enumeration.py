@@ -29,7 +29,7 @@ from headstart.decode.options import SamplingOptions
 from headstart.model.model import Target
 
 MIN_EXPECTED = 5.0  # cells with a lower expected count are pooled, as the chi-square approximation requires
-SEEN = 0.95  # power of the audit's statement about the smallest detectable fault
+POWER = 0.95  # probability of detecting the smallest fault that the audit claims to detect
 _ROWS = 32  # batch size of the enumeration
 
 Text = tuple[int, ...]
@@ -77,7 +77,7 @@ def enumerate_texts(
     assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
     warpers = _warpers(sampling)
     prompt_1T = torch.tensor([list(prompt)], device=target.device)
-    read = target.model(
+    out = target.model(
         input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), use_cache=True, logits_to_keep=1
     )
     level: dict[Text, float] = {(): 1.0}
@@ -89,7 +89,7 @@ def enumerate_texts(
         texts, longer = ranked[:maximum], dict[Text, float]()
         for first in range(0, len(texts), _ROWS):
             block = texts[first : first + _ROWS]
-            logits_NV = read.logits[:, -1] if length == 0 else _read_on(target.model, prompt_1T, read, block)
+            logits_NV = out.logits[:, -1] if length == 0 else _next_logits(target.model, prompt_1T, out, block)
             ids_NT = torch.tensor([[*prompt, *text] for text in block], device=target.device)
             probs_NV = warpers(ids_NT, logits_NV.float()).softmax(-1)
             for text, probs_V in zip(block, probs_NV, strict=True):
@@ -101,9 +101,9 @@ def enumerate_texts(
     return Distribution(depth, level, rest, following)
 
 
-def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) -> Tensor:
+def _next_logits(model: Any, prompt_1T: Tensor, prefill: Any, texts: Sequence[Text]) -> Tensor:
     """Return logits [N, V] after the prompt and each text (equal lengths), from the prompt's cache."""
-    cache = copy.deepcopy(read.past_key_values)
+    cache = copy.deepcopy(prefill.past_key_values)
     cache.batch_repeat_interleave(len(texts))
     tokens_NT = torch.tensor(texts, device=prompt_1T.device)
     mask_NT = torch.ones(len(texts), prompt_1T.shape[1] + tokens_NT.shape[1], dtype=torch.long, device=prompt_1T.device)
@@ -129,25 +129,25 @@ def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
 def fit(counts: Mapping[Text, int], exact: Distribution) -> Fit:
     """Test samples (texts of `exact.depth` tokens, with how often each was drawn) against the exact distribution."""
     samples = sum(counts.values())
-    kept = [text for text, prob in exact.probs.items() if prob * samples >= MIN_EXPECTED]
-    probs_C = torch.tensor([exact.probs[text] for text in kept], dtype=torch.float64)
-    seen_C = torch.tensor([counts.get(text, 0) for text in kept], dtype=torch.float64)
+    texts = [text for text, prob in exact.probs.items() if prob * samples >= MIN_EXPECTED]
+    probs_C = torch.tensor([exact.probs[text] for text in texts], dtype=torch.float64)
+    counts_C = torch.tensor([counts.get(text, 0) for text in texts], dtype=torch.float64)
     # Rare texts share a last cell. If that is too small as well, it is merged into the least likely cell.
-    rare, seen_rare = max(0.0, 1.0 - float(probs_C.sum())), samples - float(seen_C.sum())
-    if rare * samples >= MIN_EXPECTED or not kept:
+    rare, rare_count = max(0.0, 1.0 - float(probs_C.sum())), samples - float(counts_C.sum())
+    if rare * samples >= MIN_EXPECTED or not texts:
         probs_C = torch.cat([probs_C, probs_C.new_tensor([rare])])
-        seen_C = torch.cat([seen_C, seen_C.new_tensor([seen_rare])])
+        counts_C = torch.cat([counts_C, counts_C.new_tensor([rare_count])])
     else:
         least_likely = int(probs_C.argmin())
         probs_C[least_likely] += rare
-        seen_C[least_likely] += seen_rare
-    statistic = float((((seen_C - samples * probs_C) ** 2) / (samples * probs_C)).sum())
+        counts_C[least_likely] += rare_count
+    statistic = float((((counts_C - samples * probs_C) ** 2) / (samples * probs_C)).sum())
     return Fit(
         samples=samples,
         cells=len(probs_C),
         chi_square=statistic,
         p_value=chi_square_p(statistic, len(probs_C) - 1),
-        total_variation=float((seen_C / samples - probs_C).abs().sum() / 2),
+        total_variation=float((counts_C / samples - probs_C).abs().sum() / 2),
         expected_variation=expected_variation(probs_C, samples),
         impossible=sum(count for text, count in counts.items() if not exact.possible(text)),
     )
@@ -166,7 +166,7 @@ def chi_square_p(statistic: float, freedom: int) -> float:
 
 
 def least_seen(cells: int, samples: int, level: float) -> float | None:
-    """Return the smallest total variation that fails the test with probability `SEEN`; None for a single cell.
+    """Return the smallest total variation that fails the test with probability `POWER`; None for a single cell.
 
     Under a deviation the statistic is noncentral chi-square, a Poisson mixture of central ones. Its noncentrality is
     `samples` times the sum of squared deviations over probabilities: at least 4 times the squared total variation
@@ -178,7 +178,7 @@ def least_seen(cells: int, samples: int, level: float) -> float | None:
     freedom = cells - 1
     if freedom == 0:
         return None
-    critical = _reached(lambda statistic: -chi_square_p(statistic, freedom), -level)
+    critical = _solve(lambda statistic: -chi_square_p(statistic, freedom), -level)
     counts_J = torch.arange(4096, dtype=torch.float64)
     failing_J = torch.special.gammaincc(freedom / 2 + counts_J, torch.full_like(counts_J, critical / 2))
 
@@ -187,10 +187,10 @@ def least_seen(cells: int, samples: int, level: float) -> float | None:
         weights_J = torch.exp(counts_J * math.log(mean) - mean - torch.lgamma(counts_J + 1))
         return float((weights_J * failing_J).sum())
 
-    return min(1.0, math.sqrt(_reached(power, SEEN) / samples) / 2)
+    return min(1.0, math.sqrt(_solve(power, POWER) / samples) / 2)
 
 
-def _reached(rising: Callable[[float], float], value: float) -> float:
+def _solve(rising: Callable[[float], float], value: float) -> float:
     """Return the positive argument at which an increasing function reaches a value, by bisection."""
     low, high = 0.0, 1.0
     while rising(high) < value:

@@ -26,38 +26,33 @@ from headstart.data.prompts.chat import (
     with_tools,
 )
 from headstart.data.prompts.questions import Question
+from headstart.decode.costs import Measured
 from headstart.decode.loop import Drafter, check, check_options
+from headstart.decode.options import TreeKind
+from headstart.drafters.catalog import parts_of
 from headstart.errors import UserError
+from headstart.eval import figures
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
-from headstart.eval.figures import (
-    LEAST_UNITS,
-    Prompt,
-    Unit,
-    compare_rows,
-    method_figures,
-    of_methods,
-    per_prompt,
-    rate,
-    summarise,
-)
-from headstart.eval.groups import categories, places, prompt_lengths
+from headstart.eval.figures import LEAST_UNITS, Prompt, Unit, units_with
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
-from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted, warm_up
+from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, drafters_named, expand, warm_up
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import pieces_of, races
-from headstart.eval.tuned import tuned
+from headstart.eval.replay import races, token_texts
 from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
+from headstart.tree.tree import TreeShape
+from headstart.tuning.tune import Tuning, path_prob
 
 SCHEMA_VERSION = 2  # of results.json; raised when a key changes its meaning or is removed
-_NOT_OF_RESULTS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
-"""Decoding options that do not apply to measuring."""
-_BEFORE, _AFTER = 16, 12  # tokens shown of two answers before and after they diverge
-_OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
+_OMITTED_OPTIONS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
+"""Decoding options that do not apply to measuring, left out of `settings`."""
+_CONTEXT, _CONTINUATION = 16, 12  # tokens shown of two answers before and after they diverge
+_BATCH_FIGURES = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
 """Figures kept of a drafter at other batch sizes."""
 _EVERY = 4
 """transformers answers one in four questions or batches, and more if it would otherwise have no interval."""
+_TREE_NODES = 15  # maximum nodes of the reported tree: further ones are rarely accepted
 
 
 def evaluate(
@@ -68,25 +63,25 @@ def evaluate(
     A target without a chat template continues the text of each question.
 
     Returns the content of results.json: schema_version, summary, compare, categories, prompt_lengths, places, batches,
-    tuned (see `headstart.eval.tuned`), settings, environment, per_prompt and replays (of a few prompts, see
+    tuned (see `tuning_record`), settings, environment, per_prompt and replays (of a few prompts, see
     `headstart.eval.replay`). Raises UserError, before anything runs, for settings that cannot be measured.
     """
     options = options or EvalOptions()
     target = source.target
     tokenizer = with_template_kwargs(target.tokenizer, options.chat_template_kwargs or {})
-    questions = _checked(target, tokenizer, questions, options, console)
+    questions = _select_questions(target, tokenizer, questions, options, console)
     drafters = source.drafters(options.drafter, options.tree)
     drafter = tested = options.drafter
     if options.tree is not None and "heads" in tested.split("+"):
         tested = options.tree if tested == "heads" else f"{tested} ({options.tree})"
-    options = replace(options, drafter=tested, compare=wanted(options.compare, tested))
-    others = {name: named(source, name) for name in options.compare}
+    options = replace(options, drafter=tested, compare=expand(options.compare, tested))
+    others = {name: drafters_named(source, name) for name in options.compare}
     methods = make_methods(source, drafters, others, options)
     templated = target.with_tokenizer(tokenizer)
     units = _measure(templated, questions, options, methods, console)
     batches = _batches(templated, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
-    summary, rows = summarise(units, options.seed), per_prompt(units, tested)
+    summary, rows = figures.summarise(units, options.seed), figures.per_prompt(units, tested)
     answers = [pair for unit in units for pair in zip(unit.runs[PLAIN].tokens, unit.runs[HEADS].tokens, strict=True)]
     for difference in judged[HEADS].differences:
         texts = _texts(target.tokenizer, *answers[difference.prompt], difference.position)
@@ -97,7 +92,7 @@ def evaluate(
         "drafter": tested,
     }
     settings = {
-        **{name: value for name, value in asdict(options).items() if name not in _NOT_OF_RESULTS},
+        **{name: value for name, value in asdict(options).items() if name not in _OMITTED_OPTIONS},
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
         **({"chat_template_kwargs": variables} if (variables := template_kwargs(tokenizer)) else {}),
@@ -111,12 +106,12 @@ def evaluate(
     return {
         "schema_version": SCHEMA_VERSION,
         "summary": summary,
-        "compare": compare_rows(units, judged, options.seed, tested),
-        "categories": categories(units, options.seed),
-        "prompt_lengths": prompt_lengths(units, options.seed),
-        "places": places(units),
+        "compare": figures.compare_rows(units, judged, options.seed, tested),
+        "categories": figures.categories(units, options.seed),
+        "prompt_lengths": figures.prompt_lengths(units, options.seed),
+        "places": figures.places(units),
         "batches": batches,
-        "tuned": tuned(source, drafter, options.tree),
+        "tuned": tuning_record(source, drafter, options.tree),
         "settings": settings,
         "environment": environment(target, drafters),
         "per_prompt": rows,
@@ -131,6 +126,34 @@ def _predicted(source: Source, options: EvalOptions) -> float | None:
     if not comparable or tuned_dtype != source.target.dtype_name:
         return None
     return cast("float | None", source.calibration.get("predicted", {}).get("speedup"))
+
+
+def tuning_record(source: Source, drafter: str, tree: TreeKind | None) -> dict[str, Any] | None:
+    """Return tuning's measurements of the heads, at this machine's costs of drafting; None if no tuned heads draft.
+
+    `nodes` are (path of ranks, probability that all of it is accepted), likeliest first; the first `chosen` are the
+    best static tree. `acceptance`, by depth and rank after the best draft of each depth above, and `kinds` are as in
+    `Tuning`; `costs` are milliseconds, see `Costs`.
+    """
+    costs = source.costs
+    if costs is None or "heads" not in parts_of(drafter) or not source.calibration.get("acceptance"):
+        return None
+    tuning = Tuning.from_json(source.calibration)
+    if costs != tuning.costs:
+        tuning = tuning.at_costs(Measured(costs, tuning.packed))
+    kind = tree or tuning.tree
+    paths = TreeShape.chain(tuning.chain).paths if kind == "chain" else tuning.ranked_paths[:_TREE_NODES]
+    return {
+        "tree": kind,
+        "chosen": min(len(paths), tuning.chain if kind == "chain" else len(tuning.paths)),
+        "nodes": [[list(path), round(path_prob(path, tuning.acceptance), 4)] for path in paths],
+        "kinds": tuning.kinds,
+        "acceptance": [[round(share, 4) for share in ranks] for ranks in tuning.acceptance],
+        "costs": {
+            name: [round(ms, 3) for ms in value] if isinstance(value, tuple) else round(value, 3)
+            for name, value in asdict(costs).items()
+        },
+    }
 
 
 def make_methods(
@@ -166,10 +189,10 @@ def _measure(
                 if not units:
                     for method in methods.values():
                         warm_up(method, tokens, options.max_new_tokens, seed)
-                asked = [name for name in methods if group % every == 0 or isinstance(methods[name], Ours)]
-                start = len(units) % len(asked)
+                names = [name for name in methods if group % every == 0 or isinstance(methods[name], Ours)]
+                start = len(units) % len(names)
                 runs = {}
-                for name in asked[start:] + asked[:start]:
+                for name in names[start:] + names[:start]:
                     bar.update(title=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
                     runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
                 units.append(Unit(group, prompts, runs))
@@ -189,13 +212,13 @@ def _batches(
     rows = []
     for size in options.sweep_batch:
         units = _measure(target, questions, replace(options, batch_size=size), ours, console)
-        plain = rate(units, PLAIN, options.seed)
+        plain = figures.rate(units, PLAIN, options.seed)
         for name in ours:
             if name != PLAIN:
-                figures = method_figures(units, name, options.seed)
-                called = options.drafter if name == HEADS else name.removeprefix(OTHER)
-                row = {"batch_size": size, "name": called, "plain_tokens_per_second": plain and plain["mean"]}
-                rows.append(row | {key: figures[key] for key in _OF_A_BATCH})
+                measured = figures.method_figures(units, name, options.seed)
+                shown = options.drafter if name == HEADS else name.removeprefix(OTHER)
+                row = {"batch_size": size, "name": shown, "plain_tokens_per_second": plain and plain["mean"]}
+                rows.append(row | {key: measured[key] for key in _BATCH_FIGURES})
     return rows
 
 
@@ -218,14 +241,14 @@ def _conversations(target: Target, questions: Sequence[Question], units: list[Un
 def _judge(
     target: Target, units: Sequence[Unit], options: EvalOptions, names: Sequence[str], console: Console | None
 ) -> dict[str, Judgement]:
-    """Compare each method's text with the plain loop's; not if sampled, because random numbers differ."""
+    """Compare each method's greedy text with the plain loop's. Sampled texts differ: the random numbers do."""
     if options.temperature != 0:
         return dict.fromkeys(names, Judgement())
     judge = Judge(target, options)
     with console.status("comparing the words, in float32 where they differ") if console else nullcontext():
         judged = {}
         for name in names:
-            within = of_methods(units, name)
+            within = units_with(units, name)
             prompts = [prompt.tokens for unit in within for prompt in unit.prompts]
             plain, other = ([tokens for unit in within for tokens in unit.runs[of].tokens] for of in (PLAIN, name))
             judged[name] = judge.judge(prompts, plain, other)
@@ -234,14 +257,14 @@ def _judge(
 
 def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], position: int) -> dict[str, str]:
     """Return the common text before two answers diverge, and both continuations."""
-    before = plain[max(0, position - _BEFORE) : position]
-    texts = {"before": pieces_of(tokenizer, [], before)}
+    before = plain[max(0, position - _CONTEXT) : position]
+    texts = {"before": token_texts(tokenizer, [], before)}
     for name, answer in (("plain", plain), ("drafted", drafted)):
-        texts[name] = pieces_of(tokenizer, before, answer[position : position + _AFTER])
+        texts[name] = token_texts(tokenizer, before, answer[position : position + _CONTINUATION])
     return {name: "".join(pieces) for name, pieces in texts.items()}
 
 
-def _checked(
+def _select_questions(
     target: Target, tokenizer: Any, questions: Sequence[Question], options: EvalOptions, console: Console | None
 ) -> list[Question]:
     """Select the questions and turns to ask; refuse settings that cannot be measured."""
@@ -251,18 +274,18 @@ def _checked(
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
     check_options(options)
     check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked below
-    asked = list(questions)[: options.limit]
+    selected = list(questions)[: options.limit]
     if not options.multi_turn:
-        asked = [replace(question, turns=question.turns[:1]) for question in asked]
-    if not asked:
+        selected = [replace(question, turns=question.turns[:1]) for question in selected]
+    if not selected:
         raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
     if tokenizer is None or options.multi_turn:  # a target without a template can continue a text only once
         check_template(tokenizer)
     elif console is not None and not has_template(tokenizer):
         console.print(f"{target.name} has no chat template: it continues the text of each question.", style="dim")
-    for question in asked:
+    for question in selected:
         _check_fits(target, tokenizer, question, options)
-    return asked
+    return selected
 
 
 def _check_fits(target: Target, tokenizer: Any, question: Question, options: EvalOptions) -> None:

@@ -1,4 +1,4 @@
-"""Figures of a report, from timed runs. Each is defined here, once.
+"""Statistics of a report, from timed runs. Each figure is defined here, once.
 
 Shape suffixes: N resampled units (questions or batches of them), R resamples.
 """
@@ -6,12 +6,11 @@ Shape suffixes: N resampled units (questions or batches of them), R resamples.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from headstart.decode.loop import Round
 from headstart.eval.divergence import Judgement
-from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER, PLAIN
+from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, OTHER, PLAIN
 from headstart.eval.methods import Run
 
 RESAMPLES = 10_000  # bootstrap resamples per interval
@@ -54,127 +53,42 @@ class Unit:
     runs: Mapping[str, Run]
 
 
-def of_methods(units: Sequence[Unit], *methods: str) -> list[Unit]:
+def units_with(units: Sequence[Unit], *methods: str) -> list[Unit]:
     """Return the units that all these methods have run."""
     return [unit for unit in units if all(method in unit.runs for method in methods)]
-
-
-def method_rounds(units: Sequence[Unit], method: str) -> list[Round]:
-    """Return the rounds of all rows of a method; empty if it did not draft through our loop."""
-    return [done for unit in of_methods(units, method) for row in unit.runs[method].rounds for done in row]
-
-
-def undrafted_prompts(units: Sequence[Unit], method: str) -> int:
-    """Count prompts without any drafts, because drafting would not have paid."""
-    rows = [row for unit in of_methods(units, method) for row in unit.runs[method].rounds]
-    return sum(all(done.nodes == 1 for done in row) and any(done.paused for done in row) for row in rows)
 
 
 # -- drafting --------------------------------------------------------------------------------------------------------
 
 
-def tokens_per_round(rounds: Sequence[Round]) -> float:
-    """Return τ: tokens emitted per round, the target's own included; plain decoding is 1.
+def drafting_figures(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return τ and conditional acceptance by position, with the number of rounds behind each.
 
-    >>> tokens_per_round([Round(3, emitted, 0, 0, 0) for emitted in (1, 3, 1)])  # (1 + 3 + 1) / 3
-    1.6666666666666667
-    """
-    return sum(done.emitted for done in rounds) / len(rounds) if rounds else 1.0
-
-
-def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """Return conditional acceptance: the share of rounds that accepted draft k, among rounds that drafted k tokens
-    ahead and accepted the first k - 1. The list ends at the last position that any round reached.
+    τ is the number of tokens emitted per round, the target's own included; plain decoding has 1. Acceptance of draft k
+    is the share of rounds that accepted it, among rounds that drafted k tokens ahead and accepted the first k - 1.
 
     >>> rounds = [Round(3, emitted, 0, 0, 0, depth=2) for emitted in (1, 3, 2)]
-    >>> acceptance_by_position([*rounds, Round(2, 2, 0, 0, 0, depth=1)])  # 3 of 4, then 1 of 2
+    >>> drafting_figures([*rounds, Round(2, 2, 0, 0, 0, depth=1)])["acceptance_by_position"]  # 3 of 4, then 1 of 2
     [0.75, 0.5]
     """
-    return [
-        sum(done.emitted > position for done in reached) / len(reached)
-        for position, reached in enumerate(_reached(rounds), start=1)
-    ]
-
-
-def drafting_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return τ and acceptance by position; `rounds_by_position` counts the rounds behind each share of acceptance."""
+    counts = _counts_by_position(rounds)
     return {
         "rounds": len(rounds),
-        "tokens_per_round": tokens_per_round(rounds),
-        "acceptance_by_position": acceptance_by_position(rounds),
-        "rounds_by_position": [len(reached) for reached in _reached(rounds)],
+        "tokens_per_round": sum(done.emitted for done in rounds) / len(rounds) if rounds else 1.0,
+        "acceptance_by_position": [accepted / reached for reached, accepted in counts],
+        "rounds_by_position": [reached for reached, _ in counts],
     }
 
 
-def _reached(rounds: Sequence[Round]) -> Iterator[list[Round]]:
-    """Yield, by position, the rounds that drafted it after accepting all before it, as long as there are any."""
+def _counts_by_position(rounds: Sequence[Round]) -> list[tuple[int, int]]:
+    """Count, for each position that any round reached, the rounds that reached and that accepted it."""
+    counts: list[tuple[int, int]] = []
     for position in range(1, max((done.depth for done in rounds), default=0) + 1):
         reached = [done for done in rounds if done.depth >= position and done.emitted >= position]
         if not reached:
-            return
-        yield reached
-
-
-def _drafting(run: Run, row: int) -> dict[str, Any]:
-    """Count a row's tokens and rounds, with `reached` and `accepted` by position, see `acceptance_by_position`."""
-    rounds = run.rounds[row]
-    reached = list(_reached(rounds))
-    return {
-        "tokens": len(run.tokens[row]),
-        "seconds": run.seconds / len(run.tokens),
-        "rounds": len(rounds),
-        "emitted": sum(done.emitted for done in rounds),
-        "reached": [len(these) for these in reached],
-        "accepted": [sum(done.emitted > k for done in these) for k, these in enumerate(reached, start=1)],
-    }
-
-
-def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of `count` independent cases.
-
-    >>> low, high = share_interval(1.0, 10)
-    >>> round(low, 3), round(high, 3)
-    (0.722, 1.0)
-    """
-    wide = 1.96**2 / count
-    middle, half = share + wide / 2, 1.96 * math.sqrt(share * (1 - share) / count + wide / 4 / count)
-    return max(0.0, (middle - half) / (1 + wide)), min(1.0, (middle + half) / (1 + wide))
-
-
-def accepted(row: Mapping[str, Any]) -> list[tuple[float, int]]:
-    """Return acceptance at each position, with the number of rounds behind it."""
-    shares, rounds = row.get("acceptance_by_position") or (), row.get("rounds_by_position") or ()
-    return list(zip(shares, rounds, strict=False))
-
-
-LEAST_ROUNDS = 30  # minimum rounds of a share that is shown on its own: 30 give ±18 points
-
-
-def folded(row: Mapping[str, Any]) -> list[tuple[str, float, int]]:
-    """Return acceptance as (position, share, rounds), with all positions from the first with few rounds pooled.
-
-    >>> folded({"acceptance_by_position": [0.5, 0.5, 1.0], "rounds_by_position": [90, 20, 10]})
-    [('1', 0.5, 90), ('2–3', 0.6666666666666666, 30)]
-    """
-    pairs = accepted(row)
-    enough = next((place for place, (_, rounds) in enumerate(pairs) if rounds < LEAST_ROUNDS), len(pairs))
-    shown = [(str(place), *pair) for place, pair in enumerate(pairs[:enough], start=1)]
-    rest = pairs[enough:]
-    if not rest:
-        return shown
-    count = sum(rounds for _, rounds in rest)
-    name = f"{enough + 1}–{len(pairs)}" if len(rest) > 1 else str(len(pairs))
-    return [*shown, (name, sum(share * rounds for share, rounds in rest) / count, count)]
-
-
-def acceptance(share: float, rounds: int) -> str:
-    """Format a share with its interval and rounds.
-
-    >>> acceptance(7 / 9, 9)
-    '78 % (45–94 %) of 9 rounds'
-    """
-    low, high = share_interval(share, rounds)
-    return f"{100 * share:.0f} % ({100 * low:.0f}–{100 * high:.0f} %) of {rounds} round{'s' * (rounds > 1)}"
+            break
+        counts.append((len(reached), sum(done.emitted > position for done in reached)))
+    return counts
 
 
 def node_counts(rounds: Sequence[Round]) -> list[list[int]]:
@@ -182,9 +96,8 @@ def node_counts(rounds: Sequence[Round]) -> list[list[int]]:
     return [list(pair) for pair in sorted(Counter(done.nodes for done in rounds).items())]
 
 
-def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
+def _mean_round_ms(runs: Sequence[Run]) -> dict[str, float] | None:
     """Return mean milliseconds of a round, by part. Rows of a batch share its rounds; the longest row has all."""
-    runs = [unit.runs[method] for unit in of_methods(units, method)]
     rounds = [done for run in runs for done in max(run.rounds, key=len, default=[])]
     if not rounds:
         return None
@@ -196,63 +109,41 @@ def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None
 
 
 @lru_cache(maxsize=1)  # consecutive figures are mostly of the same units
-def _resamples(size: int, seed: int) -> NDArray[np.float64]:
-    """Return how often each of `size` units is drawn, by resample."""
-    return np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES).astype(float)
+def _draws(size: int, seed: int) -> NDArray[np.float64]:
+    """Return the weights of `size` units: all 1 as measured, then their counts in each resample."""
+    rng = np.random.default_rng(seed)
+    resamples = RESAMPLES if size >= LEAST_UNITS else 0
+    return np.vstack([np.ones(size), rng.multinomial(size, np.full(size, 1 / size), resamples)])
 
 
 class Totals(NamedTuple):
-    """Tokens and seconds of a method in each unit."""
+    """Tokens and seconds of a method in each unit, or any other counts and their divisors."""
 
     tokens_N: Sequence[float]
     seconds_N: Sequence[float]
 
-    def rates(self, seed: int) -> tuple[float, NDArray[np.float64]]:
-        """Return total tokens over total seconds: as measured, and of each resample."""
-        counts_RN = _resamples(len(self.tokens_N), seed)
-        tokens_N, seconds_N = np.asarray(self.tokens_N, float), np.asarray(self.seconds_N, float)
+    def rates(self, seed: int = 0) -> NDArray[np.float64]:
+        """Return total tokens over total seconds: as measured, and of each bootstrap resample of the units, if any.
+
+        Arithmetic on rates is paired: the resamples of equally many units are the same.
+        """
+        draws_RN = _draws(len(self.tokens_N), seed)
         with np.errstate(invalid="ignore"):  # 0 / 0 in a resample without any counts gives NaN
-            return tokens_N.sum() / seconds_N.sum(), (counts_RN @ tokens_N) / (counts_RN @ seconds_N)
+            rates_R: NDArray[np.float64] = (draws_RN @ self.tokens_N) / (draws_RN @ self.seconds_N)
+        return rates_R
 
 
-def rate_interval(totals: Totals, seed: int) -> Interval:
-    """Return total tokens over total seconds, with its 95 % bootstrap interval over units."""
-    return _interval(*totals.rates(seed), len(totals.tokens_N))
+def interval(rates_R: NDArray[np.float64]) -> Interval:
+    """Return a measured figure with the middle 95 % of its resamples.
 
-
-def ratio_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a product of rates over another, with its 95 % paired bootstrap interval: each resample draws units, and
-    takes all rates of these units.
-
-    >>> ratio_interval([Totals([10] * 5, [1] * 5)], [Totals([10] * 5, [2] * 5)], seed=0)
+    >>> interval(Totals([10] * 5, [1] * 5).rates() / Totals([10] * 5, [2] * 5).rates())
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
     """
-    point, resampled_R = 1.0, np.ones(RESAMPLES)
-    for rate, rate_R in (totals.rates(seed) for totals in above):
-        point, resampled_R = point * rate, resampled_R * rate_R
-    for rate, rate_R in (totals.rates(seed) for totals in below):
-        point, resampled_R = point / rate, resampled_R / rate_R
-    return _interval(point, resampled_R, len(above[0].tokens_N))
-
-
-def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Return a relative change: `ratio_interval` less 1."""
-    ratio = ratio_interval(above, below, seed)
-    mean, low, high = ratio["mean"], ratio["low"], ratio["high"]
-    return {"mean": mean - 1, "low": None if low is None else low - 1, "high": None if high is None else high - 1}
-
-
-def difference_interval(totals: Totals, base: Totals, seed: int) -> Interval:
-    """Return the difference of two rates of the same units, with its 95 % interval by paired bootstrap."""
-    (rate, rate_R), (base_rate, base_rate_R) = totals.rates(seed), base.rates(seed)
-    return _interval(rate - base_rate, rate_R - base_rate_R, len(totals.tokens_N))
-
-
-def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Interval:
-    if units < LEAST_UNITS:
-        return {"mean": float(point), "low": None, "high": None}
-    low, high = np.nanpercentile(resampled_R, [2.5, 97.5])
-    return {"mean": float(point), "low": float(low), "high": float(high)}
+    measured, resampled = float(rates_R[0]), rates_R[1:]
+    if not len(resampled):
+        return {"mean": measured, "low": None, "high": None}
+    low, high = np.nanpercentile(resampled, [2.5, 97.5])
+    return {"mean": measured, "low": float(low), "high": float(high)}
 
 
 def _totals(units: Sequence[Unit], method: str) -> Totals:
@@ -267,21 +158,42 @@ def _totals(units: Sequence[Unit], method: str) -> Totals:
 
 def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
     """Return tokens per second of a method on the units that it ran on; None if there are none."""
-    within = of_methods(units, method)
-    return rate_interval(_totals(within, method), seed) if within else None
-
-
-def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) -> Interval | None:
-    """Return a method's tokens per second over another's, on common units; None without any, or for the same method."""
-    within = of_methods(units, method, base)
-    if method == base or not within:
-        return None
-    return ratio_interval([_totals(within, method)], [_totals(within, base)], seed)
+    within = units_with(units, method)
+    return interval(_totals(within, method).rates(seed)) if within else None
 
 
 def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
-    """Return speed-ups over each baseline, by their names in results.json."""
-    return {label.speedup: speedup(units, base, seed, method) for base, label in LABELS.items() if label.speedup}
+    """Return a method's speed-up over each other baseline on common units, by its name in results.json."""
+    found: dict[str, Interval | None] = dict.fromkeys(BASELINES)
+    for base, label in LABELS.items():
+        within = units_with(units, method, base)
+        if label.speedup and base != method and within:
+            ratios_R = _totals(within, method).rates(seed) / _totals(within, base).rates(seed)
+            found[label.speedup] = interval(ratios_R)
+    return found
+
+
+PERCENTILES = {"p50": 1, "p95": 20, "p99": 100}
+"""Minimum number of values: with fewer, the percentile would just be the largest."""
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None] | None:
+    """Return the count and the percentiles of milliseconds; None for percentiles of too few."""
+    if not values:
+        return None
+    found = {
+        name: float(np.percentile(values, int(name[1:]))) if len(values) >= least else None
+        for name, least in PERCENTILES.items()
+    }
+    return {"count": len(values), **found}
+
+
+def _gaps_ms(run: Run) -> Iterable[float]:
+    """Yield the time between tokens: the wait for each arrival, divided equally among its tokens."""
+    for row in run.token_ms:
+        arrivals = [(ms, len(list(together))) for ms, together in groupby(row)]
+        for (before, _), (now, tokens) in pairwise(arrivals):
+            yield from [(now - before) / tokens] * tokens
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -289,8 +201,12 @@ def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interva
 
 def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, Any]:
     """Return a report's figures of a method; inapplicable ones are None."""
-    rounds, speed = method_rounds(units, method), rate(units, method, seed)
-    within = of_methods(units, method)
+    within, speed = units_with(units, method), rate(units, method, seed)
+    runs = [unit.runs[method] for unit in within]
+    rows = [row for run in runs for row in run.rounds]
+    rounds = [done for row in rows for done in row]
+    # A prompt counts as undrafted only if drafting was paused, not if the drafter had nothing to propose.
+    undrafted = [all(done.nodes == 1 for done in row) and any(done.paused for done in row) for row in rows]
     return {
         "prompts": sum(len(unit.prompts) for unit in within),
         "tokens_per_second": speed["mean"] if speed else None,
@@ -300,11 +216,11 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
         **({} if rounds else {"tokens_per_round": None}),
         "node_counts": node_counts(rounds),
         "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
-        "round_ms": mean_round_ms(units, method),
-        "ttft_ms": _percentiles(units, method, _first_ms),
-        "inter_token_ms": _percentiles(units, method, _gaps_ms),
-        "undrafted_prompts": undrafted_prompts(units, method) if rounds and method != PLAIN else None,
-        "drafter_error": next((error for unit in within if (error := unit.runs[method].drafter_error)), None),
+        "round_ms": _mean_round_ms(runs),
+        "ttft_ms": _percentiles([row[0] for run in runs for row in run.token_ms if row]),
+        "inter_token_ms": _percentiles([ms for run in runs for ms in _gaps_ms(run)]),
+        "undrafted_prompts": sum(undrafted) if rounds and method != PLAIN else None,
+        "drafter_error": next((run.drafter_error for run in runs if run.drafter_error), None),
     }
 
 
@@ -324,11 +240,10 @@ def compare_rows(
 
 def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
     """Return the part of `summary` that is computed from the runs."""
-    rounds = method_rounds(units, HEADS)
-    speeds = {name: rate(units, name, seed) for name in METHODS}
+    figures, speeds = method_figures(units, HEADS, seed), {name: rate(units, name, seed) for name in METHODS}
     return {
-        **method_figures(units, HEADS, seed),
-        "tokens_per_round": tokens_per_round(rounds),
+        **figures,
+        "tokens_per_round": figures["tokens_per_round"] or 1.0,
         "tokens_per_second": {name: speed["mean"] if speed else None for name, speed in speeds.items()},
         "tokens_per_second_interval": speeds,
     }
@@ -340,58 +255,103 @@ def per_prompt(units: Sequence[Unit], drafter: str = HEADS) -> list[dict[str, An
     `asked` hashes the last user message; prompts of the same `group` are dependent. `drafters` has every method that
     drafted through our loop, by its name in `compare`; the tested one is called `drafter` there.
     """
+    return [
+        {
+            "id": prompt.id,
+            "asked": hashlib.sha256(prompt.question.encode()).hexdigest()[:12],
+            "category": prompt.category,
+            "unit": number,
+            "group": unit.group,
+            "prompt_tokens": len(prompt.tokens),
+            "tokens": {name: len(unit.runs[name].tokens[row]) if name in unit.runs else None for name in METHODS},
+            "seconds": {
+                name: unit.runs[name].seconds / len(unit.prompts) if name in unit.runs else None for name in METHODS
+            },
+            "tokens_per_round": drafting_figures(unit.runs[HEADS].rounds[row])["tokens_per_round"],
+            "drafters": {
+                drafter if name == HEADS else name.removeprefix(OTHER): _row_counts(run, row)
+                for name, run in unit.runs.items()
+                if name == HEADS or name.startswith(OTHER)
+            },
+            "divergence": None,
+        }
+        for number, unit in enumerate(units)
+        for row, prompt in enumerate(unit.prompts)
+    ]
+
+
+def _row_counts(run: Run, row: int) -> dict[str, Any]:
+    """Count a row's tokens and rounds; `reached` and `accepted` are by position."""
+    rounds = run.rounds[row]
+    counts = _counts_by_position(rounds)
+    return {
+        "tokens": len(run.tokens[row]),
+        "seconds": run.seconds / len(run.tokens),
+        "rounds": len(rounds),
+        "emitted": sum(done.emitted for done in rounds),
+        "reached": [reached for reached, _ in counts],
+        "accepted": [accepted for _, accepted in counts],
+    }
+
+
+# -- groups of prompts -----------------------------------------------------------------------------------------------
+
+
+def categories(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
+    """Return one row per category, in order of appearance. Speeds are null if prompts were decoded in batches."""
+    prompts = [prompt for unit in units for prompt in unit.prompts]
+    return _grouped(units, seed, "category", prompts, lambda prompt: prompt.category)
+
+
+def prompt_lengths(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
+    """Return the same rows by octave of the prompt's length in tokens."""
+    prompts = sorted((prompt for unit in units for prompt in unit.prompts), key=lambda prompt: len(prompt.tokens))
+    return _grouped(units, seed, "prompt_tokens", prompts, lambda prompt: octave(len(prompt.tokens), 32))
+
+
+def _grouped(
+    units: Sequence[Unit], seed: int, key: str, prompts: Sequence[Prompt], group_of: Callable[[Prompt], str]
+) -> list[dict[str, Any]]:
+    """Return the tested drafter's figures by group, in the order of `prompts`; `key` has the group's name."""
+    single = all(len(unit.prompts) == 1 for unit in units)
     rows = []
-    for number, unit in enumerate(units):
-        runs = {name: unit.runs.get(name) for name in METHODS}
-        for index, prompt in enumerate(unit.prompts):
-            rows.append(
-                {
-                    "id": prompt.id,
-                    "asked": hashlib.sha256(prompt.question.encode()).hexdigest()[:12],
-                    "category": prompt.category,
-                    "unit": number,
-                    "group": unit.group,
-                    "prompt_tokens": len(prompt.tokens),
-                    "tokens": {name: len(run.tokens[index]) if run else None for name, run in runs.items()},
-                    "seconds": {name: run.seconds / len(unit.prompts) if run else None for name, run in runs.items()},
-                    "tokens_per_round": tokens_per_round(unit.runs[HEADS].rounds[index]),
-                    "drafters": {
-                        drafter if name == HEADS else name.removeprefix(OTHER): _drafting(run, index)
-                        for name, run in unit.runs.items()
-                        if name == HEADS or name.startswith(OTHER)
-                    },
-                    "divergence": None,
-                }
-            )
+    for name in dict.fromkeys(map(group_of, prompts)):
+        within = [unit for unit in units if any(group_of(prompt) == name for prompt in unit.prompts)]
+        pairs = [pair for unit in within for pair in zip(unit.prompts, unit.runs[HEADS].rounds, strict=True)]
+        members = [rounds for prompt, rounds in pairs if group_of(prompt) == name]
+        speeds = {method: rate(within, method, seed) if single else None for method in METHODS}
+        rows.append(
+            {
+                key: name,
+                "prompts": len(members),
+                **drafting_figures([done for rounds in members for done in rounds]),
+                "tokens_per_second": {method: speed["mean"] if speed else None for method, speed in speeds.items()},
+                **(speedups(within, HEADS, seed) if single else dict.fromkeys(BASELINES)),
+            }
+        )
     return rows
 
 
-PERCENTILES = {"p50": 1, "p95": 20, "p99": 100}
-"""Minimum number of values: with fewer, the percentile would just be the largest."""
+def places(units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """Return drafting figures by octave of the position at which a round starts; the prefill's token is position 1."""
+    within: dict[int, list[Round]] = {}
+    for row in (row for unit in units for row in unit.runs[HEADS].rounds):
+        for position, done in zip(accumulate((done.emitted for done in row), initial=2), row, strict=False):
+            within.setdefault(_octave_end(position, 16), []).append(done)
+    return [{"place": octave(end, 16), **drafting_figures(within[end])} for end in sorted(within)]
 
 
-def _percentiles(
-    units: Sequence[Unit], method: str, values: Callable[[Run], Iterable[float]]
-) -> dict[str, float | None] | None:
-    """Return the count and percentiles of a method's milliseconds; None for percentiles of too few."""
-    seen = [value for unit in of_methods(units, method) for value in values(unit.runs[method])]
-    if not seen:
-        return None
-    found = {
-        name: float(np.percentile(seen, int(name[1:]))) if len(seen) >= least else None
-        for name, least in PERCENTILES.items()
-    }
-    return {"count": len(seen), **found}
+def _octave_end(count: int, least: int) -> int:
+    """Return the end of a count's octave; the lowest octave is 1 to `least`."""
+    return least << (-(-count // least) - 1).bit_length()
 
 
-def _first_ms(run: Run) -> Iterable[float]:
-    """Return the time to first token of each row, prefill included."""
-    return (row[0] for row in run.token_ms if row)
+def octave(count: int, least: int = 1) -> str:
+    """Format the octave of a count.
 
-
-def _gaps_ms(run: Run) -> Iterable[float]:
-    """Yield the time between tokens: the wait for each arrival, divided equally among its tokens."""
-    for row in run.token_ms:
-        arrivals = [(ms, len(list(together))) for ms, together in groupby(row)]
-        for (before, _), (now, tokens) in pairwise(arrivals):
-            yield from [(now - before) / tokens] * tokens
+    >>> [octave(count) for count in (1, 2, 3, 9)], [octave(count, 32) for count in (5, 33, 129)]
+    (['1', '2', '3–4', '9–16'], ['1–32', '33–64', '129–256'])
+    """
+    high = _octave_end(count, least)
+    low = 1 if high == least else high // 2 + 1
+    return f"{low}–{high}" if low < high else str(high)

@@ -67,23 +67,23 @@ class Run:
         return sum(map(len, self.tokens))
 
 
-def named(source: Source, name: str) -> tuple[Drafter, ...]:
+def drafters_named(source: Source, name: str) -> tuple[Drafter, ...]:
     """Resolve the name of a compared drafter: one of `TREES`, or a name in the catalog."""
     tree = TREES.get(name)
     return source.drafters("heads", tree) if tree else source.drafters(name)
 
 
-def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
-    """Return the names to compare with the tested drafter, each once, without the baselines of every report.
+def expand(names: Sequence[str], drafter: str) -> tuple[str, ...]:
+    """Return the drafters to compare with the tested one, each once, without the baselines of every report.
 
     A name may be a comma-separated list, and "all" stands for `ALL`.
 
-    >>> wanted(["ngram,none", "chain", "ngram"], "heads")
+    >>> expand(["ngram,none", "chain", "ngram"], "heads")
     ('ngram', 'chain')
     """
-    asked = [name.strip() for listed in names for name in listed.split(",")]
-    every = [method for name in asked if name for method in (ALL if name == "all" else (name,))]
-    return tuple(name for name in dict.fromkeys(every) if name not in (drafter, "none", PLAIN, STOCK, LOOKUP))
+    listed = [name.strip() for entry in names for name in entry.split(",")]
+    every = [method for name in listed for method in (ALL if name == "all" else (name,))]
+    return tuple(name for name in dict.fromkeys(every) if name not in (drafter, "none", PLAIN, STOCK, LOOKUP, ""))
 
 
 class Ours:
@@ -139,7 +139,7 @@ class Transformers:
 
     def __init__(self, target: Target, options: DecodeOptions, lookup: bool = False) -> None:
         if options.processors:
-            raise UserError("Logits processors cannot be measured beside transformers.", "Leave them out.")
+            raise UserError("Logits processors cannot be compared with transformers.", "Leave them out.")
         self._target = target
         self._ends = target.end_tokens | set(options.stop_token_ids)
         pad = getattr(target.tokenizer, "pad_token_id", None)

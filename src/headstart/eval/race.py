@@ -20,24 +20,23 @@ from headstart.eval.methods import Ours, Source, warm_up
 from headstart.eval.replay import (
     Race,
     Replay,
-    began_anew,
     by_step,
-    closing,
+    conclusion,
     contestants,
     end_ms,
-    featured,
-    figures,
+    median_race,
+    printable,
     replay,
-    standing,
-    visible,
+    state_at,
+    status_line,
 )
-from headstart.eval.results import read_results
+from headstart.eval.report import read_results
 from headstart.support.terminal import ACCEPTED, format_moment, tell
 
 DRAFTED, REJECTED = "dim italic", "strike red"  # styles of pending and of rejected drafts
 _FRAME_SECONDS = 0.05
-_NARROW = 76  # columns below which answers are stacked
-_AROUND = 2  # border lines of a panel
+_SIDE_BY_SIDE = 76  # minimum columns; narrower terminals stack the answers
+_BORDER = 2  # lines of a panel's border
 
 
 def run_race(source: Source, prompt: Sequence[int], question: str, options: DecodeOptions) -> Race:
@@ -52,8 +51,6 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
     runs = {name: method.run([prompt], options.max_new_tokens, seed) for name, method in methods.items()}
     if error := runs[options.drafter].drafter_error:
         raise UserError(f"The drafter failed ({error}).", "Ask headstart doctor what is wrong with the heads.")
-    if any(began_anew(run, 0) for run in runs.values()):
-        raise UserError("Memory ran out during decoding, and the answer had to start again.", "Lower --max-new-tokens.")
     answers = [replay(name, run, 0, target.tokenizer) for name, run in runs.items()]
     return {"id": "", "question": question, "rank": 1, "ranked": 1, "answers": answers}
 
@@ -71,7 +68,7 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
     known = {race["id"]: race for race in races}
     if prompt_id is not None and prompt_id not in known:
         raise UserError(f"{file} holds no replay of prompt {prompt_id}.", f"It holds {', '.join(known)}.")
-    race = featured(races) if prompt_id is None else known[prompt_id]
+    race = median_race(races) if prompt_id is None else known[prompt_id]
     return race, conditions(results["settings"]["target"], results["environment"])
 
 
@@ -95,8 +92,8 @@ def show_race(race: Race, console: Console) -> None:
         _play(answers, console)
     else:
         for answer in answers:
-            tell(console, f"{label_of(answer['name'])}: {figures(answer, end_ms(answer))}")
-    tell(console, closing(*answers))
+            tell(console, f"{label_of(answer['name'])}: {status_line(answer, end_ms(answer))}")
+    tell(console, conclusion(*answers))
 
 
 def _play(answers: Sequence[Replay], console: Console) -> None:
@@ -111,13 +108,13 @@ def _play(answers: Sequence[Replay], console: Console) -> None:
 
 def frame(answers: Sequence[Replay], ms: float, console: Console) -> RenderableType:
     """Render each answer's newest lines and figures at time `ms`."""
-    narrow = console.width < _NARROW
-    width = (console.width if narrow else console.width // 2) - 4
+    stacked = console.width < _SIDE_BY_SIDE
+    width = (console.width if stacked else console.width // 2) - 4
     lines = max(len(answer_text(answer, end_ms(answer)).wrap(console, width)) for answer in answers)
-    room = (console.height - 2) // (len(answers) if narrow else 1) - _AROUND - 1
-    height = max(1, min(lines, room))
+    maximum = (console.height - 2) // (len(answers) if stacked else 1) - _BORDER - 1
+    height = max(1, min(lines, maximum))
     panels = [_panel(answer, ms, console, width, height) for answer in answers]
-    if narrow:
+    if stacked:
         return Group(*panels)
     grid = Table.grid(*(Column(ratio=1) for _ in panels), expand=True)
     grid.add_row(*panels)
@@ -127,25 +124,25 @@ def frame(answers: Sequence[Replay], ms: float, console: Console) -> RenderableT
 def _panel(answer: Replay, ms: float, console: Console, width: int, height: int) -> Panel:
     now = min(ms, end_ms(answer))
     lines = answer_text(answer, now).wrap(console, width)[-height:]
-    name, counts = label_of(answer["name"]), figures(answer, now)
+    name, counts = label_of(answer["name"]), status_line(answer, now)
     return Panel(
         Text("\n").join(lines),
         title=Text(name),
         subtitle=Text(counts if len(counts) <= width else counts.rpartition(" · ")[0]),
-        height=height + _AROUND,
+        height=height + _BORDER,
         border_style="cyan" if ms >= end_ms(answer) else "dim",
     )
 
 
 def answer_text(answer: Replay, ms: float) -> Text:
     """Render an answer at time `ms`, followed by its pending or rejected drafts."""
-    text, now = Text(), standing(answer, ms)
+    text, now = Text(), state_at(answer, ms)
     for pieces, step in by_step(answer)[: now.steps]:
-        text.append(visible("".join(pieces[: step["accepted"]])), ACCEPTED)
-        text.append(visible("".join(pieces[step["accepted"] :])))
+        text.append(printable("".join(pieces[: step["accepted"]])), ACCEPTED)
+        text.append(printable("".join(pieces[step["accepted"] :])))
     if now.drafting is not None:
         kept = "".join(answer["pieces"][now.tokens : now.tokens + now.drafting["kept"]])
-        text.append(visible(kept + now.drafting["rejected"]), DRAFTED)
+        text.append(printable(kept + now.drafting["rejected"]), DRAFTED)
     elif now.steps and now.steps < len(answer["steps"]):
-        text.append(visible(answer["steps"][now.steps - 1]["rejected"]), REJECTED)
+        text.append(printable(answer["steps"][now.steps - 1]["rejected"]), REJECTED)
     return text

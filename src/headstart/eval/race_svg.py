@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from textwrap import wrap
 
-from markupsafe import escape
 from rich.cells import cell_len
 
 from headstart.eval.labels import label_of
@@ -21,40 +20,28 @@ from headstart.eval.replay import (
     Race,
     Replay,
     Step,
-    beginning,
     by_step,
-    closing,
+    conclusion,
     contestants,
     end_ms,
-    figures,
-    visible,
+    printable,
+    status_line,
+    truncated,
 )
+from headstart.eval.report import template
 
 MOST_TOKENS = 160  # longer answers are truncated, with a note in the picture
 PAUSE_MS = 3000.0  # pause at the end, before it restarts
 
 _COLUMNS = 54
 _CELL, _LINE = 8.1, 19  # pixels; a monospaced character is about 0.6 of the font size (13.5 px) wide
-_LEFT, _WIDTH = 20, 478
+_LEFT = 20
+_RIGHT = _LEFT + _COLUMNS * _CELL
 _COUNTS = 60  # maximum updates of a counter
 _SEEN, _HIDDEN = "opacity:1", "opacity:0"
 _DRAFTED = f"{_SEEN};fill:var(--draft);text-decoration:none"
 _KEPT = f"{_SEEN};fill:var(--kept);text-decoration:underline"
 _REJECTED = f"{_SEEN};fill:var(--gone);text-decoration:line-through"
-_STYLE = """
-:root{color-scheme:light dark}
-svg{--page:#fff;--edge:#d5dbe5;--ink:#1c2430;--soft:#5a6475;--draft:#657082;--kept:#0a4b9c;--gone:#a23b00;--bar:#2f7de1}
-@media(prefers-color-scheme:dark){
-svg{--page:#10151d;--edge:#2c3543;--ink:#e4e9f1;--soft:#a3adbd;--draft:#929dae;--kept:#a9cdff;--gone:#ffa871;--bar:#5aa2ff}}
-text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink);white-space:pre}
-.m{font:13.5px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono","Liberation Mono",monospace}
-.q{font-weight:600;font-size:14px}.n{font-weight:600}.f{fill:var(--soft);font-variant-numeric:tabular-nums}.e{text-anchor:end}
-.k{fill:var(--kept);text-decoration:underline}.d{fill:var(--draft);font-style:italic}
-.r{fill:var(--gone);text-decoration:line-through}.h{opacity:0}
-.t{animation:SECONDSs step-end TURNS}.b{transform-box:fill-box}
-@media(prefers-reduced-motion:reduce){.t{animation:none}}
-"""
-_TURNS = 3  # then it stops: not every viewer can stop an animation
 
 Times = Sequence[tuple[float, str]]  # start time (ms) of each style
 Cell = tuple[int, int]  # row and column of a character
@@ -62,9 +49,10 @@ Cell = tuple[int, int]  # row and column of a character
 
 def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
     """Draw a race, plain decoding on top, with the measurement's conditions and the command that drew it."""
-    answers = [beginning(answer, MOST_TOKENS) for answer in contestants(race)]
+    answers = [truncated(answer, MOST_TOKENS) for answer in contestants(race)]
     cut = any(len(answer["tokens"]) > MOST_TOKENS for answer in contestants(race))
-    scene = _Scene(max(map(end_ms, answers)) + PAUSE_MS)
+    end = max(map(end_ms, answers))
+    scene = _Scene(end + PAUSE_MS)
     y = 30.0
     question = " ".join(race["question"].split())
     scene.text(question if len(question) <= 52 else question[:51].rstrip() + "…", _LEFT, y, "q")
@@ -75,13 +63,17 @@ def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
     for words, kind in (("drafted", "d"), ("accepted draft", "k"), ("rejected draft", "r")):
         scene.text(words, x, y, f"m {kind}")
         x += _CELL * (len(words) + 2)
-    last = closing(*answers)
-    scene.text(last, _LEFT, y + 26, "n", [(0, _HIDDEN), (max(map(end_ms, answers)), _SEEN)])
+    result = conclusion(*answers)
+    scene.text(result, _LEFT, y + 26, "n", [(end, _SEEN)])
     note = "Measured, in real time" + (f", the first {len(answers[0]['tokens'])} tokens" if cut else "")
-    for number, line in enumerate(wrap(f"{note}: {conditions}", 66)):
-        scene.text(line, _LEFT, y + 46 + 17 * number, "f")
-        bottom = y + 46 + 17 * number
-    return scene.svg(f"{last} {note}: {conditions}", bottom + 18, command)
+    y += 46
+    for line in wrap(f"{note}: {conditions}", 66):
+        scene.text(line, _LEFT, y, "f")
+        y += 17
+    title = printable(f"{result} {note}: {conditions}")
+    command = command and printable(command)
+    size = {"height": y + 1, "bar_width": _COLUMNS * _CELL}
+    return template("race.svg.j2").render(scene=scene, title=title, command=command, **size) + "\n"
 
 
 def _lane(scene: _Scene, answer: Replay, y: float) -> float:
@@ -89,32 +81,32 @@ def _lane(scene: _Scene, answer: Replay, y: float) -> float:
     end = end_ms(answer)
     scene.text(label_of(answer["name"]), _LEFT, y, "n")
     _counters(scene, answer, y)
-    counts = accumulate(step["tokens"] for step in answer["steps"])
-    grown = [(step["ms"], count / len(answer["tokens"])) for step, count in zip(answer["steps"], counts, strict=True)]
-    scene.bar(y + 8, [(0, "transform:scaleX(0)"), *((ms, f"transform:scaleX({share:.3g})") for ms, share in grown)])
+    counts = accumulate((step["tokens"] for step in answer["steps"]), initial=0)
+    times = [0.0, *(step["ms"] for step in answer["steps"])]
+    shares = [(ms, count / len(answer["tokens"])) for ms, count in zip(times, counts, strict=True)]
+    scene.bars.append((y + 8, scene.animation([(ms, f"transform:scaleX({share:.3g})") for ms, share in shares])))
     cells, last = _cells("".join(answer["pieces"]))
-    top, place = y + 34, 0
+    top, index = y + 34, 0
     until = [*(step["drafted_ms"] for step in answer["steps"][1:]), end + PAUSE_MS]
     for (pieces, step), next_ms in zip(by_step(answer), until, strict=True):
         kept, accepted = step["kept"], step["accepted"]
-        drafted = [(0.0, _HIDDEN), (step["drafted_ms"], _DRAFTED)]
-        decided = [(0.0, _HIDDEN), (step["ms"], _SEEN)]
-        begun = place
-        for part, kind, times in (
-            (pieces[:kept], "m k", [*drafted, (step["ms"], _KEPT)]),
-            (pieces[kept:accepted], "m k", decided),
-            (pieces[accepted:], "m", decided),
+        verified = [(step["ms"], _SEEN)]
+        after_kept = index + len("".join(pieces[:kept]))
+        for part, kind, styles in (
+            (pieces[:kept], "m k", [(step["drafted_ms"], _DRAFTED), (step["ms"], _KEPT)]),
+            (pieces[kept:accepted], "m k", verified),
+            (pieces[accepted:], "m", verified),
         ):
             text = "".join(part)
-            for (row, column), words in _segments(text, cells[place : place + len(text)]):
-                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, kind, times)
-            place += len(text)
-        begun += len("".join(pieces[:kept]))
-        start = next((cell for cell in cells[begun:] if cell is not None), last)
-        times = [*drafted, (step["ms"], _REJECTED), (min(step["ms"] + LINGER_MS, next_ms), _HIDDEN)]
+            for (row, column), words in _segments(text, cells[index : index + len(text)]):
+                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, kind, styles)
+            index += len(text)
+        start = next((cell for cell in cells[after_kept:] if cell is not None), last)
+        gone_ms = min(step["ms"] + LINGER_MS, next_ms)
+        rejected = [(step["drafted_ms"], _DRAFTED), (step["ms"], _REJECTED), (gone_ms, _HIDDEN)]
         for (row, column), words in _tail(step, "".join(pieces[kept:]), start):
             if row <= last[0]:
-                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, "m r h", times)
+                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, "m r h", rejected)
     return top + _LINE * last[0]
 
 
@@ -124,9 +116,8 @@ def _counters(scene: _Scene, answer: Replay, y: float) -> None:
     gap = max(100.0, end / _COUNTS)
     times = [gap * number for number in range(int(end / gap) + 1) if gap * number < end]
     for ms, until in zip(times, [*times[1:], end], strict=True):
-        shown = [(0.0, _HIDDEN), (ms, _SEEN), (until, _HIDDEN)]
-        scene.text(figures(answer, ms), _LEFT + _COLUMNS * _CELL, y, "f e h", shown)
-    scene.text(figures(answer, end), _LEFT + _COLUMNS * _CELL, y, "f e", [(0.0, _HIDDEN), (end, _SEEN)])
+        scene.text(status_line(answer, ms), _RIGHT, y, "f e h", [(ms, _SEEN), (until, _HIDDEN)])
+    scene.text(status_line(answer, end), _RIGHT, y, "f e", [(end, _SEEN)])
 
 
 def _cells(text: str, start: Cell = (0, 0)) -> tuple[list[Cell | None], Cell]:
@@ -179,41 +170,19 @@ def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
 
 @dataclass
 class _Scene:
-    """Elements of the picture and their keyframes; it restarts after `turn_ms`."""
+    """Texts and bars of the picture with their animations; the picture restarts after `turn_ms`."""
 
     turn_ms: float
-    names: dict[str, str] = field(default_factory=dict)
-    elements: list[str] = field(default_factory=list)
+    animations: dict[str, str] = field(default_factory=dict)  # keyframes to name
+    texts: list[tuple[str, float, float, str, str]] = field(default_factory=list)  # text, x, y, class, animation
+    bars: list[tuple[float, str]] = field(default_factory=list)  # y, animation
 
     def text(self, shown: str, x: float, y: float, kind: str, times: Times = ()) -> None:
-        moved = f't" style="animation-name:{self._name(times)}' if times else ""
-        kinds = " ".join(filter(None, [kind, moved]))
-        self.elements.append(f'<text x="{x:.5g}" y="{y:g}" class="{kinds}">{escape(visible(shown))}</text>')
+        """Add a text: visible from the start, or styled by `times` and hidden before the first of them."""
+        name = self.animation([(0, _HIDDEN), *times]) if times else ""
+        self.texts.append((printable(shown), x, y, kind, name))
 
-    def bar(self, y: float, times: Times) -> None:
-        shape = f'x="{_LEFT}" y="{y:g}" width="{_COLUMNS * _CELL:g}" height="5" rx="2.5"'
-        self.elements.append(f'<rect {shape} fill="var(--edge)"/>')
-        self.elements.append(
-            f'<rect {shape} fill="var(--bar)" class="b t" style="animation-name:{self._name(times)}"/>'
-        )
-
-    def _name(self, times: Times) -> str:
+    def animation(self, times: Times) -> str:
+        """Return the name of these keyframes; equal ones share it."""
         frames = "".join(f"{round(100 * ms / self.turn_ms, 3):g}%{{{style}}}" for ms, style in times)
-        return self.names.setdefault(frames, f"a{len(self.names)}")
-
-    def svg(self, description: str, height: float, command: str | None) -> str:
-        frames = "\n".join(f"@keyframes {name}{{{frames}}}" for frames, name in self.names.items())
-        style = _STYLE.replace("SECONDS", f"{self.turn_ms / 1e3:g}").replace("TURNS", str(_TURNS))
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
-                f'viewBox="0 0 {_WIDTH} {height:g}" role="img">',
-                *([f"<metadata>Made by: {escape(visible(command))}</metadata>"] if command else []),
-                f"<title>{escape(visible(description))}</title>",
-                f"<style>{style}{frames}</style>",
-                f'<rect x=".5" y=".5" width="{_WIDTH - 1}" height="{height - 1:g}" rx="10" '
-                'fill="var(--page)" stroke="var(--edge)"/>',
-                *self.elements,
-                "</svg>\n",
-            ]
-        )
+        return self.animations.setdefault(frames, f"a{len(self.animations)}")

@@ -12,6 +12,7 @@ from itertools import accumulate, groupby, islice, takewhile
 from typing import Any, NamedTuple, TypedDict
 
 from headstart.decode.loop import Round
+from headstart.errors import UserError
 from headstart.eval.figures import Unit
 from headstart.eval.labels import HEADS, HEADS_NGRAM, OTHER, PLAIN, label_of
 from headstart.eval.methods import Run
@@ -26,7 +27,7 @@ _CONTEXT = 8  # preceding tokens for detokenizing drafts
 class Step(TypedDict):
     """A round of an answer; the first is the prefill, which drafts nothing. Times are since the call."""
 
-    ms: float  # when the drafts were decided
+    ms: float  # when the drafts were verified
     tokens: int  # tokens of the answer: `accepted` drafts, then the target's own unless the answer ends
     drafted_ms: float  # when the drafts were ready
     nodes: int  # verified drafts
@@ -54,7 +55,7 @@ class Race(TypedDict):
     answers: list[Replay]
 
 
-class Standing(NamedTuple):
+class State(NamedTuple):
     """State of an answer at some time. `drafting` is the step with pending drafts."""
 
     steps: int
@@ -72,13 +73,13 @@ class Standing(NamedTuple):
 
 
 def races(units: Sequence[Unit], tokenizer: Any, drafter: str) -> list[Race]:
-    """Select the answers to replay, sorted by speed-up. `drafter` is the name of `HEADS`."""
+    """Select the answers to replay, sorted by speed-up. `drafter` names the tested drafter."""
     names = {PLAIN: PLAIN, HEADS: drafter, OTHER + HEADS_NGRAM: HEADS_NGRAM}
     ranked = []
     for unit in units:
         for row, prompt in enumerate(unit.prompts):
             runs = [(method, unit.runs[method]) for method in names if method in unit.runs]
-            if all(run.tokens[row] and not began_anew(run, row) for _, run in runs):
+            if all(run.tokens[row] and _arrivals(run, row) for _, run in runs):
                 plain, drafted = unit.runs[PLAIN].token_ms[row], runs[-1][1].token_ms[row]
                 speedup = (len(drafted) / drafted[-1]) / (len(plain) / plain[-1])
                 ranked.append((speedup, prompt, runs, row))
@@ -87,19 +88,19 @@ def races(units: Sequence[Unit], tokenizer: Any, drafter: str) -> list[Race]:
         {
             "id": prompt.id,
             "question": prompt.question,
-            "rank": place + 1,
+            "rank": index + 1,
             "ranked": len(ranked),
             "answers": [replay(names[method], run, row, tokenizer) for method, run in runs],
         }
-        for place in spread(len(ranked), SHOWN)
-        for _, prompt, runs, row in ranked[place : place + 1]
+        for index in spread(len(ranked), SHOWN)
+        for _, prompt, runs, row in ranked[index : index + 1]
     ]
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     """Replace control characters other than newlines and tabs: SVG forbids them, and a terminal obeys them.
 
-    >>> visible("a\\x1b[31mb\\n") == "a\\ufffd[31mb\\n"
+    >>> printable("a\\x1b[31mb\\n") == "a\\ufffd[31mb\\n"
     True
     """
     return _CONTROLS.sub("\ufffd", text)
@@ -111,75 +112,74 @@ def spread(count: int, most: int) -> list[int]:
     >>> spread(12, 5), spread(2, 5), spread(0, 5)
     ([0, 3, 6, 8, 11], [0, 1], [])
     """
-    kept = min(count, most)
-    return [round(place * (count - 1) / max(1, kept - 1)) for place in range(kept)]
-
-
-def began_anew(run: Run, row: int) -> bool:
-    """Return whether a row has more rounds than its answer shows, because memory ran out on the way."""
-    return _steps(run, row) is None
+    size = min(count, most)
+    return [round(number * (count - 1) / max(1, size - 1)) for number in range(size)]
 
 
 def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:
-    steps = _steps(run, row)
-    assert steps is not None, "rounds and times fit together"
-    tokens, before = run.tokens[row], 0
-    replayed: Replay = {"name": name, "tokens": tokens, "pieces": pieces_of(tokenizer, [], tokens), "steps": []}
-    past = 0.0
-    for count, ms, decided in steps:
-        drafts = list(decided.likeliest) if decided else []
-        accepted = min(decided.emitted - 1, count) if decided else 0
-        emitted = tokens[before : before + accepted]
-        matches = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, emitted, strict=False))
-        kept = sum(1 for _ in matches)
-        drafted_ms = min(ms, past + decided.draft_ms) if drafts and decided else ms
-        spelled = pieces_of(tokenizer, tokens[max(0, before - _CONTEXT) : before], drafts)
-        replayed["steps"].append(
+    """Return the replay of a row's answer.
+
+    Raises:
+        UserError: decoding restarted for lack of memory, so the rounds do not match the answer.
+    """
+    arrivals = _arrivals(run, row)
+    if not arrivals:
+        problem = "Memory ran out during decoding, and the answer had to start again."
+        raise UserError(problem, "Lower --max-new-tokens.")
+    tokens, before, previous_ms = run.tokens[row], 0, 0.0
+    steps: list[Step] = []
+    for count, ms, round_ in arrivals:
+        drafts = list(round_.likeliest) if round_ else []
+        accepted = min(round_.emitted - 1, count) if round_ else 0
+        pairs = zip(drafts, tokens[before : before + accepted], strict=False)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        drafted_ms = min(ms, previous_ms + round_.draft_ms) if drafts and round_ else ms
+        texts = token_texts(tokenizer, tokens[max(0, before - _CONTEXT) : before], drafts)
+        steps.append(
             {
                 "ms": round(ms, 2),
                 "tokens": count,
                 "drafted_ms": round(drafted_ms, 2),
-                "nodes": decided.nodes - 1 if decided else 0,
+                "nodes": round_.nodes - 1 if round_ else 0,
                 "kept": kept,
                 "accepted": accepted,
-                "rejected": "".join(spelled[kept:]),
+                "rejected": "".join(texts[kept:]),
             }
         )
-        before, past = before + count, ms
-    return replayed
+        before, previous_ms = before + count, ms
+    return {"name": name, "tokens": tokens, "pieces": token_texts(tokenizer, [], tokens), "steps": steps}
 
 
-def _steps(run: Run, row: int) -> list[tuple[int, float, Round | None]] | None:
-    """Return tokens, time and round of each arrival; None if they mismatch, after a restart for lack of memory."""
+def _arrivals(run: Run, row: int) -> list[tuple[int, float, Round | None]]:
+    """Return tokens, time and round of each arrival; empty after a restart for lack of memory, when they mismatch."""
     arrivals = [(len(list(together)), ms) for ms, together in groupby(run.token_ms[row])]
-    rounds = run.rounds[row] if run.rounds else []
-    if not rounds:
+    if not run.rounds or not run.rounds[row]:
         return [(count, ms, None) for count, ms in arrivals]
-    decided: list[Round | None] = [None, *rounds]
-    if len(decided) != len(arrivals):
-        return None
-    steps = [(count, ms, step) for (count, ms), step in zip(arrivals, decided, strict=True)]
-    return steps if all(count == (step.emitted if step else 1) for count, _, step in steps[:-1]) else None
+    rounds: list[Round | None] = [None, *run.rounds[row]]  # the prefill has none
+    if len(rounds) != len(arrivals):
+        return []
+    steps = [(count, ms, round_) for (count, ms), round_ in zip(arrivals, rounds, strict=True)]
+    return steps if all(count == (round_.emitted if round_ else 1) for count, _, round_ in steps[:-1]) else []
 
 
-def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
     """Return the text of each token after others; the last token of a multi-token character has it."""
     if tokenizer is None:
         return [f" {token}" for token in tokens]
     detokenizer = IncrementalDetokenizer(tokenizer)
     detokenizer.push(before)
     detokenizer.rest()
-    pieces = [detokenizer.push([token]) for token in tokens]
-    if pieces:
-        pieces[-1] += detokenizer.rest()
-    return pieces
+    texts = [detokenizer.push([token]) for token in tokens]
+    if texts:
+        texts[-1] += detokenizer.rest()
+    return texts
 
 
-def standing(answer: Replay, ms: float) -> Standing:
+def state_at(answer: Replay, ms: float) -> State:
     """Return the state of an answer `ms` milliseconds after the call."""
     done = [step for step in answer["steps"] if step["ms"] <= ms]
     drafting = next((step for step in answer["steps"][len(done) :][:1] if step["drafted_ms"] <= ms), None)
-    return Standing(len(done), sum(step["tokens"] for step in done), drafting)
+    return State(len(done), sum(step["tokens"] for step in done), drafting)
 
 
 def by_step(answer: Replay) -> list[tuple[list[str], Step]]:
@@ -188,13 +188,13 @@ def by_step(answer: Replay) -> list[tuple[list[str], Step]]:
     return [(list(islice(pieces, step["tokens"])), step) for step in answer["steps"]]
 
 
-def figures(answer: Replay, ms: float) -> str:
-    now = standing(answer, ms)
+def status_line(answer: Replay, ms: float) -> str:
+    now = state_at(answer, ms)
     speed = f"{now.tokens_per_second(ms):.1f} tokens/s · τ {now.tokens_per_round:.2f}"
     return f"{speed} · {now.tokens} tokens · {ms / 1e3:.2f} s"
 
 
-def closing(plain: Replay, drafted: Replay) -> str:
+def conclusion(plain: Replay, drafted: Replay) -> str:
     speeds = [len(answer["tokens"]) / end_ms(answer) for answer in (drafted, plain)]
     length = min(len(drafted["tokens"]), len(plain["tokens"]))
     same = drafted["tokens"][:length] == plain["tokens"][:length]
@@ -208,7 +208,7 @@ def end_ms(answer: Replay) -> float:
     return answer["steps"][-1]["ms"]
 
 
-def beginning(answer: Replay, tokens: int) -> Replay:
+def truncated(answer: Replay, tokens: int) -> Replay:
     """Truncate an answer to whole rounds of at most `tokens` tokens; keep the prefill in any case."""
     counts = list(accumulate(step["tokens"] for step in answer["steps"]))
     steps = answer["steps"][: max(1, bisect_right(counts, tokens))]
@@ -216,7 +216,7 @@ def beginning(answer: Replay, tokens: int) -> Replay:
     return {**answer, "tokens": answer["tokens"][:count], "pieces": answer["pieces"][:count], "steps": steps}
 
 
-def featured(races: Sequence[Race]) -> Race:
+def median_race(races: Sequence[Race]) -> Race:
     """Return the race with the median speed-up."""
     return races[len(races) // 2]
 
@@ -226,10 +226,10 @@ def contestants(race: Race) -> list[Replay]:
     return [race["answers"][0], race["answers"][-1]]
 
 
-def place(race: Race) -> str:
+def rank_text(race: Race) -> str:
     """Describe the rank of a prompt.
 
-    >>> [place({"rank": rank, "ranked": 12}) for rank in (1, 4, 12)]
+    >>> [rank_text({"rank": rank, "ranked": 12}) for rank in (1, 4, 12)]
     ['highest speed-up of 12', 'speed-up 4 of 12', 'lowest speed-up of 12']
     """
     if race["rank"] in (1, race["ranked"]):

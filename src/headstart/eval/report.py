@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.figures import LEAST_ROUNDS, acceptance, folded, share_interval
-from headstart.eval.formats import cell, first_accepted, number, percent_of, shares, span, times, words
-from headstart.eval.groups import merged
-from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, METHODS, PLAIN, label_of, temperature_of
-from headstart.eval.replay import LINGER_MS, by_step, closing, contestants, end_ms, featured, place, standing
-from headstart.eval.tuned import tree_svg
-from headstart.support.files import json_lines, write_text
+from headstart.errors import UserError
+from headstart.eval import labels
+from headstart.eval.figures import octave
+from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, METHODS, PLAIN, label_of
+from headstart.eval.replay import LINGER_MS, by_step, conclusion, contestants, end_ms, median_race, rank_text, state_at
+from headstart.support.files import json_lines, read_json, write_text
 from headstart.support.terminal import format_moment, tell
+from headstart.tree.tree import RankPath
 
+RESULTS = "results.json"
 DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
     "target's own next token. Plain decoding has τ = 1.",
@@ -33,9 +36,18 @@ DEFINITIONS = {
     "Divergence": "A prompt with different greedy outputs with drafts and in the plain loop. Rounding explains it if "
     "in float32, after the same text, both tokens lie within a measured margin of the best one.",
 }
-
-
 _SLOWER = 1.3  # ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25
+_COLUMN, _LINE = 76, 30  # pixels from one node of a drawn tree to the next
+
+
+def read_results(path: Path) -> tuple[dict[str, Any], Path]:
+    """Read a report, given its folder, its run's folder, or results.json; also return the path of that file."""
+    inside = (path / RESULTS, path / "report" / RESULTS)
+    file = next((file for file in inside if file.is_file()), inside[0]) if path.is_dir() else path
+    results = read_json(file)
+    if not isinstance(results, dict) or "settings" not in results:
+        raise UserError(f"{file} is no report.", "Name the results.json of a report; headstart eval writes them.")
+    return results, file
 
 
 def write_report(results: Mapping[str, Any], out: Path) -> None:
@@ -43,7 +55,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
 
     Entries of `results["summary"]` may be null, for figures that were not measured.
     """
-    write_text(out / "results.json", json_lines(results, 3) + "\n")
+    write_text(out / RESULTS, json_lines(results, 3) + "\n")
     write_text(out / "report.md", render(results, "report.md.j2"))
     write_text(out / "report.html", render(results, "report.html.j2"))
 
@@ -56,8 +68,8 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("text", max_width=14)  # "5 of 6 differ," and "by rounding" below it
     for row in results["compare"]:
-        speed, speedup = number(row["tokens_per_second"], 1), over_plain(row, results)
-        table.add_row(label_of(row["name"]), speed, speedup, number(row["tokens_per_round"]), words(row))
+        speed, tau = labels.number(row["tokens_per_second"], 1), labels.number(row["tokens_per_round"])
+        table.add_row(label_of(row["name"]), speed, over_plain(row, results), tau, labels.text_verdict(row))
     console.print(table)
     predicted = results["summary"]["predicted_speedup"]
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
@@ -67,80 +79,81 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
         tell(console, sentence, style="bold red")
 
 
+# -- rendering -------------------------------------------------------------------------------------------------------
+
+
 def template(name: str) -> Template:
-    """Load a template, with the filters below."""
+    """Load a template, with the filters that all of them share."""
     environment = Environment(
         loader=PackageLoader("headstart.eval"),
-        autoescape=name.endswith(".html.j2"),
+        autoescape=not name.endswith(".md.j2"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    used = (number, times, cell, percent_of, span, shares, words, share_interval, place, by_step, end_ms, standing)
-    environment.filters.update({function.__name__: function for function in (*used, acceptance, first_accepted)})
-    environment.filters.update(label=label_of, closing=lambda race: closing(*contestants(race)))
+    filters: list[Callable[..., Any]] = [
+        *(labels.number, labels.speedup_text, labels.interval_text, labels.cell, labels.percent_of),
+        *(labels.text_verdict, labels.shares, labels.share_interval, labels.acceptance, labels.first_acceptance),
+        *(rank_text, by_step, end_ms, state_at),
+    ]
+    environment.filters.update({function.__name__: function for function in filters})
+    environment.filters.update(label=label_of, conclusion=lambda race: conclusion(*contestants(race)))
     environment.globals["linger_ms"] = LINGER_MS
     return environment.get_template(name)
 
 
 def render(results: Mapping[str, Any], name: str) -> str:
-    compare, races, tuned = results["compare"], results["replays"], results["tuned"]
-    timed = [(row, sum(row["round_ms"].values())) for row in compare if row["round_ms"]]
-    copied = ("summary", "settings", "tuned", "categories", "prompt_lengths", "places")
-    return template(name).render(
-        **{name: results[name] for name in copied},
-        settings_rows=settings_rows(results),
-        conditions=conditions(results),
-        heads=results["settings"].get("heads", {}),
-        per_prompt=by_speedup(results["per_prompt"]),
-        cards=cards(results),
-        verdicts=verdicts(results),
-        divergence=divergence_sentence(results),
-        differ=any(row["divergences"]["count"] for row in compare),
-        diverged=[row for row in results["per_prompt"] if row["divergence"]],
-        names={name: tested(results) if name == HEADS else LABELS[name].name for name in METHODS},
-        tested=tested(results),
-        compared=compare,
-        fastest=fastest(compare),
-        baseline_names=METHODS[1:],
-        default_drafter=HEADS_NGRAM,
-        timed=timed,
-        slowest=max((total for _, total in timed), default=0.0),
-        target_remarks=target_remarks(results["settings"]),
-        failed=failed(results),
-        remarks=remarks(results),
-        fewer=fewer(results),
-        over_plain=partial(over_plain, results=results),
-        nothing_drafted=partial(drafted_nothing, results=results),
-        baselines=BASELINES,
-        definitions=DEFINITIONS,
-        accepted=folded(results["summary"]),
-        least_rounds=LEAST_ROUNDS,
-        nodes=merged(results["summary"]["node_counts"]),
-        drafted=drafted_rounds(results["summary"]["node_counts"]),
-        batches=results.get("batches", ()),
-        engines=results.get("engines", ()),
-        kinds=(tuned or {}).get("kinds", []),
-        tree=tree_svg(tuned) if tuned else None,
-        tree_words=tree_words(tuned) if tuned else "",
-        whatif=what_if(tuned, results["settings"]) if tuned else None,
-        races=races,
-        shown=featured(races) if races else None,
-        extremes=races[:1] + races[1:][-1:],
-    )
+    compare, races, tuned, summary = (results[key] for key in ("compare", "replays", "tuned", "summary"))
+    speeds = [row["tokens_per_second_interval"] for row in compare]
+    derived = {
+        "settings_rows": settings_rows(results),
+        "conditions": conditions(results),
+        "heads": results["settings"].get("heads", {}),
+        "by_speedup": by_speedup(results["per_prompt"]),
+        "cards": cards(results),
+        "verdicts": verdicts(results),
+        "divergence": divergence_sentence(results),
+        "plain_name": LABELS[PLAIN].name,
+        "tested": tested(results),
+        "fastest": max(speed["high"] or speed["mean"] for speed in speeds),
+        "baseline_names": METHODS[1:],
+        "default_drafter": HEADS_NGRAM,
+        "timed": [(row, sum(row["round_ms"].values())) for row in compare if row["round_ms"]],
+        "target_remarks": target_remarks(results["settings"]),
+        "failed": failed(results),
+        "remarks": remarks(results),
+        "fewer": fewer(results),
+        "over_plain": partial(over_plain, results=results),
+        "nothing_drafted": partial(drafted_nothing, results=results),
+        "baselines": BASELINES,
+        "over_baselines": [f"over {label.short}" for label in BASELINES.values()],
+        "definitions": DEFINITIONS,
+        "accepted": labels.pool_rare_positions(summary),
+        "least_rounds": labels.LEAST_ROUNDS,
+        "nodes": sum_by_octave(summary["node_counts"]),
+        "drafted": drafted_rounds(summary["node_counts"]),
+        "kinds": (tuned or {}).get("kinds", []),
+        "tree": tree_svg(tuned) if tuned else None,
+        "tree_words": tree_words(tuned) if tuned else "",
+        "whatif": what_if(tuned, results["settings"]) if tuned else None,
+        "races": races,
+        "shown": median_race(races) if races else None,
+        "extremes": races[:1] + races[1:][-1:],
+    }
+    return template(name).render({"batches": (), "engines": (), **results, **derived})
 
 
 def conditions(results: Mapping[str, Any]) -> list[str]:
     """Describe the recorded conditions of the figures in a few words each."""
     settings, machine = results["settings"], results["environment"]
     batch, longest, threads = settings.get("batch_size"), settings.get("max_new_tokens"), machine.get("threads")
-    heat, date = settings.get("temperature"), machine.get("date")
-    heads, prompts, asked = settings.get("heads", {}), len(results["per_prompt"]), settings.get("questions_name")
+    temperature, date = settings.get("temperature"), machine.get("date")
+    heads, prompts, questions = settings.get("heads", {}), len(results["per_prompt"]), settings.get("questions_name")
     parts = [
         *(heads.get(key) for key in ("family", "size")),
-        f"{prompts} prompt{'s' * (prompts != 1)}" + (f" ({asked})" if asked else ""),
+        f"{prompts} prompt{'s' * (prompts != 1)}" + (f" ({questions})" if questions else ""),
         longest and f"at most {longest} new tokens",
-        None if heat is None else temperature_of(heat),
+        None if temperature is None else labels.temperature_of(temperature),
         batch and (f"{batch} prompts at a time" if batch > 1 else "one prompt at a time"),
         machine.get("dtype"),
         threads and not machine.get("gpu") and f"{threads} thread{'s' * (threads > 1)}",
@@ -152,7 +165,7 @@ def conditions(results: Mapping[str, Any]) -> list[str]:
 
 def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the headline figures with their captions: the default drafter before the tested one."""
-    made = []
+    entries = []
     for row in sorted(results["compare"], key=lambda row: row["name"] != HEADS_NGRAM):
         ratio = row["speedup_vs_plain"]
         if row["name"] in (HEADS_NGRAM, results["summary"]["drafter"]) and ratio and not drafted_nothing(row, results):
@@ -160,30 +173,35 @@ def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             lines = [f"{label_of(row['name'])}{default}, over {LABELS[PLAIN].name}"]
             lines += [] if ratio["low"] is None else [f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}"]
             lines += [f"{row['tokens_per_round']:.2f} tokens per round (τ)"]
-            made.append({"value": times(ratio, False), "lines": lines})
+            entries.append({"value": labels.speedup_text(ratio, False), "lines": lines})
     speed, name = max((row["tokens_per_second"] or 0.0, row["name"]) for row in results["compare"])
-    made.append({"value": number(speed, 1), "lines": [f"tokens/s with {label_of(name)}, the fastest here"]})
+    entries.append({"value": labels.number(speed, 1), "lines": [f"tokens/s with {label_of(name)}, the fastest here"]})
     if (predicted := results["summary"]["predicted_speedup"]) is not None:
-        measured = times(results["summary"][LABELS[PLAIN].speedup], False)
+        measured = labels.speedup_text(results["summary"][LABELS[PLAIN].speedup], False)
         lines = [f"predicted by tuning for {tested(results)}", f"measured: {measured}"]
-        made.append({"value": f"{predicted:.2f}x", "lines": lines})
-    return made
-
-
-def fastest(compare: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the end of the bars of a speed, and whether there are intervals."""
-    speeds = [row["tokens_per_second_interval"] for row in compare]
-    most = max(speed["high"] or speed["mean"] for speed in speeds)
-    return {"most": most, "interval": any(speed["low"] is not None for speed in speeds)}
+        entries.append({"value": f"{predicted:.2f}x", "lines": lines})
+    return entries
 
 
 def by_speedup(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float, float]]:
     """Sort prompts by speed-up over the plain loop, highest first, as (row, tokens per second, speed-up)."""
-    told = []
+    entries = []
     for row in rows:
         speed, plain = (row["tokens"][name] / row["seconds"][name] for name in (HEADS, PLAIN))
-        told.append((row, speed, speed / plain))
-    return sorted(told, key=lambda entry: -entry[2])
+        entries.append((row, speed, speed / plain))
+    return sorted(entries, key=lambda entry: -entry[2])
+
+
+def sum_by_octave(counts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
+    """Sum `node_counts` by octave.
+
+    >>> sum_by_octave([[1, 5], [3, 1], [4, 2]])
+    [('1', 5), ('3–4', 3)]
+    """
+    rows: dict[str, int] = {}
+    for nodes, rounds in counts:
+        rows[octave(nodes)] = rows.get(octave(nodes), 0) + rounds
+    return list(rows.items())
 
 
 def drafted_rounds(counts: Sequence[Sequence[int]]) -> tuple[float, int] | None:
@@ -196,13 +214,42 @@ def drafted_rounds(counts: Sequence[Sequence[int]]) -> tuple[float, int] | None:
     return (sum(nodes * count for nodes, count in counts if nodes > 1) / rounds, rounds) if 0 < rounds < total else None
 
 
+def tree_svg(tuned: Mapping[str, Any]) -> Markup:
+    """Draw the tuned tree from left to right, a column per depth; the best child is in line with its parent."""
+    probs: dict[RankPath, float] = {(): 1.0} | {tuple(path): prob for path, prob in tuned["nodes"]}
+    chosen = [tuple(path) for path, _ in tuned["nodes"][: tuned["chosen"]]]
+    lines: dict[RankPath, int] = {}
+    _assign_lines((), sorted(probs), lines, count())
+    nodes: dict[RankPath, dict[str, Any]] = {}
+    for path in sorted(probs):  # parents before their children
+        nodes[path] = {
+            "parent": nodes[path[:-1]] if path else None,
+            "kind": "chosen" if path in ((), *chosen) else "next",
+            "x": _COLUMN * len(path) + 2,
+            "y": _LINE * lines[path] + 3,
+            "label": f"{100 * probs[path]:.0f} %" if path else "token",
+        }
+    likely = ", ".join(f"{100 * probs[path]:.0f} %" for path in chosen)
+    title = f"Tree of {len(chosen)} drafts, accepted with probabilities {likely}" if likely else "No tree pays here"
+    size = {"width": _COLUMN * (1 + max(map(len, probs))) - 20, "height": _LINE * (1 + max(lines.values()))}
+    return Markup(template("tree.svg.j2").render(title=title, nodes=nodes.values(), **size))
+
+
+def _assign_lines(path: RankPath, paths: Sequence[RankPath], lines: dict[RankPath, int], unused: count[int]) -> None:
+    """Assign a line to a node, its first child's, and to all nodes below it."""
+    children = [child for child in paths if len(child) == len(path) + 1 and child[:-1] == path]
+    for child in children:
+        _assign_lines(child, paths, lines, unused)
+    lines[path] = lines[children[0]] if children else next(unused)
+
+
 def tree_words(tuned: Mapping[str, Any]) -> str:
-    """Explain how the drawn tree is used."""
+    """Explain the drawing of the tree."""
     if not tuned["chosen"]:
-        return "By its costs none pays here."
+        return "At its costs none pays here."
     if tuned["tree"] != "dynamic":
-        return "Solid: what every round drafts. Dashed: what would come next."
-    return "Solid: the best fixed tree. Rounds draft those nodes that their own probabilities say pay, more or fewer."
+        return "Solid: drafted in every round. Dashed: the next candidates."
+    return "Solid: the best fixed tree. A round drafts the nodes that pay by their own probabilities, more or fewer."
 
 
 def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,11 +266,14 @@ def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 
 
 def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    told = {name: value for name, value in results["settings"].items() if name != "heads"}
-    for name in told.keys() & {"methods", "compare", "drafters"}:
-        told[name] = list(map(label_of, told[name] or ()))
-    told |= results["environment"] | {"date": format_moment(results["environment"]["date"])}
-    return [(name.replace("_", " "), cell(value)) for name, value in told.items()]
+    rows = {name: value for name, value in results["settings"].items() if name != "heads"}
+    for name in rows.keys() & {"methods", "compare", "drafters"}:
+        rows[name] = list(map(label_of, rows[name] or ()))
+    rows |= results["environment"] | {"date": format_moment(results["environment"]["date"])}
+    return [(name.replace("_", " "), labels.cell(value)) for name, value in rows.items()]
+
+
+# -- sentences -------------------------------------------------------------------------------------------------------
 
 
 def tested(results: Mapping[str, Any]) -> str:
@@ -245,43 +295,27 @@ def failed(results: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(results: Mapping[str, Any]) -> list[str]:
-    return [*undrafted(results), *slower_than_tuned(results)]
+    """List the methods that drafted nothing for some prompts, and warn of slower plain steps than in tuning.
 
-
-def undrafted(results: Mapping[str, Any]) -> list[str]:
-    """List the methods that drafted nothing for some prompts, in sentences.
-
-    >>> undrafted({"compare": [{"name": "heads", "undrafted_prompts": 2}], "per_prompt": [1, 2, 3]})
+    >>> remarks({"compare": [{"name": "heads", "undrafted_prompts": 2}], "per_prompt": [1, 2, 3], "settings": {}})
     ['heads: nothing was drafted for 2 of 3 prompts, where plain decoding was expected to be faster.']
     """
-    return [
+    sentences = [
         f"{label_of(row['name'])}: nothing was drafted for {row['undrafted_prompts']} of {len(results['per_prompt'])} "
         "prompts, where plain decoding was expected to be faster."
         for row in results["compare"]
         if row.get("undrafted_prompts")
     ]
-
-
-def slower_than_tuned(results: Mapping[str, Any]) -> list[str]:
-    """Warn if plain steps (greedy, one prompt) took longer than when costs were measured.
-
-    >>> plain = {"name": "plain", "round_ms": {"draft": 0.0, "verify": 62.1, "host": 0.1}}
-    >>> settings = {"batch_size": 1, "temperature": 0.0}
-    >>> slower_than_tuned({"compare": [plain], "settings": settings, "tuned": {"costs": {"verify_ms": [44.6]}}})[0][:77]
-    'Plain steps took 62.2 ms here, and 44.6 when costs were measured (other work,'
-    """
     settings, tuned = results["settings"], results.get("tuned")
     plain = next((row.get("round_ms") for row in results["compare"] if row["name"] == PLAIN), None)
-    alike = settings.get("batch_size", 1) == 1 and settings.get("temperature", 0) == 0
-    if not (plain and tuned and alike):
-        return []
-    plain_ms, tuned_ms = sum(plain.values()), tuned["costs"]["verify_ms"][0]
-    if plain_ms < _SLOWER * tuned_ms:
-        return []
-    return [
-        f"Plain steps took {plain_ms:.1f} ms here, and {tuned_ms:.1f} when costs were measured (other work, other "
-        "cores, or long texts): measured again in a quiet hour, the speed-ups may differ."
-    ]
+    if plain and tuned and settings.get("batch_size", 1) == 1 and settings.get("temperature", 0) == 0:
+        plain_ms, tuned_ms = sum(plain.values()), tuned["costs"]["verify_ms"][0]
+        if plain_ms >= _SLOWER * tuned_ms:
+            sentences.append(
+                f"Plain steps took {plain_ms:.1f} ms here, and {tuned_ms:.1f} when costs were measured (other work, "
+                "other cores, or long texts): on an idle machine the speed-ups may differ."
+            )
+    return sentences
 
 
 def fewer(results: Mapping[str, Any]) -> str:
@@ -290,12 +324,12 @@ def fewer(results: Mapping[str, Any]) -> str:
     >>> fewer({"compare": [{"name": "plain", "prompts": 8}, {"name": "ngram", "prompts": 2}], "per_prompt": [0] * 8})
     'n-gram: 2 of the 8 prompts, evenly spaced; ratios to it are over these.'
     """
-    asked = len(results["per_prompt"])
-    rows = [row for row in results["compare"] if row["prompts"] < asked]
+    prompts = len(results["per_prompt"])
+    rows = [row for row in results["compare"] if row["prompts"] < prompts]
     if not rows:
         return ""
     names, it = " and ".join(label_of(row["name"]) for row in rows), "them" if len(rows) > 1 else "it"
-    return f"{names}: {rows[0]['prompts']} of the {asked} prompts, evenly spaced; ratios to {it} are over these."
+    return f"{names}: {rows[0]['prompts']} of the {prompts} prompts, evenly spaced; ratios to {it} are over these."
 
 
 def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
@@ -303,19 +337,19 @@ def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> b
 
 
 def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    return "nothing drafted" if drafted_nothing(row, results) else times(row["speedup_vs_plain"])
+    return "nothing drafted" if drafted_nothing(row, results) else labels.speedup_text(row["speedup_vs_plain"])
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
     """Say, for the default drafter (if not the tested one) and per baseline: faster, slower, or no clear difference."""
     summary, key = results["summary"], LABELS[PLAIN].speedup
-    told = [_verdict(summary, name, results) for name in BASELINES if summary[name]]
+    sentences = [_verdict(summary, name, results) for name in BASELINES if summary[name]]
     for row in results.get("compare", ()):
         if row["name"] == HEADS_NGRAM != summary["drafter"] and row[key]:
-            drafters = [f"{LABELS[HEADS_NGRAM].name} (the default)", *[tested(results)] * len(told)]
-            pairs = zip(drafters, [_verdict(row, key, results), *told], strict=True)
-            told = [f"With {drafter}: {sentence[:1].lower()}{sentence[1:]}" for drafter, sentence in pairs]
-    return told
+            drafters = [f"{LABELS[HEADS_NGRAM].name} (the default)", *[tested(results)] * len(sentences)]
+            pairs = zip(drafters, [_verdict(row, key, results), *sentences], strict=True)
+            sentences = [f"With {drafter}: {sentence[:1].lower()}{sentence[1:]}" for drafter, sentence in pairs]
+    return sentences
 
 
 def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from headstart.eval.figures import acceptance, accepted
-from headstart.eval.labels import BASELINES, HEADS_NGRAM, LABELS, PLAIN, temperature_of
+from headstart.eval.labels import BASELINES, HEADS_NGRAM, LABELS, PLAIN, acceptance, accepted, temperature_of
 from headstart.heads.exchange.published import Published
 from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
 from headstart.hub.target_facts import TargetFacts, kind_of

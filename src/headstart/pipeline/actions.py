@@ -18,8 +18,7 @@ from headstart.data.prompts.questions import Question
 from headstart.errors import UserError
 from headstart.eval.evaluate import evaluate
 from headstart.eval.options import EvalOptions
-from headstart.eval.report import write_report
-from headstart.eval.results import FILE as RESULTS
+from headstart.eval.report import RESULTS, write_report
 from headstart.heads.io import WEIGHTS
 from headstart.hub.card import add_engine_figures
 from headstart.hub.engine_tuning import FILE, EngineTuning, read_engine_tunings, setting_of

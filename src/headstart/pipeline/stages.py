@@ -8,7 +8,7 @@ from pathlib import Path
 from headstart.data.prompts.questions import read_questions
 from headstart.drafters.catalog import check_drafter
 from headstart.errors import UserError
-from headstart.eval.methods import TREES, wanted
+from headstart.eval.methods import TREES, expand
 from headstart.pipeline.data_stages import DATA_STAGES
 from headstart.pipeline.head_stages import HEAD_STAGES
 from headstart.pipeline.report_stages import REPORT_STAGES
@@ -40,7 +40,7 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
             read_questions(Path(file).expanduser())
     if "eval" not in names:
         return
-    for name in wanted(recipe.eval.compare, "heads"):
+    for name in expand(recipe.eval.compare, "heads"):
         if name not in TREES:
             check_drafter(name)
     if recipe.eval.questions != "heldout":

@@ -35,17 +35,19 @@ class Question:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read JSONL with `turns` and optional `category`, `question_id`, `system` and `tools`.
+    """Read JSONL with `turns` (or a single `prompt`) and optional `category`, `question_id`, `system` and `tools`.
 
     A UserError names a missing or empty file, or a malformed line.
     """
     questions: list[Question] = []
     for number, row in read_jsonl(path):
-        turns = row.get("turns")
+        key = "prompt" if "prompt" in row and "turns" not in row else "turns"
+        turns = [row[key]] if key == "prompt" else row.get(key)
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+            expected = "not a text" if key == "prompt" else "not a list of texts"
             raise UserError(
-                f"{path}, line {number}: 'turns' is {'not a list of texts' if 'turns' in row else 'missing'}.",
-                'Write {"turns": ["first question", ...]}, each a text that is not blank.',
+                f"{path}, line {number}: {key!r} is {expected if key in row else 'missing'}.",
+                'Write {"turns": ["first question", ...]} or {"prompt": "question"}; no text may be blank.',
             )
         name = row.get("question_id", number)
         category, system, tools = row.get("category") or "", row.get("system") or "", tools_of(row.get("tools"))
@@ -58,7 +60,7 @@ def read_questions(path: Path) -> list[Question]:
             raise UserError(f"{path}, line {number}: a question {NOT_UTF8}.", "Replace lone surrogates.")
         questions.append(Question(name, category, list(turns), system, tools))
     if not questions:
-        raise UserError(f"{path} holds no question.", 'Write one {"turns": ["..."]} a line.')
+        raise UserError(f"{path} holds no question.", 'Write one {"turns": ["..."]} or {"prompt": "..."} per line.')
     return questions
 
 

@@ -11,14 +11,12 @@ import torch
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval import remembering
-from headstart.eval.remembering import RememberingTarget
-from headstart.heads.base import family, make_config
+from headstart.eval import memoized
+from headstart.eval.memoized import MemoizedTarget
 from headstart.model.model import Target
 from headstart.tree.tree import Tree, TreeBatch, TreeShape
+from tests.eval.sources import warm_heads
 from tests.tiny import tiny_model
-
-SHAPE = TreeShape.from_paths([(0, 0), (1,)])
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +26,11 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> HeadDrafter:
-    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
-    heads.warm_start(target)
-    return HeadDrafter(heads, SHAPE)
+    return HeadDrafter(warm_heads(target), TreeShape.from_paths([(0, 0), (1,)]))
 
 
 def test_view_has_the_targets_attributes(target: Target) -> None:
-    view = RememberingTarget(target)
+    view = MemoizedTarget(target)
     for name in ("name", "dtype", "vocab_size", "end_tokens"):
         assert getattr(view, name) == getattr(target, name)
     with pytest.raises(AttributeError, match="nothing_like_it"):
@@ -43,7 +39,7 @@ def test_view_has_the_targets_attributes(target: Target) -> None:
 
 @torch.inference_mode()
 def test_remembered_logits_match(target: Target) -> None:
-    view, prompt = RememberingTarget(target), [3, 1, 4, 1]
+    view, prompt = MemoizedTarget(target), [3, 1, 4, 1]
     aux_layers = (1, 3)
     caches = [one.new_cache(2, 40) for one in (target, view)]
     outs = [one.prefill(cache, [prompt] * 2, aux_layers) for one, cache in zip((target, view), caches, strict=True)]
@@ -51,8 +47,8 @@ def test_remembered_logits_match(target: Target) -> None:
     for _ in range(3):
         torch.testing.assert_close(outs[1].logits_BTV, outs[0].logits_BTV, atol=1e-5, rtol=1e-4)
         for layer in aux_layers:
-            own, remembered = (out.aux_hidden_states[layer] for out in outs)
-            torch.testing.assert_close(remembered, own, atol=1e-5, rtol=1e-4)
+            own, memoized = (out.aux_hidden_states[layer] for out in outs)
+            torch.testing.assert_close(memoized, own, atol=1e-5, rtol=1e-4)
         tokens = torch.randint(40, (2, 5), generator=generator).tolist()
         batch = TreeBatch.of([Tree(tokens[0], [-1, 0, 0, 1, 3]), Tree.chain_of(tokens[1][:4])])
         outs = [one.forward_tree(cache, batch, aux_layers) for one, cache in zip((target, view), caches, strict=True)]
@@ -72,11 +68,11 @@ def test_remembered_logits_match(target: Target) -> None:
 
 def test_samples_match_without_memory(target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
     options = DecodeOptions(max_new_tokens=5, temperature=1.0, ignore_end=True, draft="on", seed=0)
-    monkeypatch.setattr(remembering, "_MAX_NODES", 16)
-    monkeypatch.setattr(remembering, "MAX_TEXTS", 100)
+    monkeypatch.setattr(memoized, "_MAX_NODES", 16)
+    monkeypatch.setattr(memoized, "MAX_TEXTS", 100)
     for prompt in ([3, 1, 4, 1], [2, 7]):
         expected = [row.tokens for row in DecodeLoop(target, drafter).generate([prompt] * 16, options)]
-        view = RememberingTarget(target)
+        view = MemoizedTarget(target)
         for _ in range(2):
             assert [row.tokens for row in DecodeLoop(view, drafter).generate([prompt] * 16, options)] == expected
 
@@ -86,8 +82,8 @@ def test_horizon_keeps_the_first_tokens(target: Target, drafter: HeadDrafter) ->
     for verifier in ("top_k", "greedy_draft"):  # decided from the root down: the same draws
         asked = replace(options, verifier=verifier)
         expected = [row.tokens for row in DecodeLoop(target, drafter).generate([[3, 1, 4]] * 32, asked)]
-        near = DecodeLoop(RememberingTarget(target, horizon=2), drafter).generate([[3, 1, 4]] * 32, asked)
-        assert [row.tokens for row in near] == expected
+        memoized = DecodeLoop(MemoizedTarget(target, horizon=2), drafter).generate([[3, 1, 4]] * 32, asked)
+        assert [row.tokens for row in memoized] == expected
 
 
 def test_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +96,7 @@ def test_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
         return honest(self, cache, batch, aux_layers)
 
     monkeypatch.setattr(Target, "forward_tree", counted)
-    view = RememberingTarget(target)
+    view = MemoizedTarget(target)
     for _ in range(3):
         DecodeLoop(view).generate([[3, 1, 4]] * 8, DecodeOptions(max_new_tokens=4, ignore_end=True))
     assert read == [2, 3, 4], "equal greedy rows: one new text per round, after the prompt's last token"

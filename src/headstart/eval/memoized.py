@@ -1,4 +1,4 @@
-"""A target with a cache of logits by text, for drawing thousands of samples after one prompt.
+"""A target with memoised logits, for drawing thousands of samples after one prompt.
 
 Shape suffixes: B rows, N tree nodes, X = B * N, V vocabulary, E hidden size.
 """
@@ -22,8 +22,8 @@ _MAX_NODES = 256  # maximum nodes of one forward
 Text = tuple[int, ...]
 
 
-class RememberingTarget(Target):
-    """A view of a target that caches logits by text.
+class MemoizedTarget(Target):
+    """A view of a target that memoises logits by text.
 
     Thousands of rows with the same prompt take the same few paths. The logits after a text are the same in every row up
     to rounding, so they are computed once, by the target's own tree forward on its own cache. The decode loop, drafter,
@@ -38,8 +38,8 @@ class RememberingTarget(Target):
         self.original = target
         self.__dict__["end_tokens"] = target.end_tokens
         self._horizon = horizon
-        self._asked: tuple[Text, tuple[int, ...]] = ((), ())  # prompt and aux layers
-        self._known: dict[Text, tuple[Tensor, dict[int, Tensor]]] = {}  # logits [V] and states [E] after each text
+        self._key: tuple[Text, tuple[int, ...]] = ((), ())  # prompt and aux layers
+        self._outputs: dict[Text, tuple[Tensor, dict[int, Tensor]]] = {}  # logits [V] and states [E] after each text
         with torch.inference_mode():
             self._logits_XV = torch.empty(0, self.vocab_size, device=self.device)
 
@@ -47,14 +47,14 @@ class RememberingTarget(Target):
         return getattr(self.__dict__["original"], name)
 
     def new_cache(self, rows: int, capacity: int) -> Any:
-        return _Texts(0, [()] * rows)
+        return _TextCache(0, [()] * rows)
 
     def prefill(self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
         prompt = tuple(rows[0])
         assert len(prompt) > 1 and all(tuple(row) == prompt for row in rows), "one prompt for all rows"
-        if (prompt, tuple(aux_layers)) != self._asked:
-            self._asked = prompt, tuple(aux_layers)
-            self._known.clear()
+        if (prompt, tuple(aux_layers)) != self._key:
+            self._key = prompt, tuple(aux_layers)
+            self._outputs.clear()
             self._first = self.original.prefill(self.original.new_cache(1, len(prompt)), [prompt], aux_layers)
             # The prompt's last token is the root of every tree, so that one tree holds many first tokens.
             self._cache = self.original.new_cache(1, len(prompt) + _MAX_NODES)
@@ -71,28 +71,28 @@ class RememberingTarget(Target):
         texts_X = [
             text[: self._horizon]
             for committed, tree in zip(cache.rows_B, batch.trees, strict=True)
-            for text in _texts(committed, tree, batch.size)
+            for text in _node_texts(committed, tree, batch.size)
         ]
-        self._read(set(texts_X))
+        self._compute(set(texts_X))
         if len(texts_X) > len(self._logits_XV):  # reused: allocation costs more than the copy
             self._logits_XV = torch.empty(len(texts_X), self.vocab_size, device=self.device)
-        known_X = [self._known[text] for text in texts_X]
-        logits_XV = torch.stack([logits_V for logits_V, _ in known_X], out=self._logits_XV[: len(texts_X)])
-        states = {layer: torch.stack([states[layer] for _, states in known_X]) for layer in aux_layers}
+        outputs_X = [self._outputs[text] for text in texts_X]
+        logits_XV = torch.stack([logits_V for logits_V, _ in outputs_X], out=self._logits_XV[: len(texts_X)])
+        states = {layer: torch.stack([states[layer] for _, states in outputs_X]) for layer in aux_layers}
         shape = cache.rows, batch.size, -1
         return TargetOutput(logits_XV.view(shape), {layer: state_XE.view(shape) for layer, state_XE in states.items()})
 
-    def _read(self, texts: Collection[Text]) -> None:
+    def _compute(self, texts: Collection[Text]) -> None:
         """Compute missing texts, as trees after the prompt."""
-        room = max(_MAX_NODES, min(MAX_TEXTS, MAX_BYTES // (4 * self.vocab_size)))
-        if len(self._known.keys() | texts) > room:
-            self._known.clear()
-        prompt, aux_layers = self._asked
-        unread = sorted(texts - self._known.keys())
-        while unread:
+        capacity = max(_MAX_NODES, min(MAX_TEXTS, MAX_BYTES // (4 * self.vocab_size)))
+        if len(self._outputs.keys() | texts) > capacity:
+            self._outputs.clear()
+        prompt, aux_layers = self._key
+        missing = sorted(texts - self._outputs.keys())
+        while missing:
             nodes: dict[Text, int] = {(): 0}
             count = 0
-            for text in unread:
+            for text in missing:
                 if count and len(nodes) + len(text) > _MAX_NODES:
                     break
                 for length in range(1, len(text) + 1):
@@ -102,15 +102,15 @@ class RememberingTarget(Target):
             tokens = [prompt[-1], *(text[-1] for text in drafted)]
             tree = Tree(tokens, [-1, *(nodes[text[:-1]] for text in drafted)])
             out = self.original.forward_tree(self._cache, TreeBatch.of([tree], self.device), aux_layers)
-            for text in unread[:count]:
+            for text in missing[:count]:
                 node = nodes[text]
                 states = {layer: state_BNE[0, node].clone() for layer, state_BNE in out.aux_hidden_states.items()}
-                self._known[text] = out.logits_BTV[0, node].clone(), states
-            unread = unread[count:]
+                self._outputs[text] = out.logits_BTV[0, node].clone(), states
+            missing = missing[count:]
 
 
 @dataclass
-class _Texts:
+class _TextCache:
     """Stand-in for the cache: the tokens that each row has committed after the prompt."""
 
     prompt_length: int
@@ -139,7 +139,7 @@ class _Texts:
         self.rows_B = [self.rows_B[row] for row in rows]
 
 
-def _texts(committed: Text, tree: Tree, width: int) -> list[Text]:
+def _node_texts(committed: Text, tree: Tree, width: int) -> list[Text]:
     """Return the text that ends at each node of a row; padding nodes repeat the root."""
     root = (*committed, tree.tokens[0])
     return [root, *((*root, *path) for path in tree.paths)] + [root] * (width - tree.size)
