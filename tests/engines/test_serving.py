@@ -31,6 +31,7 @@ from headstart.model.model import Target
 from headstart.pipeline import in_engine
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
+from headstart.servers.completions import Ask
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
@@ -167,12 +168,12 @@ def test_servers_get_their_own_gpus(
 def test_prompts_are_sent_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, all_are_there = Server(ENGINES["vllm"], "target", (), tmp_path / "log"), threading.Barrier(4)
 
-    def answer(prompt: list[int], most: int) -> EngineAnswer:
+    def answer(ask: Ask) -> EngineAnswer:
         all_are_there.wait(30)
-        return EngineAnswer((*prompt, most), 1.0)
+        return EngineAnswer((*ask.prompt, 9), (1.0, 1.0), 1.0)
 
     monkeypatch.setattr(server, "answer", answer)
-    assert [each.tokens for each in server.answers([[1], [2], [3], [4]], 9)] == [(1, 9), (2, 9), (3, 9), (4, 9)]
+    assert [each.tokens for each in server.answers([Ask([n], 9) for n in (1, 2, 3, 4)])] == [(1, 9), (2, 9), (3, 9), (4, 9)]
 
 
 def test_figures_survive_tuning_and_copies(heads: Path, texts: Path, tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_server_is_stopped_with_its_children(tmp_path: Path) -> None:
     )
     words = shlex.join([sys.executable, str(script)])
     with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=words) as server:
-        assert server.answer([1, 2], 3).tokens == (7, 8, 9)
+        assert server.answer(Ask([1, 2], 3)).tokens == (7, 8, 9)
         assert not server.counters()
         process = server._process
         assert process is not None

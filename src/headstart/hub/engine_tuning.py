@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, cycle, islice
 from operator import eq, mul
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from headstart.errors import UserError
+from headstart.servers.completions import Ask
 from headstart.servers.process import EngineAnswer, Server
 from headstart.support.files import write_json
 
@@ -150,27 +151,29 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
     """
     servers = (plain, drafted)
     prompts = list(islice(cycle(asked.prompts), -(-len(asked.prompts) // requests) * requests))
+    asks = [Ask(prompt, asked.max_new_tokens) for prompt in prompts]
     for server in servers:
-        server.answers(prompts[:requests], min(8, asked.max_new_tokens))  # warm-up
+        server.answers([replace(ask, max_new_tokens=min(8, asked.max_new_tokens)) for ask in asks[:requests]])  # warm-up
     counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
-    reading_seconds = [0.0, 0.0]
-    for first in range(0, len(prompts), requests):
-        together = prompts[first : first + requests]
+    for first in range(0, len(asks), requests):
         for which in (0, 1) if first // requests % 2 else (1, 0):
-            reading_seconds[which] += sum(answer.seconds for answer in servers[which].answers(together, 1))
             before = servers[which].counters()
-            answers[which].extend(servers[which].answers(together, asked.max_new_tokens))
+            answers[which].extend(servers[which].answers(asks[first : first + requests]))
             counted += servers[which].counters() - before
     if not counted["drafts"] or not counted["draft_tokens"]:
         raise UserError(f"{drafted.engine.name} loaded the heads and drafted nothing.", f"See its log: {drafted.log}")
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
     plain_seconds, seconds = (sum(answer.seconds for answer in given) for given in answers)
-    plain_ms = 1e3 * (plain_seconds - reading_seconds[0]) / max(1, plain_tokens - len(prompts))
+    # Time after the first token: without reading the prompt.
+    plain_ms, drafted_ms = (sum(each.token_ms[-1] - each.token_ms[0] for each in given if each.tokens) for given in answers)
+    if not plain_ms or not drafted_ms:
+        raise UserError("The engine ends its answers after a token.", "Give conversations with longer answers.")
+    plain_ms /= max(1, plain_tokens - len(prompts))
     # Each forward after prefill yields one token plus the accepted drafts. Drafts accepted beyond the end of an answer
     # are cut off, and a forward may draft nothing: the larger count is right.
     rounds = max(counted["drafts"], tokens - len(prompts) - counted["accepted_tokens"])
-    round_ms = 1e3 * (seconds - reading_seconds[1]) / rounds
+    round_ms = drafted_ms / rounds
     row = DraftsRow(
         requests=requests,
         drafts=drafts,

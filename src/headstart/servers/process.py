@@ -37,9 +37,10 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """Generated token ids and the latency of the whole answer."""
+    """Generated token ids, the arrival of each in milliseconds since the request, and the seconds of the whole."""
 
     tokens: tuple[int, ...]
+    token_ms: tuple[float, ...]
     seconds: float
 
 
@@ -53,24 +54,29 @@ class Running:
     def url(self) -> str:
         return self._endpoint.url
 
-    def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """Return the greedy answer to token ids, with the engine's own end tokens."""
-        path, body = self._dialect.request(Ask(prompt, max_new_tokens), self._model)
+    def answer(self, ask: Ask) -> EngineAnswer:
+        """Return the streamed answer, with the engine's own end tokens unless `ask` names some."""
+        path, body = self._dialect.request(ask, self._model)
+        tokens: list[int] = []
+        token_ms: list[float] = []
         started = perf_counter()
         try:
-            reply = self._endpoint.send("POST", path, body)
-            seconds = perf_counter() - started
-            return EngineAnswer(tuple(self._dialect.read(self._endpoint.read(reply)).tokens), seconds)
+            for event in self._endpoint.stream(path, {**body, "stream": True}):
+                if error := event.get("error"):
+                    raise RetryableError(str(error))
+                tokens += (arrived := self._dialect.read(event).tokens)
+                token_ms += [1e3 * (perf_counter() - started)] * len(arrived)
+            return EngineAnswer(tuple(tokens), tuple(token_ms), perf_counter() - started)
         except UserError as error:
             problem = error.problem
         except (RetryableError, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{self._name} did not answer: {problem[:300]}", self._remedy)
 
-    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineAnswer]:
-        """Answer several prompts concurrently."""
-        with ThreadPoolExecutor(len(prompts)) as requests:
-            return list(requests.map(lambda prompt: self.answer(prompt, max_new_tokens), prompts))
+    def answers(self, asks: Sequence[Ask]) -> list[EngineAnswer]:
+        """Answer several requests concurrently."""
+        with ThreadPoolExecutor(len(asks)) as requests:
+            return list(requests.map(self.answer, asks))
 
     def counters(self) -> Counter[str | int]:
         """Return its counters since the start; see `read_counters`."""
