@@ -160,8 +160,7 @@ def test_servers_get_their_own_gpus(
         plain, drafted = in_engine._halves_of_gpus("")
         assert (plain, drafted) == ("5", "7")
         with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=command("vllm"), gpus=drafted) as server:
-            assert server._process is not None
-            around = Path(f"/proc/{server._process.pid}/environ").read_text().split("\0")
+            around = Path(f"/proc/{_engine_of(server)}/environ").read_text().split("\0")
         assert "CUDA_VISIBLE_DEVICES=7" in around
 
 
@@ -173,7 +172,12 @@ def test_prompts_are_sent_concurrently(tmp_path: Path, monkeypatch: pytest.Monke
         return EngineAnswer((*ask.prompt, 9), (1.0, 1.0), 1.0)
 
     monkeypatch.setattr(server, "answer", answer)
-    assert [each.tokens for each in server.answers([Ask([n], 9) for n in (1, 2, 3, 4)])] == [(1, 9), (2, 9), (3, 9), (4, 9)]
+    assert [each.tokens for each in server.answers([Ask([n], 9) for n in (1, 2, 3, 4)])] == [
+        (1, 9),
+        (2, 9),
+        (3, 9),
+        (4, 9),
+    ]
 
 
 def test_figures_survive_tuning_and_copies(heads: Path, texts: Path, tmp_path: Path) -> None:
@@ -243,30 +247,38 @@ def test_server_is_stopped_with_its_children(tmp_path: Path) -> None:
     with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=words) as server:
         assert server.answer(Ask([1, 2], 3)).tokens == (7, 8, 9)
         assert not server.counters()
-        process = server._process
-        assert process is not None
-        group = process.pid
+        group = _engine_of(server)
     assert _ends(group)
 
 
-def test_ended_command_stops_its_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_ended_command_stops_its_engines(ending: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "tuning.py"
     script.write_text(
         "import sys, time\n"
         "from pathlib import Path\n"
         "from headstart.servers.engines import ENGINES\n"
         "from headstart.servers.process import Server\n"
+        "from tests.engines.test_serving import _engine_of\n"
         f"log, command = Path({str(tmp_path / 'log')!r}), {command('vllm')!r}\n"
         "with Server(ENGINES['vllm'], 'target', (), log, command=command) as one:\n"
-        "    print(one._process.pid, flush=True)\n"
+        "    print(_engine_of(one), flush=True)\n"
         "    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         group = int(process.stdout.readline())
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
+        process.send_signal(ending)
+        assert process.wait(30) == (-ending if ending == signal.SIGKILL else 128 + ending)
     assert _ends(group)
+
+
+def _engine_of(server: Server) -> int:
+    """Return the process id of an engine, which is its group's: the guard's only child."""
+    assert server._process is not None
+    guard = server._process.pid
+    (engine,) = map(int, Path(f"/proc/{guard}/task/{guard}/children").read_text().split())
+    return engine
 
 
 def _ends(group: int) -> bool:

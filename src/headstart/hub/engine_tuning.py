@@ -153,7 +153,9 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
     prompts = list(islice(cycle(asked.prompts), -(-len(asked.prompts) // requests) * requests))
     asks = [Ask(prompt, asked.max_new_tokens) for prompt in prompts]
     for server in servers:
-        server.answers([replace(ask, max_new_tokens=min(8, asked.max_new_tokens)) for ask in asks[:requests]])  # warm-up
+        server.answers(
+            [replace(ask, max_new_tokens=min(8, asked.max_new_tokens)) for ask in asks[:requests]]
+        )  # warm-up
     counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
     for first in range(0, len(asks), requests):
@@ -166,7 +168,9 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
     plain_seconds, seconds = (sum(answer.seconds for answer in given) for given in answers)
     # Time after the first token: without reading the prompt.
-    plain_ms, drafted_ms = (sum(each.token_ms[-1] - each.token_ms[0] for each in given if each.tokens) for given in answers)
+    plain_ms, drafted_ms = (
+        sum(each.token_ms[-1] - each.token_ms[0] for each in given if each.tokens) for given in answers
+    )
     if not plain_ms or not drafted_ms:
         raise UserError("The engine ends its answers after a token.", "Give conversations with longer answers.")
     plain_ms /= max(1, plain_tokens - len(prompts))

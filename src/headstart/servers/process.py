@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, Self
 
 from headstart.errors import UserError
+from headstart.servers import guard
 from headstart.servers.client import Endpoint, RetryableError
 from headstart.servers.completions import Ask, Dialect
 from headstart.servers.engines import ServingEngine
@@ -26,7 +29,6 @@ from headstart.servers.engines import ServingEngine
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
-_STOP_SECONDS = 20.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -151,37 +153,30 @@ class Server(Running):
             return ""
 
     def _start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self.words,
-                    env=self._environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-        except OSError as error:
+        if shutil.which(self.words[0]) is None:
             raise UserError(
-                f"{self.engine.name} cannot be started: {self.words[0]}: {error.strerror or error}.",
+                f"{self.engine.name} cannot be started: {self.words[0]} is no command here.",
                 f"Install it in an environment of its own, and say how it is started with --engine-command; by default "
                 f"that is {self.engine.command!r}.",
-            ) from None
+            )
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, guard.__file__, *self.words],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
 
     def _stop(self) -> None:
         if self._process is None:
             return
-        try:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it, or workers that outlived it
-            self._process.wait()
-            self._process = None
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the guard ends the engine
+        self._process.wait()
+        self._process = None
 
     def _wait(self) -> None:
         assert self._process is not None
