@@ -1,4 +1,4 @@
-"""Decoding by a running engine, as a method of `evaluate`: requests over HTTP, acceptance from the engine's counters."""
+"""Decoding by a running engine, as a method of `evaluate`: HTTP requests, acceptance from the engine's counters."""
 
 from __future__ import annotations
 

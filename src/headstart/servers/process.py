@@ -45,6 +45,11 @@ class EngineAnswer:
     token_ms: tuple[float, ...]
     seconds: float
 
+    @property
+    def decoding_ms(self) -> float:
+        """The time from the first token to the last, without reading the prompt."""
+        return self.token_ms[-1] - self.token_ms[0] if self.token_ms else 0.0
+
 
 class Running:
     """A running engine; `remedy` is the user's remedy if it does not answer."""
