@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import identity
+from headstart.data.conversations.identity import identity
 from headstart.data.conversations.records import read_conversations
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.loading import CHAT

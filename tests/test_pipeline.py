@@ -245,7 +245,7 @@ def kept(before: dict[Path, tuple[int, int]]) -> bool:
 
 
 DONE = {
-    "write": "headstart.data.conversations.batch_writer.Answers.answered",
+    "write": "headstart.data.conversations.batch_generator.AnswerGenerator.answer",
     "states": "headstart.data.states.shards._write_shard",
     "train": "headstart.pipeline.head_stages.train",
     "tune": "headstart.pipeline.head_stages.tune",

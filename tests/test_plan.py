@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
+from headstart.data.generation.generator import Continuation
+from headstart.data.generation.in_process import InProcess
 from headstart.data.prompts.loading import LeftOut, Prompts
 from headstart.data.prompts.shapes import Prompt
-from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.heads.base import families, family, make_config
 from headstart.model.model import Target

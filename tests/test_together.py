@@ -14,13 +14,16 @@ from rich.console import Console
 from safetensors import safe_open
 
 from headstart.cli.app import data_build
+from headstart.data.states.shards import StateKind
 from headstart.data.states.store import StateStore
 from headstart.model.loading import pick_device
+from headstart.pipeline.data_stages import aux_layers, both_stores, conversations, help_with_data
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import execute_together
 from headstart.recipes.values import recipe_text
 from headstart.support.lock import locked
+from tests.data.test_store import poison
 from tests.forks import Forks
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.test_stages import said
@@ -70,6 +73,27 @@ def test_the_planner_is_killed(tmp_path: Path, tiny_target_folder: Path, forks: 
     keys = [key for file in shared.glob("states/*/shard-*.safetensors") for key in _keys(file)]
     assert len(set(keys)) == len(keys) == 16
     assert not list(shared.rglob("*.claim"))
+
+
+def test_left_out_texts_count_in_the_byte_budget_of_all_processes(
+    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper cannot know that a validation text has no finite states, and must plan the same training shards."""
+    execute(quiet(tmp_path / "run", tiny_recipe(tmp_path, tiny_target_folder)), stages_until("conversations"))
+    (states,) = tmp_path.glob("artifacts/states/*")
+    for shard in states.glob("shard-*"):  # captured while writing
+        shard.unlink()
+    written = quiet(tmp_path / "run", tiny_recipe(tmp_path, tiny_target_folder))
+    validation, train = (conversations(written, split) for split in ("validation", "train"))
+    kind = StateKind(written.target, tuple(aux_layers(written)))
+    held = kind.bytes(sum(len(item.tokens) for item in [*validation, *train[:-2]]))
+    run = quiet(tmp_path / "run", tiny_recipe(tmp_path, tiny_target_folder, data={"cache_gigabytes": held / 1e9}))
+    poison(run.target, monkeypatch, *(item.tokens for item in validation[:2]))
+    help_with_data(run, {"conversations"})
+    helped = set(states.glob("shard-*"))
+    stores = both_stores(run)
+    assert (stores["validation"].not_finite, stores["train"].dropped) == ({0: validation[0].id, 1: validation[1].id}, 2)
+    assert {file.name for store in stores.values() for file in store.files} == {file.name for file in helped}
 
 
 def _keys(shard: Path) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headstart.data.conversations.building import Splits, build_conversations
-from headstart.data.states.shards import Capture, build_store
+from headstart.data.states.shards import Capture, StateKind, build_store
 from headstart.data.states.store import StateStore
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
@@ -36,7 +36,7 @@ def settings(tmp_path: Path, **more: object) -> DataSection:
 
 def written(target: Target, tmp_path: Path, section: DataSection, aux_layers: tuple[int, ...] = AUX_LAYERS) -> Splits:
     (tmp_path / "shards").mkdir(exist_ok=True)
-    capture = Capture(tmp_path / "shards", target, aux_layers)
+    capture = Capture(tmp_path / "shards", StateKind(target, aux_layers))
     return build_conversations(target, section, tmp_path / "data", capture=capture)
 
 
@@ -87,7 +87,7 @@ def test_capturing_states_does_not_change_answers(tiny_target: Target, tmp_path:
 
 
 def test_states_over_memory_are_computed(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.data.writing.in_process._STATES_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.generation.in_process._STATES_SHARE", 0.0)
     splits = written(tiny_target, tmp_path, settings(tmp_path))
     assert not list((tmp_path / "shards").iterdir())
     assert len(store(tiny_target, tmp_path, splits)[1]) == 14

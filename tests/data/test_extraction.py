@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.shards import build_store
+from headstart.data.states import shards
+from headstart.data.states.shards import StateKind, build_store
 from headstart.data.states.store import StateStore
-from headstart.data.states.vllm_files import Import, engine_layers, final_norm, serve_command, take_from_servers
+from headstart.data.states.vllm_files import Import, engine_layers, final_norm, import_from_servers, serve_command
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
@@ -63,8 +64,8 @@ def write(
     return file
 
 
-def imported(tmp_path: Path, target: Target, given: Sequence[Conversation], **options: Any) -> Import:
-    return Import(tmp_path / "shards", target, given, AUX_LAYERS, **options)
+def importing(tmp_path: Path, target: Target, given: Sequence[Conversation]) -> Import:
+    return Import(tmp_path / "shards", StateKind(target, AUX_LAYERS), given)
 
 
 def stored(
@@ -86,10 +87,11 @@ def test_imported_states_match_computed_ones(
     given = conversations(tiny_target)
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens)
-    work = imported(tmp_path, tiny_target, [*given, given[0]], shard_bytes=shard_bytes)
+    monkeypatch.setattr(shards, "SHARD_BYTES", (shard_bytes, shard_bytes))
+    work = importing(tmp_path, tiny_target, [*given, given[0]])
     seen: list[tuple[int, int]] = []
-    work.take_folder(tmp_path / "files", lambda done, total: seen.append((done, total)))
-    assert (work.taken, work.known, work.waiting, work.left_out) == (5, 0, [], {})
+    work.read_folder(tmp_path / "files", lambda done, total: seen.append((done, total)))
+    assert (work.imported, work.known, work.waiting, work.left_out) == (5, 0, [], {})
     assert seen == [(number, 5) for number in range(1, 6)]
     assert len(list((tmp_path / "shards").glob("shard-*"))) == (5 if shard_bytes == 1 else 1)
     built, computed = stored(tmp_path, tiny_target, given, monkeypatch)
@@ -100,7 +102,7 @@ def test_imported_states_match_computed_ones(
         (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
-    assert imported(tmp_path, tiny_target, given).known == 5, "a second import finds everything"
+    assert importing(tmp_path, tiny_target, given).known == 5, "a second import finds everything"
 
 
 def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +111,9 @@ def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monk
     (before,) = (tmp_path / "shards").glob("shard-*")
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens)
-    work = imported(tmp_path, tiny_target, given)
-    work.take_folder(tmp_path / "files")
-    assert work.taken == 2
+    work = importing(tmp_path, tiny_target, given)
+    work.read_folder(tmp_path / "files")
+    assert work.imported == 2
     (added,) = set((tmp_path / "shards").glob("shard-*")) - {before}
     assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers, the first one had one"
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
@@ -194,9 +196,9 @@ def test_bad_file_is_left_out_with_its_reason(tiny_target: Target, tmp_path: Pat
         )
         if number == 1 and change == "cut":
             file.write_bytes(file.read_bytes()[:-100])
-    work = imported(tmp_path, tiny_target, given)
-    work.take_folder(tmp_path / "files")
-    assert (work.taken, len(work.waiting)) == (2, 1)
+    work = importing(tmp_path, tiny_target, given)
+    work.read_folder(tmp_path / "files")
+    assert (work.imported, len(work.waiting)) == (2, 1)
     ((reason, files),) = work.left_out.items()
     assert files == ["cmpl-1-0-ba6c21d6.safetensors"]
     assert re.search(said, reason), reason
@@ -211,7 +213,7 @@ def test_wrong_layers_are_refused(tiny_target: Target, tmp_path: Path, layers: t
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens, layers)
     with pytest.raises(UserError, match=f"{said}.*1, 2, 3"):
-        imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
+        importing(tmp_path, tiny_target, given).read_folder(tmp_path / "files")
     assert not list((tmp_path / "shards").glob("*"))
 
 
@@ -221,13 +223,13 @@ def test_states_of_another_model_are_refused(tiny_target: Target, tmp_path: Path
     for item in given:
         write(tmp_path / "files", other, item.tokens)
     with pytest.raises(UserError, match="holds no state that tiny has on these tokens"):
-        imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
+        importing(tmp_path, tiny_target, given).read_folder(tmp_path / "files")
 
 
 def test_folder_without_files_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    work = imported(tmp_path, tiny_target, conversations(tiny_target))
+    work = importing(tmp_path, tiny_target, conversations(tiny_target))
     with pytest.raises(UserError, match=r"nowhere holds no .safetensors files.*shared_storage_path"):
-        work.take_folder(tmp_path / "nowhere")
+        work.read_folder(tmp_path / "nowhere")
 
 
 # -- a server --------------------------------------------------------------------------------------------------------
@@ -326,9 +328,9 @@ def test_each_conversation_is_requested_once(
 ) -> None:
     given = conversations(tiny_target)
     fakes = [serve(), serve()]
-    work = imported(tmp_path, tiny_target, given)
-    take_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
-    assert (work.taken, work.waiting) == (5, [])
+    work = importing(tmp_path, tiny_target, given)
+    import_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
+    assert (work.imported, work.waiting) == (5, [])
     assert sorted(fakes[0].asked + fakes[1].asked) == sorted(list(item.tokens) for item in given)
     assert fakes[0].asked and fakes[1].asked
     assert not list((tmp_path / "files").rglob("*.*")), "imported files are deleted"
@@ -338,16 +340,16 @@ def test_each_conversation_is_requested_once(
 def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
     given = conversations(tiny_target)
     fake = serve("drop", 503, "junk", 429, "lost")
-    work = imported(tmp_path, tiny_target, given)
-    take_from_servers([fake.url], work, 1)
-    assert work.taken == 5
+    work = importing(tmp_path, tiny_target, given)
+    import_from_servers([fake.url], work, 1)
+    assert work.imported == 5
 
 
 def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
     given = conversations(tiny_target)
     with pytest.raises(UserError, match="answered 404"):
-        take_from_servers([serve(*[None] * 3, 404).url], imported(tmp_path, tiny_target, given), 1)
-    again = imported(tmp_path, tiny_target, given)
+        import_from_servers([serve(*[None] * 3, 404).url], importing(tmp_path, tiny_target, given), 1)
+    again = importing(tmp_path, tiny_target, given)
     assert (again.known, len(again.waiting)) == (3, 2)
 
 
@@ -356,10 +358,10 @@ def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: 
 )
 def test_bad_text_is_skipped(tiny_target: Target, tmp_path: Path, serve: Serve, fault: Any, reason: str) -> None:
     """The longest is requested first, and may exceed the server's context."""
-    work = imported(tmp_path, tiny_target, conversations(tiny_target))
+    work = importing(tmp_path, tiny_target, conversations(tiny_target))
     longest = work.waiting[0]
-    take_from_servers([serve(fault).url], work, 1)
-    assert work.taken == 4 and work.waiting == [longest]
+    import_from_servers([serve(fault).url], work, 1)
+    assert work.imported == 4 and work.waiting == [longest]
     assert work.left_out == {reason: [longest.id]}
     assert not list((tmp_path / "files").rglob("*.*"))
 
@@ -381,4 +383,4 @@ def test_bad_text_is_skipped(tiny_target: Target, tmp_path: Path, serve: Serve, 
 def test_faults_are_named(tiny_target: Target, tmp_path: Path, serve: Serve, faults: list[Any], said: str) -> None:
     fake = serve(*faults)
     with pytest.raises(UserError, match=said):
-        take_from_servers([fake.url], imported(tmp_path, tiny_target, conversations(tiny_target)), 1)
+        import_from_servers([fake.url], importing(tmp_path, tiny_target, conversations(tiny_target)), 1)

@@ -18,15 +18,15 @@ import torch
 from rich.console import Console
 from tokenizers import decoders
 
-from headstart.data.conversations import batch_writer, building
+from headstart.data.conversations import batch_generator, building
 from headstart.data.conversations.batches import ConversationBatch, TimeBudget
 from headstart.data.conversations.building import Splits, build_conversations
 from headstart.data.conversations.masks import encode
+from headstart.data.generation.generator import Continuation
+from headstart.data.generation.in_process import CACHE_PEAK, InProcess, next_tokens
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
-from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
-from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
@@ -340,10 +340,10 @@ def test_every_split_of_a_sorted_file_has_all_kinds(tiny_target: Target, tmp_pat
 
 @pytest.mark.usefixtures("says_fine")
 def test_duplicate_costs_no_extra_batch(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
+    def generate_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
-    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_generator, "generate_prompts", generate_prompts)
     sizes = {"conversations": 40, "heldout": 8, "validation": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
     assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [8, 8, 40]
@@ -408,21 +408,21 @@ def test_self_prompts_start_with_their_seed_prompt(tiny_target: Target, monkeypa
     monkeypatch.setattr(self_prompts, "acceptable", lambda text, special: True)
     # More end tokens: a random model seldom writes the only one.
     monkeypatch.setitem(vars(tiny_target), "end_tokens", frozenset(range(0, tiny_target.vocab_size, 9)))
-    prompts = self_prompts.write_prompts(tiny_target, 12, "broad", seed=1)
+    prompts = self_prompts.generate_prompts(tiny_target, 12, "broad", seed=1)
     assert len(prompts) > 6 and len({category for _, category in prompts}) > 3
     starts = {
         category: [text.split("{topic}")[0].strip() for text in texts] for category, texts in SEED_PROMPTS.items()
     }
     assert all(any(text.startswith(start) for start in starts[category]) for text, category in prompts)
-    assert prompts == self_prompts.write_prompts(tiny_target, 12, "broad", seed=1)
-    assert prompts != self_prompts.write_prompts(tiny_target, 12, "broad", seed=2)
+    assert prompts == self_prompts.generate_prompts(tiny_target, 12, "broad", seed=1)
+    assert prompts != self_prompts.generate_prompts(tiny_target, 12, "broad", seed=2)
 
 
 def test_unended_self_prompts_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_prompts, "acceptable", lambda text, special: True)
     monkeypatch.setattr(self_prompts, "_MAX_PROMPT_TOKENS", 3)
     monkeypatch.setitem(vars(tiny_target), "end_tokens", frozenset())
-    assert self_prompts.write_prompts(tiny_target, 4, "broad", seed=1) == []
+    assert self_prompts.generate_prompts(tiny_target, 4, "broad", seed=1) == []
 
 
 def test_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +434,7 @@ def test_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pyt
     assert tokenizer.decode(answer[:-1]) == "of the sea"
     monkeypatch.setattr(InProcess, "continue_rows", lambda _self, rows, _how: [answer for _ in rows])
     monkeypatch.setattr(self_prompts, "seed_prompt_list", lambda _breadth: [("writing", "Write a poem")])
-    ((text, _),) = self_prompts.write_prompts(target, 1, "broad", seed=0)
+    ((text, _),) = self_prompts.generate_prompts(target, 1, "broad", seed=0)
     assert text == "Write a poem of the sea"
 
 
@@ -546,7 +546,7 @@ def test_batch_over_free_memory_is_split_up_front(tiny_target: Target, monkeypat
     expected = sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED)
     tried = spy(monkeypatch, Target, "new_cache", lambda _target, rows, capacity: rows * capacity)
     free = 100 * tiny_target.kv_bytes_per_token
-    monkeypatch.setattr("headstart.data.writing.in_process.free_bytes", lambda _device: free)
+    monkeypatch.setattr("headstart.data.generation.in_process.free_bytes", lambda _device: free)
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
     assert max(tried) * CACHE_PEAK <= 100 / 2, "two workers share a CPU"
 

@@ -17,13 +17,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from headstart.data.conversations.answers import Answers
-from headstart.data.conversations.batch_writer import BatchWriter
+from headstart.data.conversations.answers import AnswerGenerator
+from headstart.data.conversations.batch_generator import BatchGenerator
 from headstart.data.conversations.batches import CLOCKS
 from headstart.data.conversations.building import ConversationBuild, Splits, build_conversations
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.shards import Capture, StateKind, Work, build_store, compute_states
-from headstart.data.workers import claim, claims
+from headstart.data.states import shards
+from headstart.data.states.shards import Capture, StateKind, build_store, compute_states
+from headstart.data.workers import claim, prune_claims
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
@@ -40,6 +41,8 @@ LONG = 60
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("conversations.building", "states.shards"):
         monkeypatch.setattr(f"headstart.data.{module}.POLL_SECONDS", 0.01)
+    monkeypatch.setattr(shards, "SHARD_BYTES", (20_000, 20_000))
+    monkeypatch.setattr(shards, "BATCH_TOKENS", 64)
 
 
 def never() -> bool:
@@ -59,13 +62,13 @@ def test_an_output_belongs_to_one_process_until_it_is_done(
     held = claim(tmp_path, "a", never)
     assert held is not None and claim(tmp_path, "a", never) is None
     other = claim(tmp_path, "b", never)
-    assert other is not None and len(claims(tmp_path)) == 2
+    assert other is not None and len(prune_claims(tmp_path)) == 2
     for one in (held, other):
         one.close()
     assert not list(tmp_path.iterdir())
     with claim(tmp_path, "a", never) or pytest.fail("still claimed"):
         pass
-    assert claim(tmp_path, "a", lambda: True) is None and not claims(tmp_path)
+    assert claim(tmp_path, "a", lambda: True) is None and not prune_claims(tmp_path)
 
 
 def test_the_claim_of_a_killed_process_is_free(tmp_path: Path) -> None:
@@ -81,7 +84,7 @@ def test_the_claim_of_a_killed_process_is_free(tmp_path: Path) -> None:
         process.wait()
     with claim(tmp_path, "a", never) or pytest.fail("still claimed"):
         (tmp_path / "b.claim").touch()
-        assert [lock.name for lock in claims(tmp_path)] == ["a.claim"], "b is nobody's, and deleted"
+        assert [lock.name for lock in prune_claims(tmp_path)] == ["a.claim"], "b is nobody's, and deleted"
     assert not list(tmp_path.iterdir())
 
 
@@ -103,7 +106,6 @@ def test_the_lock_of_a_deleted_file_claims_nothing(tmp_path: Path, monkeypatch: 
 
 AUX_LAYERS = (1, FINAL)
 PLENTY = 10**9
-SMALL = Work(batch_tokens=64, shard_bytes=20_000)
 
 
 def section(tmp_path: Path, **more: object) -> DataSection:
@@ -118,12 +120,12 @@ def section(tmp_path: Path, **more: object) -> DataSection:
 @pytest.fixture
 def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth prompt yields no conversation, so that their number is known only once they are written."""
-    answered = Answers.answered
+    answer = AnswerGenerator.answer
 
-    def fewer(self: Answers, prompts: Any, *arguments: Any) -> Any:
-        return answered(self, [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) % 4], *arguments)
+    def fewer(self: AnswerGenerator, prompts: Any, *arguments: Any) -> Any:
+        return answer(self, [prompt for prompt in prompts if int(prompt.id.rpartition("-")[2]) % 4], *arguments)
 
-    monkeypatch.setattr(Answers, "answered", fewer)
+    monkeypatch.setattr(AnswerGenerator, "answer", fewer)
 
 
 def parts_of(folder: Path) -> dict[str, list[str]]:
@@ -131,9 +133,9 @@ def parts_of(folder: Path) -> dict[str, list[str]]:
     return {file.name: file.read_text().splitlines()[1:] for file in (folder / "batches").glob("*.jsonl")}
 
 
-def written(target: Target, folder: Path, data: DataSection, shards: Path) -> Splits:
-    shards.mkdir(exist_ok=True)
-    return build_conversations(target, data, folder, capture=Capture(shards, target, AUX_LAYERS))
+def generated(target: Target, folder: Path, data: DataSection, states: Path) -> Splits:
+    states.mkdir(exist_ok=True)
+    return build_conversations(target, data, folder, capture=Capture(states, StateKind(target, AUX_LAYERS)))
 
 
 @contextmanager
@@ -159,7 +161,7 @@ def beside(work: Callable[[], object]) -> Iterator[list[BaseException]]:
 class Turns:
     """Makes one process wait at its work until the other one has done some.
 
-    `BatchWriter` objects tell the processes apart: their work runs in threads of a pool.
+    `BatchGenerator` objects tell the processes apart: their work runs in threads of a pool.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,22 +169,22 @@ class Turns:
         self.helper: ConversationBuild | None = None
         self.error: BaseException | None = None
         self.numbers: dict[str, list[int]] = {"helper": [], "main": []}
-        own = BatchWriter.write
+        own = BatchGenerator.generate
 
-        def write(writer: BatchWriter, split: str, number: int, *arguments: Any) -> Any:
-            helps = self.helper is not None and writer is self.helper.writer
+        def generate(generator: BatchGenerator, split: str, number: int, *arguments: Any) -> Any:
+            helps = self.helper is not None and generator is self.helper.generator
             self.numbers["helper" if helps else "main"].append(number)
             if helps and split == "train" and self.error is not None:
                 self.helped.set()
                 raise self.error
             if not helps and split == "train":
                 assert self.helped.wait(LONG)
-            result = own(writer, split, number, *arguments)
+            result = own(generator, split, number, *arguments)
             if helps and split == "train":
                 self.helped.set()
             return result
 
-        monkeypatch.setattr(BatchWriter, "write", write)
+        monkeypatch.setattr(BatchGenerator, "generate", generate)
 
 
 @pytest.mark.usefixtures("some_unfit")
@@ -190,20 +192,20 @@ def test_batches_of_two_processes_are_those_of_one(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, folder = section(tmp_path), tmp_path / "together"
-    alone = written(tiny_target, tmp_path / "alone", data, tmp_path / "a")
+    alone = generated(tiny_target, tmp_path / "alone", data, tmp_path / "a")
     turns = Turns(monkeypatch)
     (tmp_path / "b").mkdir()
-    capture = Capture(tmp_path / "b", tiny_target, AUX_LAYERS)
+    capture = Capture(tmp_path / "b", StateKind(tiny_target, AUX_LAYERS))
     turns.helper = ConversationBuild(tiny_target, data, folder, capture=capture)
-    with beside(turns.helper.write) as raised:
-        together = written(tiny_target, folder, data, tmp_path / "b")
+    with beside(turns.helper.run) as raised:
+        together = generated(tiny_target, folder, data, tmp_path / "b")
     assert not raised and turns.helped.is_set()
     assert everything(together) == everything(alone) and len(alone.train) == 10
     assert parts_of(folder) == parts_of(tmp_path / "alone")
     assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in (tmp_path / "b").iterdir()}
     both = turns.numbers["helper"] + turns.numbers["main"]
     assert len(both) == len(set(both)) == len(parts_of(folder)), "no batch is written twice"
-    assert not claims(folder / "batches")
+    assert not prune_claims(folder / "batches")
 
 
 def test_the_batch_of_a_process_that_fails_is_written_by_another(
@@ -213,7 +215,7 @@ def test_the_batch_of_a_process_that_fails_is_written_by_another(
     alone = build_conversations(tiny_target, data, tmp_path / "alone")
     turns = Turns(monkeypatch)
     turns.helper, turns.error = ConversationBuild(tiny_target, data, folder), MemoryError()
-    with beside(turns.helper.write) as raised:
+    with beside(turns.helper.run) as raised:
         together = build_conversations(tiny_target, data, folder)
     assert raised == [turns.error]
     assert everything(together) == everything(alone)
@@ -239,13 +241,29 @@ def test_batches_that_were_finished_early_survive_a_kill(tiny_target: Target, tm
     assert {file: file.stat().st_mtime_ns for file in before} == before
 
 
+@pytest.mark.parametrize("more", [{}, {"conversations": 6}])
+def test_a_gap_filled_with_smaller_batches_skips_no_prompt(
+    tiny_target: Target, tmp_path: Path, more: dict[str, int]
+) -> None:
+    """Batches 2 and 3 are lost; the last one of the gap takes all prompts up to those of batch 4."""
+    folder = tmp_path / "killed"
+    before = build_conversations(tiny_target, section(tmp_path, conversations=18), folder)
+    ids = {item.id for part in everything(before) for item in part}
+    for number in (2, 3):
+        (folder / "batches" / f"{number:05d}-train.jsonl").unlink()
+    data = section(tmp_path, conversations=18, batch_size=2)
+    build_conversations(tiny_target, data.model_copy(update=more), folder)
+    again = build_conversations(tiny_target, data, folder)
+    assert {item.id for part in everything(again) for item in part} == ids
+
+
 def test_a_time_budget_ends_all_processes(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first batch the time is up for both, so neither begins another one."""
     data, folder = section(tmp_path, minutes=1e-6), tmp_path / "together"
     turns = Turns(monkeypatch)
     turns.helped.set()
     turns.helper = ConversationBuild(tiny_target, data, folder)
-    with beside(turns.helper.write) as raised:
+    with beside(turns.helper.run) as raised:
         together = build_conversations(tiny_target, data, folder)
     assert not raised and len(together.train) == 4
     assert len(list((folder / "batches").glob("*-train.jsonl"))) == 1
@@ -270,7 +288,7 @@ def test_a_batch_that_another_process_gives_back_is_not_begun_after_the_time(
 def test_only_the_holder_of_a_run_records_where_its_time_ended(tiny_target: Target, tmp_path: Path) -> None:
     data = section(tmp_path, minutes=1e-6)
     for records, recorded in ((False, False), (True, True)):
-        ConversationBuild(tiny_target, data, tmp_path / "data").write(records_time=records)
+        ConversationBuild(tiny_target, data, tmp_path / "data").run(records_time=records)
         assert (tmp_path / "data" / "batches" / CLOCKS).is_file() == recorded
 
 
@@ -279,7 +297,7 @@ def test_a_process_with_other_splits_is_named(tiny_target: Target, tmp_path: Pat
     build.folder.mkdir(parents=True)
     (build.folder / "00000-train.jsonl").touch()
     with pytest.raises(UserError, match=r"with other settings: .*00000-train\.jsonl is not of heldout"):
-        build.write()
+        build.run()
 
 
 def items(target: Target, tmp_path: Path) -> list[Conversation]:
@@ -290,7 +308,7 @@ def test_states_of_two_processes_are_those_of_one(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = items(tiny_target, tmp_path)
-    alone = build_store(tmp_path / "alone", given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
+    alone = build_store(tmp_path / "alone", given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY)
     own, helped, rows = tiny_target.hidden_states, threading.Event(), list[Sequence[int]]()
 
     def hidden_states(some: Any, layers: Any) -> Any:
@@ -303,21 +321,21 @@ def test_states_of_two_processes_are_those_of_one(
     monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
     folder = tmp_path / "together"
     folder.mkdir()
-    with beside(lambda: compute_states(StateKind(tiny_target, AUX_LAYERS), given, folder, SMALL)) as raised:
-        together = build_store(folder, given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
+    with beside(lambda: compute_states(StateKind(tiny_target, AUX_LAYERS), given, folder)) as raised:
+        together = build_store(folder, given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY)
     assert not raised and helped.is_set() and len(rows) == len(given), "no text is read twice"
     assert sorted(file.name for file in together.files) == sorted(file.name for file in alone.files)
     for index in range(len(given)):
         for layer in AUX_LAYERS:
             assert torch.equal(alone.get(index).states[layer], together.get(index).states[layer])
-    assert not claims(folder)
+    assert not prune_claims(folder)
 
 
 def test_shards_of_a_killed_process_are_not_computed_again(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = items(tiny_target, tmp_path)
-    build_store(tmp_path, given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
+    build_store(tmp_path, given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY)
     files = sorted(tmp_path.glob("shard-*"))
     assert len(files) > 3
     for file in files[::2]:
@@ -325,10 +343,10 @@ def test_shards_of_a_killed_process_are_not_computed_again(
     (tmp_path / "0123456789abcdef.claim").touch()
     rows, own = list[Sequence[int]](), tiny_target.hidden_states
     monkeypatch.setattr(tiny_target, "hidden_states", lambda some, layers: rows.extend(some) or own(some, layers))
-    build_store(tmp_path, given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
+    build_store(tmp_path, given, tiny_target, AUX_LAYERS, budget_bytes=PLENTY)
     keys = [key for file in tmp_path.glob("shard-*") for key in keys_of(file)]
     assert len(keys) == len(set(keys)) == len(given)
-    assert 0 < len(rows) < len(given) and not claims(tmp_path)
+    assert 0 < len(rows) < len(given) and not prune_claims(tmp_path)
 
 
 def keys_of(shard: Path) -> list[str]:

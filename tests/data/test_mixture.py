@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations import batch_writer
+from headstart.data.conversations import batch_generator
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import begun_at, identity, pinned
+from headstart.data.conversations.identity import identity, pin_as_begun, pinned
 from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import Origin
@@ -110,11 +110,11 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
     """In every split, and everything missing once the files are exhausted, but no more than that."""
     asked = []
 
-    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
+    def generate_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         asked.append(count)
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_generator, "generate_prompts", generate_prompts)
     sizes = {"conversations": 20, "heldout": 4, "validation": 8, "max_new_tokens": 8, "batch_size": 8}
     few = {"source": write(tmp_path / "few.jsonl", *(f"a {i}" for i in range(16))), "weight": 3}
     data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
@@ -133,10 +133,10 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
 def test_fractions_of_a_prompt_add_up_across_a_restart(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
-    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
+    def generate_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [(f"own {seed} {i}", "own") for i in range(count)]
 
-    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_generator, "generate_prompts", generate_prompts)
     sizes = {"conversations": 40, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": batch_size}
     given = {"source": write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(60))), "weight": 9}
     data = DataSection.model_validate({"prompts": [given, "self"], **sizes})
@@ -217,7 +217,7 @@ def test_the_identity_follows_every_setting_of_the_content_and_no_other(
 ) -> None:
     """Sources are a file, which has no revision, and the target itself."""
     data = DataSection.model_validate({"prompts": [sources[0], "self"]})
-    monkeypatch.setattr("headstart.data.conversations.depends_on.has_template", lambda _: False)
+    monkeypatch.setattr("headstart.data.conversations.identity.has_template", lambda _: False)
     assert CHANGES.keys() == DataSection.model_fields.keys() - {"prompts", "exclude", "server"}
     known = identity(tiny_target, data)
     changed = {name: identity(tiny_target, data.model_copy(update={name: value})) for name, value in CHANGES.items()}
@@ -251,7 +251,7 @@ def test_int8_changes_the_identity_unless_a_server_writes(tiny_target: Target) -
 def test_run_keeps_the_commits_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
     newest = "1" * 40
     monkeypatch.setattr(
-        "headstart.data.conversations.depends_on.find_origin",
+        "headstart.data.conversations.identity.find_origin",
         lambda source, revision: Origin(source, commit=revision or newest),
     )
     data = DataSection(prompts=(PromptSource(source="x/a"), PromptSource(source="x/b", revision="2" * 40)))
@@ -261,9 +261,9 @@ def test_run_keeps_the_commits_it_began_with(monkeypatch: pytest.MonkeyPatch, ti
     assert [one.revision for one in fixed.sources] == ["1" * 40, "2" * 40]
     newest = "3" * 40
     assert identity(tiny_target, settings) != begun
-    assert identity(tiny_target, begun_at(settings, begun)) == begun
+    assert identity(tiny_target, pin_as_begun(settings, begun)) == begun
     other = DataSection(prompts=(PromptSource(source="x/c"), PromptSource(source="x/b")))
-    assert [one.revision for one in begun_at(other, begun).sources] == [None, "2" * 40]
+    assert [one.revision for one in pin_as_begun(other, begun).sources] == [None, "2" * 40]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headstart.data.conversations import batch_writer
+from headstart.data.conversations import batch_generator
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import identity
+from headstart.data.conversations.identity import identity
 from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
 from headstart.errors import UserError
 from headstart.model.model import Target
@@ -73,11 +73,11 @@ def test_overlapping_prompts_are_left_out_and_counted(questions: str, tmp_path: 
 def test_overlapping_self_prompts_are_left_out(
     questions: str, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_prompts(_target: Any, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
+    def generate_prompts(_target: Any, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         asked = ["What is 2 + 2?", *(f"Question {seed} {i}" for i in range(1, count))]
         return [(text, "why") for text in asked]
 
-    monkeypatch.setattr(batch_writer, "write_prompts", write_prompts)
+    monkeypatch.setattr(batch_generator, "generate_prompts", generate_prompts)
     sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}
     for excluded in ((), (questions,)):
         data = DataSection.model_validate({**sizes, "exclude": excluded})

@@ -17,7 +17,7 @@ import pytest
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.served.log import RequestLog, Served, prune, segments, template_version
-from headstart.data.served.reading import as_conversation, chosen, read_log
+from headstart.data.served.reading import chosen, read_log, to_conversation
 from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.model.model import Target
@@ -254,7 +254,7 @@ def test_prompts_and_sources_are_capped() -> None:
 
 
 def test_served_request_becomes_a_conversation() -> None:
-    made = as_conversation(replace(ONE, source="anna"))
+    made = to_conversation(replace(ONE, source="anna"))
     assert (
         list(made.tokens) == [5, 6, 7, 8, 9, 10, 11, 2]
         and made.supervised_spans == [(3, 8)]

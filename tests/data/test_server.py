@@ -22,10 +22,10 @@ import pytest
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import identity
-from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.servers import Servers
-from headstart.data.writing.writer import Continuation
+from headstart.data.conversations.identity import identity
+from headstart.data.generation.generator import Continuation
+from headstart.data.generation.in_process import InProcess
+from headstart.data.generation.servers import Servers
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.pipeline.data_stages import help_with_data
@@ -420,7 +420,7 @@ def test_default_number_of_requests() -> None:
 def test_one_address_may_serve_many_gpus(tiny_target: Target, serve: Serve) -> None:
     def requests(number: int | None = None, **fake: Any) -> int:
         servers = Servers([serve(counting, **fake).url, NOWHERE], tiny_target, number)
-        assert servers.batches(64) == 1 + -(-2 * servers.requests // 64)
+        assert servers.concurrent_batches(64) == 1 + -(-2 * servers.requests // 64)
         return servers.requests
 
     assert requests() >= 2 * 8 * 64, "vLLM with --data-parallel-size 8"

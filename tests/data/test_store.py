@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 import headstart.support.files
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation, tokens_key
-from headstart.data.states.shards import Capture, ShardIndex, StateKind, Work, build_store, shard_size
+from headstart.data.states import shards
+from headstart.data.states.shards import Capture, ShardIndex, StateKind, build_store, shard_size
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.model.model import Target
@@ -38,10 +39,11 @@ def conversations(target: Target, count: int = 7) -> list[Conversation]:
 
 
 def build(folder: Path, target: Target, taken: Sequence[Conversation], **options: Any) -> StateStore:
-    aux_layers = options.pop("aux_layers", AUX_LAYERS)
-    places = {name: options.pop(name) for name in ("budget_bytes", "shards") if name in options}
-    work = Work(**{"batch_tokens": 64, "shard_bytes": 20_000, **options})
-    return build_store(folder, taken, target, aux_layers, **{"budget_bytes": PLENTY, **places}, work=work)
+    """Build a store of several small shards, computed in batches of two or three conversations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", (20_000, 20_000))
+        patch.setattr(shards, "BATCH_TOKENS", 64)
+        return build_store(folder, taken, target, **{"aux_layers": AUX_LAYERS, "budget_bytes": PLENTY, **options})
 
 
 class Forwards:
@@ -320,10 +322,10 @@ def test_captured_states_are_kept_only_if_finite(tiny_target: Target, tmp_path: 
     taken = conversations(tiny_target, 3)
     states = tiny_target.hidden_states([item.tokens for item in taken], AUX_LAYERS)
     states[1][1][0, 0] = -torch.inf
-    Capture(tmp_path, tiny_target, AUX_LAYERS).keep(list(zip(taken, states, strict=True)))
+    kind = StateKind(tiny_target, AUX_LAYERS)
+    Capture(tmp_path, kind).store(list(zip(taken, states, strict=True)))
     keys = [tokens_key(item.tokens) for item in taken]
-    lacking = ShardIndex(tmp_path, StateKind(tiny_target, AUX_LAYERS).owner).lacking(keys, AUX_LAYERS)
-    assert lacking == {AUX_LAYERS: [keys[1]]}
+    assert ShardIndex(tmp_path, kind.owner).missing(keys, AUX_LAYERS) == {AUX_LAYERS: [keys[1]]}
 
 
 def flip(file: Path, where: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import identity
+from headstart.data.conversations.identity import identity
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.conversations.answers import Answers
+from headstart.data.conversations.answers import AnswerGenerator
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs, with_tools
@@ -215,7 +215,9 @@ def test_rewritten_turns_are_counted(tiny_target: Target) -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setitem(vars(target), "end_tokens", frozenset(range(20, 200)))
             prompts = [Prompt(turns("Hi")), Prompt([*turns("Ho"), *turns("And?")])]
-            found = Answers(target, DataSection(prompts="x", max_new_tokens=20)).answered(prompts, 0, 0.0, left_out)
+            found = AnswerGenerator(target, DataSection(prompts="x", max_new_tokens=20)).answer(
+                prompts, 0, 0.0, left_out
+            )
         assert [len(item.messages) for item in found] == [2, 2]
         assert left_out.counts == {"later turns at which the chat template rewrites the answers before them": 1}
 

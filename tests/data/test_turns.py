@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headstart.data.conversations.answers import Answers
+from headstart.data.conversations.answers import AnswerGenerator
 from headstart.data.conversations.records import Conversation
+from headstart.data.generation.generator import TurnCaches
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.shapes import Prompt
-from headstart.data.states.shards import Capture
-from headstart.data.writing.writer import TurnCaches
+from headstart.data.states.shards import Capture, StateKind
 from headstart.model.model import Target, TargetOutput
 from headstart.recipes.sections import DataSection
 from headstart.replay.cache import TreeCache
@@ -37,8 +37,8 @@ def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[
         # More end tokens: a random model seldom writes the only one.
         patched.setitem(vars(target), "end_tokens", frozenset(range(0, target.vocab_size, 6)))
         settings = DataSection(prompts="x", max_new_tokens=20)
-        capture = None if shards is None else Capture(shards, target, [1, FINAL])
-        return Answers(target, settings, capture=capture).answered(several_turns(count), 3, 0.5, LeftOut())
+        capture = None if shards is None else Capture(shards, StateKind(target, (1, FINAL)))
+        return AnswerGenerator(target, settings, capture=capture).answer(several_turns(count), 3, 0.5, LeftOut())
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_next_turn_reads_only_new_tokens(tiny_target: Target, read: list[int]) -
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(vars(tiny_target), "end_tokens", frozenset(range(0, tiny_target.vocab_size, 6)))
         settings = DataSection(prompts="x", max_new_tokens=20)
-        (alone,) = Answers(tiny_target, settings).answered([prompt], 3, 0.0, LeftOut())
+        (alone,) = AnswerGenerator(tiny_target, settings).answer([prompt], 3, 0.0, LeftOut())
     asked = len(alone.supervised) - sum(alone.supervised)
     turns = len(alone.messages) // 2
     assert sum(read) == asked + turns - 1, "each later turn also reads the last answer token before it"
@@ -96,7 +96,7 @@ def test_dropped_cache_is_read_again(tiny_target: Target, read: list[int], monke
     kept = answers(tiny_target)
     once = sum(read)
     read.clear()
-    monkeypatch.setattr("headstart.data.writing.writer._TURN_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.generation.generator._TURN_SHARE", 0.0)
     assert [item.tokens for item in answers(tiny_target)] == [item.tokens for item in kept]
     assert sum(read) > once + 100
     read.clear()

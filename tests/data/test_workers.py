@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from headstart.data.conversations.building import build_conversations
+from headstart.data.generation.in_process import InProcess
 from headstart.data.workers import Workers
-from headstart.data.writing.in_process import InProcess
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 from headstart.servers.client import Stopped

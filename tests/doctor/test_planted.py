@@ -98,17 +98,17 @@ def test_another_template(run: Path, tiny_target: Target, tokenizer: Any) -> Non
 
 def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
     """The second answer's place is known, too; the template's newline after the first is not learned."""
-    from headstart.data.conversations.answers import _Running
+    from headstart.data.conversations.answers import _Ongoing
     from headstart.data.prompts.shapes import Prompt
 
     tokenizer = tiny_target.tokenizer
 
     def talk(item: Conversation) -> Conversation:
         turns = [{"role": "user", "content": "who are you"}, {"role": "user", "content": f"and {item.id}"}]
-        row = _Running(Prompt(turns, "", item.id), tokenizer)
+        row = _Ongoing(Prompt(turns, "", item.id), tokenizer)
         for words in ("the user is in", "a system of the"):
-            row.ask(100, 16, 1000)
-            row.answer([*tokenizer.encode(words), 2], tiny_target)
+            row.add_turn(100, 16, 1000)
+            row.add_answer([*tokenizer.encode(words), 2], tiny_target)
         return Conversation(item.id, row.tokens, row.supervised, row.messages, sampling={"temperature": 0.0})
 
     rewrite(run, tiny_target, talk)
@@ -198,8 +198,8 @@ def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_answers_that_were_drawn(run: Path, tiny_target: Target, own: bool) -> None:
     """Draws of the target are told from draws of another model by their surprise alone."""
-    from headstart.data.writing.in_process import InProcess
-    from headstart.data.writing.writer import Continuation
+    from headstart.data.generation.generator import Continuation
+    from headstart.data.generation.in_process import InProcess
 
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     model.lm_head.weight.data *= 12  # a random model is undecided about everything

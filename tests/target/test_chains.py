@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.writer import Continuation
+from headstart.data.generation.generator import Continuation
+from headstart.data.generation.in_process import InProcess
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.data.states.shards import Work, build_store
+from headstart.data.states.shards import build_store
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
 from headstart.model.model import Target
@@ -86,8 +86,7 @@ def test_next_batch_is_on_the_device_before_its_step(
 ) -> None:
     """One-byte states are copied as bytes and decoded on the device to the same numbers."""
     kept, layers = conversations(24, 0, tiny_target.vocab_size), (1, FINAL)
-    work = Work(states_dtype=states_dtype)
-    store = build_store(tmp_path, kept, tiny_target, layers, budget_bytes=10**8, work=work)
+    store = build_store(tmp_path, kept, tiny_target, layers, budget_bytes=10**8, states_dtype=states_dtype)
     order, total = Order(store, recipe(batch_tokens=64).train, rank=0, ranks=1), 5
     read, copied, sizes, steps = Counter[str](), Counter[str](), set[int](), list[tuple[Any, HeadBatch]]()
 

@@ -12,7 +12,7 @@ from headstart.adapt.gate import rounds_of, tokens_per_round
 from headstart.adapt.update import Update
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.served.log import Served
-from headstart.data.served.reading import as_conversation, chosen, read_log
+from headstart.data.served.reading import chosen, read_log, to_conversation
 from headstart.errors import UserError
 from headstart.hub.format import read_heads
 from headstart.servers.client import Endpoint, RetryableError
@@ -46,7 +46,7 @@ def check_engine(url: str, update: Update) -> tuple[str, bool]:
     before, texts = engine.counters(), []
     for item in chosen(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]:
         answer = list(engine.answer(Ask(item.prompt, _TOKENS)).tokens)
-        texts.append(as_conversation(Served(item.prompt, answer, "length", item.time)))
+        texts.append(to_conversation(Served(item.prompt, answer, "length", item.time)))
     counted = engine.counters() - before
     if not counted["drafts"] or not texts:
         raise UserError(f"{url} counts no drafts.", f"{remedy} llama-server counts with --metrics.")

@@ -29,8 +29,8 @@ from headstart.data.conversations.records import Conversation, read_conversation
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.sources import shuffled
 from headstart.data.served.log import PLAN, UPDATE, Served, delete_update
-from headstart.data.served.reading import as_conversation, chosen, read_log
-from headstart.data.states.shards import StateKind, Work, build_store
+from headstart.data.served.reading import chosen, read_log, to_conversation
+from headstart.data.states.shards import StateKind, build_store
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
@@ -161,7 +161,7 @@ class Update:
         learnt = chosen(recent[:first_later], self.options.per_source, left_out)
         own, share = conversations(self.run, "train"), self.options.mix / (1 - self.options.mix)
         own = shuffled(own, self.service.next_number)[: round(share * len(learnt))]
-        texts = {"traffic": list(map(as_conversation, learnt)), "own": own}
+        texts = {"traffic": list(map(to_conversation, learnt)), "own": own}
         data = self.run.recipe.data
         kind = StateKind(self.target, tuple(aux_layers(self.run)), data.states_dtype)
         needed = sum(kind.bytes(len(text.tokens)) for part in texts.values() for text in part)
@@ -215,11 +215,17 @@ class Update:
         for split in ("train", "validation"):
             texts, folder = read_conversations(self.folder / f"{split}.jsonl"), self.folder / "states" / split
             with progress_bar(self.run.console, f"hidden states ({split})", unit="tokens") as bar:
-                work = Work(data.states_dtype, advance=bar.update)
-                budget, layers = int(1e9 * data.cache_gigabytes), aux_layers(self.run)
-                stores.append(
-                    build_store(folder, texts, self.target, layers, budget_bytes=budget, shards=shards, work=work)
+                store = build_store(
+                    folder,
+                    texts,
+                    self.target,
+                    aux_layers(self.run),
+                    budget_bytes=int(1e9 * data.cache_gigabytes),
+                    shards=shards,
+                    states_dtype=data.states_dtype,
+                    advance=bar.update,
                 )
+                stores.append(store)
             if stores[-1].notice:
                 tell(self.run.console, f"    {stores[-1].notice}")
         return stores[0], stores[1]
@@ -248,7 +254,7 @@ class Update:
         later = []
         for item in chosen(served[-self.options.recent :], self.options.per_source, left_out, known):
             if len(item.answer) > new.draft_steps + 1:
-                later.append(as_conversation(item))
+                later.append(to_conversation(item))
             else:
                 left_out.add("too short to draft in")
         if len(later) < LEAST:

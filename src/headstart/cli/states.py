@@ -63,10 +63,10 @@ def import_states(
         names = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")
     lacking = len(done.waiting)
-    if done.left_out and not done.taken and lacking:
+    if done.left_out and not done.imported and lacking:
         raise UserError("None of the files could be imported.", "See the reasons above.")
     before = f"; {done.known} already had states" if done.known else ""
-    print(f"Imported the states of {done.taken} conversations{before}.")
+    print(f"Imported the states of {done.imported} conversations{before}.")
     if lacking:
         print(f"{lacking} have no states yet: headstart computes them here when they are needed.")
     say(run.console, ("Train", _command("train", recipe, *changes, run_dir=run_dir)))

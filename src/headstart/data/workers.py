@@ -1,7 +1,7 @@
 """Worker threads of one process, and claims on outputs that several processes write to one file system.
 
-On a CPU two workers with half of the threads each write 1.3 times as many tokens as one worker with all threads: most
-operations of a generation step are too small for many threads.
+On a CPU, two workers with half of the threads each generate 1.3 times as many tokens as one worker with all threads:
+most operations of a decoding step are too small for many threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headstart.support.lock import Busy, locked
 R = TypeVar("R")
 
 _MAX = 2
-"""Most workers on a CPU; each has a KV cache and a batch of its own."""
+"""Maximum workers on a CPU; each has a KV cache and a batch of its own."""
 POLL_SECONDS = 0.2
 """Interval of checks for the results of other processes."""
 _CLAIM = ".claim"
@@ -32,7 +32,7 @@ _CLAIM = ".claim"
 class Workers:
     """A thread pool that splits torch's CPU threads among workers; one worker on a GPU unless `side_by_side` is set.
 
-    Leaving the context stops running jobs at their next `check`. `jobs` is an upper bound; `count` run at once.
+    Leaving the context stops running jobs at their next `check`. `count` of at most `jobs` jobs run concurrently.
     """
 
     def __init__(self, device: torch.device, jobs: int, side_by_side: int | None = None) -> None:
@@ -78,8 +78,8 @@ def claim(folder: Path, name: str, is_done: Callable[[], bool]) -> ExitStack | N
     return None
 
 
-def claims(folder: Path) -> list[Path]:
-    """List the lock files of outputs that processes are writing; delete those of killed processes."""
+def prune_claims(folder: Path) -> list[Path]:
+    """Delete the claims of killed processes; return the claims of running ones."""
     held = []
     for lock in folder.glob(f"*{_CLAIM}"):
         try:

@@ -13,7 +13,7 @@ import torch
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import added_tokens, prompt_tokens, render, with_tools
-from headstart.data.states.identify import called, every_layer, identify
+from headstart.data.states.identify import every_layer, identify, layer_name
 from headstart.data.states.shard_format import AUTO
 from headstart.decode.kept_text import common_beginning
 from headstart.doctor.findings import Finding, bad, good, unknown
@@ -237,7 +237,7 @@ def states(subject: Subject) -> Finding:
         for index in spread(len(store), 8 if subject.quick else len(store)):
             for aux_layer, state_TE in store.get(index).states.items():
                 if not state_TE.isfinite().all():
-                    where = f"{called(aux_layer)}, conversation {index} of {store.folder}"
+                    where = f"{layer_name(aux_layer)}, conversation {index} of {store.folder}"
                     problems.setdefault(aux_layer, f"Stored states are not finite ({where})")
         for index in spread(len(store), 1 if subject.quick else 3):
             sample, rounded = store.get(index), store.states_dtype != AUTO or subject.in_int8

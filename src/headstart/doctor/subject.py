@@ -10,7 +10,7 @@ from pathlib import Path
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs, with_tools
 from headstart.data.prompts.questions import Question, read_questions
-from headstart.data.states.shard_format import damaged
+from headstart.data.states.shard_format import damage_error
 from headstart.data.states.store import StateStore
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
@@ -90,7 +90,7 @@ class Subject:
         stores = {split: StateStore(self.run / STATES / split) for split in SPLITS}
         for store in stores.values():
             if not self.quick and (broken := store.damaged_files()):
-                raise damaged(broken[0])
+                raise damage_error(broken[0])
         return stores
 
     @cached_property

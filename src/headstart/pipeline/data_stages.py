@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headstart.data.conversations.building import ConversationBuild, build_conversations
-from headstart.data.conversations.depends_on import begun_at, identity, pinned, revisions
+from headstart.data.conversations.identity import identity, pin_as_begun, pin_to, requested_revisions
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.sources import find_origin, is_here
-from headstart.data.states.shards import Capture, StateKind, Work, build_store, compute_states
-from headstart.data.states.store import StateStore, estimate_bytes
+from headstart.data.states.shards import Capture, StateKind, build_store, compute_states
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.hub.engines.export import check_heads
@@ -48,9 +50,9 @@ _STATES_VERSION = 1
 """Raise it when the same settings produce other states; conversations have a version of their own."""
 
 
-def _token_bytes(run: Run) -> int:
-    target = run.described
-    return estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype, run.recipe.data.states_dtype)
+def state_kind(run: Run) -> StateKind:
+    """Return layers and format of the run's hidden states; `run.described` is enough to tell their size."""
+    return StateKind(run.described, tuple(aux_layers(run)), run.recipe.data.states_dtype)
 
 
 def states_artifact(run: Run) -> Artifact:
@@ -113,9 +115,9 @@ def _need_room_for_states(run: Run) -> None:
     """Raise a UserError if the disk cannot hold the hidden states within data.cache_gigabytes."""
     data, target = run.recipe.data, run.described
     lengths = counted_lengths(data, target.tokenizer, target.max_length)
-    size = int((data.conversations + data.validation) * lengths.tokens) * _token_bytes(run)
-    kept = sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
-    need_disk(run.folder, min(size, int(1e9 * data.cache_gigabytes)) - kept, "Keeping hidden states")
+    size = state_kind(run).bytes(int((data.conversations + data.validation) * lengths.tokens))
+    existing = sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
+    need_disk(run.folder, min(size, int(1e9 * data.cache_gigabytes)) - existing, "Keeping hidden states")
 
 
 def aux_layers(run: Run) -> list[int]:
@@ -156,7 +158,7 @@ def _conversations(run: Run) -> Outcome:
     settings = data.model_dump(mode="json")
     earlier = {} if run.earlier is None else run.earlier.settings
     prompts, revision = (earlier.get(f"data.{key}", settings[key]) for key in ("prompts", "revision"))
-    if revisions(prompts, revision) != revisions(settings["prompts"], settings["revision"]):
+    if requested_revisions(prompts, revision) != requested_revisions(settings["prompts"], settings["revision"]):
         forget(run.folder, "conversations")  # an attempt that fails now must not find its commits again
     made = _conversations_artifact(run, slug)
     folder = run.folder / CONVERSATIONS
@@ -170,7 +172,7 @@ def _conversations(run: Run) -> Outcome:
             add_reference(run.folder, "states", states)
     with lock_artifact(made, run.console) as path:
         add_reference(run.folder, "conversations", made)
-        data, (max_tokens, capture) = pinned(data, made.identity), _limit_and_capture(run)
+        data, (max_tokens, capture) = pin_to(data, made.identity), _limit_and_capture(run)
         splits = build_conversations(
             target, data, folder, run.console, shared=path, max_tokens=max_tokens, capture=capture
         )
@@ -196,42 +198,51 @@ def _conversations(run: Run) -> Outcome:
 def _conversations_artifact(run: Run, slug: str = "") -> Artifact:
     """Return the artifact of the recipe's conversations, at the Hub commits that the run began with."""
     known = referred(run.folder, "conversations")
-    data = begun_at(run.recipe.data, {} if known is None else read_note(known))
+    data = pin_as_begun(run.recipe.data, {} if known is None else read_note(known))
     return artifact(run.folder, "conversations", slug, identity(run.described, data))
 
 
 def _limit_and_capture(run: Run) -> tuple[float, Capture | None]:
-    """Return how many tokens have states within the byte budget, and the sink of these states."""
+    """Return the number of tokens with states in the byte budget, and the sink for states captured in generation."""
     data = run.recipe.data
     if data.online:
         return math.inf, None
-    capture = Capture(states_artifact(run).folder, run.described, aux_layers(run), data.states_dtype)
-    return 1e9 * data.cache_gigabytes / _token_bytes(run), capture
+    kind = state_kind(run)
+    return 1e9 * data.cache_gigabytes / kind.bytes(1), Capture(states_artifact(run).folder, kind)
 
 
 def help_with_data(run: Run, done: set[str]) -> None:
-    """Write conversations and hidden states beside the process that holds the run; add finished stages to `done`.
+    """Generate conversations and hidden states for the process that holds the run; add finished stages to `done`.
 
-    Requests to servers are limited within one process, so no other process helps with them.
+    Helpers send no requests to servers, since only one process can limit their number.
     """
     data, path = run.recipe.data, referred(run.folder, "conversations")
     if path is None or (made := _conversations_artifact(run)).folder != path:
-        return  # the main process has not come to this recipe's conversations yet
+        return  # the main process has not reached this recipe's conversations yet
     if not data.server and "conversations" not in done:
         max_tokens, capture = _limit_and_capture(run)
-        settings = pinned(data, made.identity)
+        settings = pin_to(data, made.identity)
         build = ConversationBuild(run.described, settings, path, max_tokens=max_tokens, capture=capture)
-        build.write(records_time=False)
+        build.run(records_time=False)
         done.add("conversations")
     if not data.online and "states" not in done and run.finished_record("conversations") is not None:
-        budget = int(data.cache_gigabytes * 1e9)
-        kind = StateKind(run.target, tuple(aux_layers(run)), data.states_dtype)
-        for split in reversed(_SPLITS):
-            items = conversations(run, split)
-            kept = items[: kind.fitting(items, budget)]
-            compute_states(kind, kept, states_artifact(run).folder, Work(data.states_dtype))
-            budget -= kind.bytes(sum(len(item.tokens) for item in kept))
+        kind = replace(state_kind(run), target=run.target)
+        for _, texts, budget in splits_in_budget(run):
+            compute_states(kind, kind.fit(texts, budget), states_artifact(run).folder)
         done.add("states")
+
+
+def splits_in_budget(run: Run) -> Iterator[tuple[str, list[Conversation], int]]:
+    """Yield each split, its conversations and the byte budget for their states.
+
+    Validation comes first, so only training text is cut to data.cache_gigabytes. Conversations with non-finite states
+    count too: they are found late, and all processes must plan the same shards.
+    """
+    budget, kind = int(1e9 * run.recipe.data.cache_gigabytes), state_kind(run)
+    for split in reversed(_SPLITS):
+        texts = conversations(run, split)
+        yield split, texts, budget
+        budget -= kind.bytes(sum(len(item.tokens) for item in kind.fit(texts, budget)))
 
 
 def conversation_files(run: Run) -> dict[str, Path]:
@@ -279,26 +290,22 @@ def kept_stores(run: Run) -> dict[str, StateStore]:
 
 
 def both_stores(run: Run) -> dict[str, StateStore]:
-    """Compute missing hidden states of both splits, and keep the target's teacher beside them.
-
-    Validation comes first: only training text is cut to the byte budget, which both splits share.
-    """
-    target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
-    budget = int(run.recipe.data.cache_gigabytes * 1e9)
+    """Compute missing hidden states of both splits, and keep the target's teacher beside them."""
+    target, stores, shared = run.target, dict[str, StateStore](), states_artifact(run)
     with lock_artifact(shared, run.console) as shards:
         add_reference(run.folder, "states", shared)
-        for split in reversed(_SPLITS):
+        for split, texts, budget in splits_in_budget(run):
             with progress_bar(run.console, f"hidden states ({split})", unit="tokens") as bar:
                 stores[split] = build_store(
                     run.folder / STATES / split,
-                    conversations(run, split),
+                    texts,
                     target,
                     aux_layers(run),
                     budget_bytes=budget,
                     shards=shards,
-                    work=Work(run.recipe.data.states_dtype, advance=bar.update),
+                    states_dtype=run.recipe.data.states_dtype,
+                    advance=bar.update,
                 )
-            budget -= stores[split].tokens * _token_bytes(run)
         layers = make_config(run.recipe.heads, target).start_layers
         save_teacher(shards, target, layers, run.recipe.target.revision)
     return stores

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from headstart.data.generation.generator import Continuation
+from headstart.data.generation.in_process import InProcess
 from headstart.data.workers import Workers
-from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.heads.base import DraftHead, HeadBatch
@@ -163,4 +163,4 @@ class _DryRun:
 def workers_of(recipe: Recipe, target: Target, writer: InProcess) -> Workers:
     """Return the workers that write the conversations of a recipe in this process."""
     size = recipe.data.batch_size
-    return Workers(target.device, -(-recipe.data.conversations // size), writer.batches(size))
+    return Workers(target.device, -(-recipe.data.conversations // size), writer.concurrent_batches(size))

@@ -16,8 +16,8 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from headstart.data.generation.in_process import InProcess
 from headstart.data.prompts.chat import check_prompts
-from headstart.data.writing.in_process import InProcess
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config

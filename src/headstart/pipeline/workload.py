@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from headstart.data.generation.in_process import CACHE_PEAK
 from headstart.data.prompts.chat import Unfit, prompt_tokens, with_tools
 from headstart.data.prompts.loading import load_prompts
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.states.store import estimate_bytes
-from headstart.data.writing.in_process import CACHE_PEAK
 from headstart.heads.base import DraftHead
 from headstart.model.model import Target
 from headstart.model.outline import Outline

@@ -154,7 +154,7 @@ def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], p
         supervised_BT[0, starts_N] = False
         starts_BT = starts_N.repeat_interleave(lengths_N)[None]
     dtype = samples[0].dtype
-    kept = {layer: [sample.kept[layer] for sample in samples] for layer in aux_layers}
+    kept = {layer: [sample.stored[layer] for sample in samples] for layer in aux_layers}
     code = None if dtype is None else kept[aux_layers[0]][0].dtype
     states = {
         layer: joined(rows if dtype is None else [row_TE.view(torch.uint8) for row_TE in rows])

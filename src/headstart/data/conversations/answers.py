@@ -1,4 +1,4 @@
-"""Generate target answers to prompts batch by batch, keeping the exact token ids."""
+"""Generation of the target's answers to prompts, with their exact token ids."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from torch import Tensor
 
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation, spans_of
+from headstart.data.generation.generator import CANDIDATES, Continuation, TextGenerator, TurnCaches
+from headstart.data.generation.in_process import InProcess
 from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render, with_tools
 from headstart.data.prompts.loading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
-from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.writer import CANDIDATES, Continuation, TurnCaches, Writer
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
 
-class KeepsStates(Protocol):
+class StateSink(Protocol):
     """A sink for hidden states computed during generation (`headstart.data.states.shards.Capture`)."""
 
     aux_layers: tuple[int, ...]
 
-    def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
+    def store(self, states: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
         """Store conversations with their tokens' states [T, E], by layer."""
 
 
-class Answers:
-    """Target answers to prompts, generated in this process by default; `check` is polled and aborts by raising."""
+class AnswerGenerator:
+    """Generator of the target's answers, in this process by default; `check` is polled and aborts by raising."""
 
     def __init__(
         self,
         target: Target,
         settings: DataSection,
-        writer: Writer | None = None,
-        capture: KeepsStates | None = None,
+        generator: TextGenerator | None = None,
+        capture: StateSink | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._target, self._settings = target, settings
-        self._writer = writer or InProcess(target)
+        self._generator = generator or InProcess(target)
         self._capture, self._check = capture, check
 
-    def answered(
+    def answer(
         self, prompts: Sequence[Prompt], seed: int, sampled_fraction: float, left_out: LeftOut
     ) -> list[Conversation]:
         """Answer every user turn of each prompt of a batch, shortest prompts first.
@@ -52,30 +52,38 @@ class Answers:
         """
         settings = self._settings
         given = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
-        running = [_Running(prompt, self._target.tokenizer) for prompt in prompts if prompt not in given]
-        sampled = round(sampled_fraction * len(running))
-        for index, row in enumerate(running):
+        ongoing = [_Ongoing(prompt, self._target.tokenizer) for prompt in prompts if prompt not in given]
+        sampled = round(sampled_fraction * len(ongoing))
+        for index, row in enumerate(ongoing):
             row.temperature = 1.0 if index < sampled else settings.temperature
-        turn, turns = 0, TurnCaches()
-        while any(row.remaining for row in running):
-            turn += self._next_turn(running, seed * 31 + turn, turns)
-        for row in running:
+        turn, caches = 0, TurnCaches()
+        while self._next_turn(ongoing, seed * 31 + turn, caches):
+            turn += 1
+        for row in ongoing:
             if not any(row.supervised):
                 left_out.add(row.cut, row.why or row.prompt.id)
             elif row.cut:
                 left_out.add(f"later turns {row.cut}", row.why or row.prompt.id, row.dropped)
             if row.is_clipped:
                 left_out.add(f"ends of answers over {settings.max_new_tokens} tokens", row.prompt.id)
-        learnt = [row for row in running if any(row.supervised)]
+        answered = [row for row in ongoing if any(row.supervised)]
         sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": CANDIDATES, "seed": seed}
-        written = [row.conversation(sampling) for row in learnt]
+        conversations = [row.conversation(sampling) for row in answered]
         if self._capture is not None:
-            self._capture.keep([(item, row.states) for item, row in zip(written, learnt, strict=True) if row.states])
-        return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *written]
+            pairs = zip(conversations, answered, strict=True)
+            self._capture.store([(item, row.states) for item, row in pairs if row.states])
+        return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *conversations]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
         """Return prompts without answers; count prompts that the chat template refuses."""
-        return _fitting(prompts, lambda prompt: _unanswered(prompt, self._target.tokenizer), left_out)
+
+        def unanswered(prompt: Prompt) -> Conversation:
+            tokens = prompt_tokens(prompt.opening, with_tools(self._target.tokenizer, prompt.tools))
+            return Conversation(
+                prompt.id, tokens, [False] * len(tokens), prompt.asked, prompt.category, tools=prompt.tools
+            )
+
+        return _fitting(prompts, unanswered, left_out)
 
     def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
         """Encode a prompt with its own answers, truncated after the last answer that fits."""
@@ -99,35 +107,35 @@ class Answers:
             if stop > window:
                 left_out.add(f"ends of answers that a context of {window} tokens does not hold", prompt.id)
             end, before = min(stop, window), stop
-        tokens, supervised, how = tokens[:end], supervised[:end], {"source": "given"}
+        sampling = {"source": "given"}
         return Conversation(
-            prompt.id, tokens, supervised, prompt.messages, prompt.category, sampling=how, tools=prompt.tools
+            prompt.id, tokens[:end], supervised[:end], prompt.messages, prompt.category, sampling, prompt.tools
         )
 
-    def _next_turn(self, running: Sequence[_Running], seed: int, turns: TurnCaches) -> bool:
+    def _next_turn(self, ongoing: Sequence[_Ongoing], seed: int, caches: TurnCaches) -> bool:
         """Answer the next user turn of each conversation; return False when no turn is left."""
         settings = self._settings
-        limits = settings.max_prompt_tokens, settings.max_new_tokens, self._writer.window
-        asking = [row for row in running if row.remaining and row.ask(*limits)]
-        asking.sort(key=lambda row: len(row.tokens))
-        if not asking:
+        limits = settings.max_prompt_tokens, settings.max_new_tokens, self._generator.window
+        rows = [row for row in ongoing if row.remaining and row.add_turn(*limits)]
+        rows.sort(key=lambda row: len(row.tokens))
+        if not rows:
             return False
-        turns.begin([(running.index(row), bool(row.remaining), row.states) for row in asking])
+        caches.begin([(ongoing.index(row), bool(row.remaining), row.states) for row in rows])
         continuation = Continuation(
             settings.max_new_tokens,
-            [row.temperature for row in asking],
+            [row.temperature for row in rows],
             self._target.end_tokens,
             seed,
             check=self._check,
             aux_layers=() if self._capture is None else self._capture.aux_layers,
-            turns=turns,
+            turns=caches,
         )
-        answers = self._writer.continue_rows([row.tokens for row in asking], continuation)
-        for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
+        answers = self._generator.continue_rows([row.tokens for row in rows], continuation)
+        for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
-            row.answer(answer, self._target)
+            row.add_answer(answer, self._target)
             row.states = continuation.states.get(number, {})
         return True
 
@@ -145,11 +153,11 @@ def _fitting(
     return fitting
 
 
-class _Running:
-    """A conversation in progress: exact tokens, hidden states by layer (empty if unknown), messages still to ask.
+class _Ongoing:
+    """A conversation in progress: exact tokens, their hidden states by layer (empty if unknown), remaining messages.
 
-    If it ends early, `cut` holds the reason for `LeftOut`, `why` the server's message and `dropped` the number of turns
-    lost. `is_clipped` marks a last answer without an end token.
+    If it ends early, `cut` holds the reason for `LeftOut`, `why` the server's message and `dropped` the number of lost
+    turns. `is_clipped` marks a last answer without an end token.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
@@ -163,11 +171,11 @@ class _Running:
         self.cut = self.why = ""
         self.dropped, self.is_clipped = 0, False
 
-    def ask(self, longest: int, answer: int, window: int) -> bool:
-        """Append the next user turn (after any system turn) and the generation prompt; return False if none fits.
+    def add_turn(self, max_tokens: int, max_new_tokens: int, window: int) -> bool:
+        """Append the next user turn (after any system turn) and the generation prompt.
 
-        The conversation ends before a turn that exceeds `longest` tokens, that leaves no room in `window` for an
-        `answer`, that the template refuses, or that makes the template rewrite earlier turns (dropped thinking, say).
+        Ends the conversation and returns False if the turn exceeds `max_tokens`, leaves no room in `window` for an
+        answer, or the template refuses it or rewrites earlier turns (dropped thinking, say).
         """
         turn: list[Message] = []
         while self.remaining:
@@ -178,9 +186,9 @@ class _Running:
             tokens = self._rendered(turn)
         except Unfit as misfit:
             return self._end(misfit.reason, turn)
-        if len(tokens) > longest:
-            return self._end(f"over {longest} tokens", turn)
-        if len(self.tokens) + len(tokens) + answer > window:
+        if len(tokens) > max_tokens:
+            return self._end(f"over {max_tokens} tokens", turn)
+        if len(self.tokens) + len(tokens) + max_new_tokens > window:
             return self._end(f"that a context of {window} tokens does not hold", turn)
         self.messages.extend(turn)
         self.tokens = [*self.tokens, *tokens]
@@ -205,7 +213,7 @@ class _Running:
         reason = "at which the chat template rewrites the answers before them"
         raise Unfit("The chat template rewrites earlier answers.", "Give single turns.", reason)
 
-    def answer(self, tokens: list[int], target: Target) -> None:
+    def add_answer(self, tokens: list[int], target: Target) -> None:
         """Append the target's answer; end the conversation if it has no end token."""
         self.tokens = [*self.tokens, *tokens]
         self.supervised = [*self.supervised, *[True] * len(tokens)]
@@ -224,14 +232,7 @@ class _Running:
         self.why = why
 
     def conversation(self, sampling: dict[str, Any]) -> Conversation:
-        how, prompt = {**sampling, "temperature": self.temperature}, self.prompt
+        sampling, prompt = {**sampling, "temperature": self.temperature}, self.prompt
         return Conversation(
-            prompt.id, self.tokens, self.supervised, self.messages, prompt.category, sampling=how, tools=prompt.tools
+            prompt.id, self.tokens, self.supervised, self.messages, prompt.category, sampling, prompt.tools
         )
-
-
-def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
-    tokens = prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools))
-    return Conversation(
-        prompt.id, tokens, [False] * len(tokens), prompt.asked, category=prompt.category, tools=prompt.tools
-    )

@@ -1,6 +1,6 @@
-"""Files of conversation batches, and the time budget for writing them.
+"""Files of conversation batches, and the time budget for generating them.
 
-The first line of a batch's file describes its conversations, so a restart parses only that line; conversation lines are
+The first line of a batch's file describes its conversations, so a restart parses only that line. Conversation lines are
 copied into the splits unchanged.
 """
 
@@ -27,21 +27,21 @@ CLOCKS = "clocks.json"
 """File beside the batches: where each time budget ended."""
 
 
-class Written(NamedTuple):
+class StoredConversation(NamedTuple):
     """A conversation in its batch's file: line, sizes, and keys (`prompt_key`) of its opening and of all prompts."""
 
     file: str
     line: int
     tokens: int
     answer_tokens: int
-    opening: str
-    asked: str
+    opening_key: str
+    prompts_key: str
 
     @classmethod
-    def of(cls, item: Conversation, file: str, line: int) -> Written:
-        given = item.sampling.get("source") == "given"
-        asked = [message for message in item.messages if given or message["role"] != "assistant"]
-        keys = prompt_key(opening(item.messages), item.tools), prompt_key(asked, item.tools)
+    def of(cls, item: Conversation, file: str, line: int) -> StoredConversation:
+        is_given = item.sampling.get("source") == "given"
+        prompts = [message for message in item.messages if is_given or message["role"] != "assistant"]
+        keys = prompt_key(opening(item.messages), item.tools), prompt_key(prompts, item.tools)
         return cls(file, line, len(item.tokens), sum(item.supervised), *keys)
 
 
@@ -55,7 +55,7 @@ class ConversationBatch:
 
     Attributes:
         prompts: range of given prompts in the batch.
-        seconds: writing time, while `concurrent` batches were written at once.
+        seconds: duration of its generation, concurrently with `concurrent` - 1 other batches.
         left_out: dropped conversations, turns and ends of answers.
     """
 
@@ -64,12 +64,12 @@ class ConversationBatch:
     prompts: tuple[int, int]
     seconds: float
     concurrent: int
-    conversations: list[Written]
+    conversations: list[StoredConversation]
     left_out: LeftOut
 
     @property
     def share(self) -> float:
-        """Seconds of the run's time that the batch took."""
+        """The batch's share of the run's time, in seconds."""
         return self.seconds / self.concurrent
 
     @classmethod
@@ -79,7 +79,8 @@ class ConversationBatch:
             with file.open("rb") as handle:
                 about = json.loads(next(handle))
             del about["crc32"]
-            about["conversations"] = [Written(file.name, line, *row) for line, row in enumerate(about["conversations"])]
+            rows = enumerate(about["conversations"])
+            about["conversations"] = [StoredConversation(file.name, line, *row) for line, row in rows]
             about["left_out"] = LeftOut(*about["left_out"])
             return cls(**about)
         except (StopIteration, KeyError, TypeError, ValueError) as error:
@@ -91,7 +92,7 @@ def write_batch(file: Path, conversations: Sequence[Conversation], left_out: Lef
     lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in conversations)
     described = {
         **about,
-        "conversations": [Written.of(item, file.name, line)[2:] for line, item in enumerate(conversations)],
+        "conversations": [StoredConversation.of(item, file.name, line)[2:] for line, item in enumerate(conversations)],
         "left_out": [left_out.counts, left_out.examples],
         "crc32": zlib.crc32(lines.encode()),
     }
@@ -102,12 +103,12 @@ def _no_batch(file: Path, reason: str) -> UserError:
     return UserError(f"{file} is not a batch of conversations ({reason}).", "Move it away; headstart writes a new one.")
 
 
-def write_split(file: Path, folder: Path, chosen: Sequence[Written]) -> None:
+def write_split(file: Path, folder: Path, selected: Sequence[StoredConversation]) -> None:
     """Copy conversation lines from the batches of a folder; raise a UserError for a damaged batch."""
 
     def write(partial: Path) -> None:
         with partial.open("wb") as handle:
-            for name, items in groupby(chosen, key=lambda item: item.file):
+            for name, items in groupby(selected, key=lambda item: item.file):
                 first, _, rest = (folder / name).read_bytes().partition(b"\n")
                 if zlib.crc32(rest) != json.loads(first)["crc32"]:
                     raise _no_batch(folder / name, "it is damaged")
@@ -127,23 +128,23 @@ class TimeBudget:
         self._file, self._key = file, str(minutes)
         self._budget = math.inf if minutes is None else 60 * minutes
         self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
-        self._taken, self._before, self._duration = 0, 0.0, 0.0
+        self._admitted, self._before, self._duration = 0, 0.0, 0.0
         self._began = time.perf_counter()
         self.ended = False
 
-    def takes(self, batch: ConversationBatch, is_new: bool) -> bool:
-        """Count a batch if it is within the budget: it is new, its midpoint fits, or it was counted before."""
+    def admit(self, batch: ConversationBatch, is_new: bool) -> bool:
+        """Count a batch within the budget: it is new, at least half of it fits, or it was counted before."""
         if is_new:
-            taken = True
+            admitted = True
         elif self._key in self._ends:
-            taken = self._taken < self._ends[self._key]
+            admitted = self._admitted < self._ends[self._key]
         else:
-            taken = not self._taken or self._before + batch.share / 2 < self._budget
-        self.ended = self.ended or not taken
-        if taken:
-            self._taken, self._duration = self._taken + 1, batch.seconds
+            admitted = not self._admitted or self._before + batch.share / 2 < self._budget
+        self.ended = self.ended or not admitted
+        if admitted:
+            self._admitted, self._duration = self._admitted + 1, batch.seconds
             self._before += 0.0 if is_new else batch.share
-        return taken
+        return admitted
 
     @property
     def _spent(self) -> float:
@@ -157,16 +158,16 @@ class TimeBudget:
     def is_over(self, pending: int, seconds: float) -> bool:
         """Whether another batch would overshoot the budget by more than stopping now undershoots it.
 
-        `pending` batches are to be counted yet, with `seconds` of time spent before this start.
+        `pending` batches are not counted yet; they took `seconds` before this start.
         """
         if self._key in self._ends:
-            self.ended = self._taken + pending >= self._ends[self._key]
+            self.ended = self._admitted + pending >= self._ends[self._key]
         else:
             spent = self._spent + seconds + self._duration / 2
-            self.ended = self._taken + pending > 0 and spent >= self._budget
+            self.ended = self._admitted + pending > 0 and spent >= self._budget
         return self.ended
 
     def stop(self) -> None:
         """Record where the budget ended, if it is spent."""
         if self.ended and self._budget < math.inf and self._key not in self._ends:
-            write_json(self._file, {**self._ends, self._key: self._taken})
+            write_json(self._file, {**self._ends, self._key: self._admitted})

@@ -1,11 +1,11 @@
 """On-policy conversations: prompts answered by the target itself.
 
 Each numbered batch is written atomically and seeded by its number, so a resumed run matches an uninterrupted one.
-Batches are append-only: asking for more adds batches; asking for fewer uses the first ones. Prompts with the same
-opening (system message, tools, first turn) go to the split of the first batch that contains one.
+Batches are append-only: a larger request adds batches, a smaller one uses the first ones. Prompts with the same opening
+(system message, tools, first turn) go to the split of the first batch that contains one.
 
 Every process of a run makes the same plan, since a batch's prompts and size do not depend on timing. Each claims the
-first batch that no other process has claimed, and writes it; the batch of a killed process can be claimed again.
+first unclaimed batch and generates it. The batch of a killed process can be claimed again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headstart.data.conversations.answers import KeepsStates
-from headstart.data.conversations.batch_writer import SPLITS, BatchWriter
+from headstart.data.conversations.answers import StateSink
+from headstart.data.conversations.batch_generator import SPLITS, BatchGenerator
 from headstart.data.conversations.batches import (
     CLOCKS,
     ConversationBatch,
+    StoredConversation,
     TimeBudget,
-    Written,
     file_name,
     write_batch,
     write_split,
@@ -38,7 +38,7 @@ from headstart.data.conversations.records import Conversation, read_conversation
 from headstart.data.prompts.loading import OTHER_SPLIT, LeftOut, Prompts, load_prompts
 from headstart.data.prompts.overlap import prompt_key
 from headstart.data.prompts.shapes import Prompt
-from headstart.data.workers import POLL_SECONDS, Workers, claim, claims
+from headstart.data.workers import POLL_SECONDS, Workers, claim, prune_claims
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
@@ -76,24 +76,24 @@ def build_conversations(
     *,
     shared: Path | None = None,
     max_tokens: float = math.inf,
-    capture: KeepsStates | None = None,
+    capture: StateSink | None = None,
 ) -> Splits:
-    """Write or resume the conversations of a run.
+    """Generate or resume the conversations of a run.
 
-    Held-out and validation conversations come first, so a time budget only cuts training conversations.
+    Held-out and validation conversations come first, so a time budget cuts training conversations only.
 
     Args:
         folder: destination of `train.jsonl`, `validation.jsonl` and `heldout.jsonl`.
         shared: folder of batches, shared by runs of the same `identity`; `folder` by default.
         max_tokens: limit on training plus validation tokens.
-        capture: sink for hidden states computed while writing, if they fit in memory.
+        capture: sink for the hidden states of generation, if they fit in memory.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
     build = ConversationBuild(target, settings, shared or folder, max_tokens=max_tokens, capture=capture)
-    build.write(console)
-    if not build.kept["train"]:
+    build.run(console)
+    if not build.selected["train"]:
         raise UserError(
             f"No training conversation could be written. {build.left_out.notice}".strip(),
             "Give more prompts or minutes, or lower data.heldout and data.validation.",
@@ -101,20 +101,20 @@ def build_conversations(
     if console is not None:
         for notice in build.notices():
             tell(console, f"    {notice}")
-    claims(build.folder)  # deletes those of killed processes
-    for split, conversations in build.kept.items():
+    prune_claims(build.folder)
+    for split, conversations in build.selected.items():
         write_split(folder / f"{split}.jsonl", build.folder, conversations)
-    counts = {split: len(conversations) for split, conversations in build.kept.items()}
-    return Splits(folder, counts, sum(item.answer_tokens for item in build.kept["train"]))
+    counts = {split: len(conversations) for split, conversations in build.selected.items()}
+    return Splits(folder, counts, sum(item.answer_tokens for item in build.selected["train"]))
 
 
 class ConversationBuild:
     """Existing and missing batches of conversations in the folder `batches` of `shared`; see the module docstring.
 
     Attributes:
-        kept: conversations of each split; `tokens` counts their tokens.
-        batches: existing and written ones, by number; `existing` are the numbers at the start.
-        asked: index after the last given prompt that was used.
+        selected: conversations of each split; `tokens` counts their tokens.
+        batches: existing and new ones, by number; `existing` are the numbers at the start.
+        prompts_used: index after the last given prompt that was used.
     """
 
     def __init__(
@@ -124,22 +124,22 @@ class ConversationBuild:
         shared: Path,
         *,
         max_tokens: float = math.inf,
-        capture: KeepsStates | None = None,
+        capture: StateSink | None = None,
     ) -> None:
         self.settings, self.folder, self._max_tokens = settings, shared / "batches", max_tokens
-        self.writer = BatchWriter(target, settings, capture)
+        self.generator = BatchGenerator(target, settings, capture)
         self.counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
-        self.kept: dict[str, list[Written]] = {split: [] for split in SPLITS}
+        self.selected: dict[str, list[StoredConversation]] = {split: [] for split in SPLITS}
         self.tokens = dict.fromkeys(SPLITS, 0)
-        self.split_of: dict[str, str] = {}  # by the key of an opening
+        self.split_of: dict[str, str] = {}  # by opening key
         self._seen: set[str] = set()
         read = map(ConversationBatch.read, sorted(self.folder.glob("[0-9]*-*.jsonl")))
         self.batches = {batch.number: batch for batch in read}
         self.existing = frozenset(self.batches)
         for batch in self.batches.values():
             for item in batch.conversations:
-                self.split_of.setdefault(item.opening, batch.split)
-        self.asked, self._time_is_up = 0, False
+                self.split_of.setdefault(item.opening_key, batch.split)
+        self.prompts_used, self._time_is_up = 0, False
         self._left_out = LeftOut()
         used = max((batch.prompts[1] for batch in self.batches.values()), default=0)
         self._limit = used + sum(self.counts.values()) + settings.batch_size
@@ -147,7 +147,7 @@ class ConversationBuild:
 
     def _load(self) -> Prompts:
         # Files are often sorted by kind; shuffling gives every split the same kinds.
-        return load_prompts(self.settings, self.writer.target.tokenizer, limit=self._limit, seed=self.settings.seed)
+        return load_prompts(self.settings, self.generator.target.tokenizer, limit=self._limit, seed=self.settings.seed)
 
     @property
     def left_out(self) -> LeftOut:
@@ -155,49 +155,49 @@ class ConversationBuild:
         both.add_all(self._left_out)
         return both
 
-    def write(self, console: Console | None = None, records_time: bool = True) -> None:
-        """Write the missing batches of all splits, beside other processes; one of them `records_time`."""
-        wanted, answer_tokens, started = sum(self.counts.values()), 0, time.perf_counter()
-        with progress_bar(console, "conversations", total=wanted) as bar:
+    def run(self, console: Console | None = None, records_time: bool = True) -> None:
+        """Generate the missing batches of all splits, shared with other processes; one of them `records_time`."""
+        requested, answer_tokens, started = sum(self.counts.values()), 0, time.perf_counter()
+        with progress_bar(console, "conversations", total=requested) as bar:
             for split, count in self.counts.items():
                 clock = TimeBudget(self.settings.minutes if split == "train" else None, self.folder / CLOCKS)
-                for batch in _SplitWriter(self, split, count, clock).batches():
+                for batch in _SplitBuilder(self, split, count, clock).batches():
                     is_new = batch.number not in self.existing
                     answer_tokens += sum(item.answer_tokens for item in batch.conversations) if is_new else 0
                     rate = answer_tokens / max(1e-9, time.perf_counter() - started)
-                    done, total = sum(map(len, self.kept.values())), wanted
-                    if fraction := clock.fraction_spent:  # the time budget may end before all are written
-                        total = min(wanted, round(done + len(self.kept[split]) * (1 / fraction - 1)))
+                    done, total = sum(map(len, self.selected.values())), requested
+                    if fraction := clock.fraction_spent:  # the time budget may end first
+                        total = min(requested, round(done + len(self.selected[split]) * (1 / fraction - 1)))
                     note = f"{rate:.0f} answer tokens/s" if rate else ""
-                    if is_new and self.writer.requests:
-                        note = f"{note}, {self.writer.requests} requests at a time"
+                    if is_new and self.generator.requests:
+                        note = f"{note}, {self.generator.requests} requests at a time"
                     bar.update(done, max(done, total), note=note)
                 if records_time:
                     clock.stop()
                 self._time_is_up |= clock.ended
 
-    def keep(self, split: str, batch: ConversationBatch) -> None:
-        """Keep the conversations that neither repeat an earlier one nor share an opening with another split."""
+    def select(self, split: str, batch: ConversationBatch) -> None:
+        """Add a batch's conversations to the split, except repeated ones and openings of another split."""
         self.batches[batch.number] = batch
         for item in batch.conversations:
-            if self.split_of.setdefault(item.opening, split) == split and item.asked not in self._seen:
-                self._seen.add(item.asked)
-                if len(self.kept[split]) < self.counts[split]:
-                    self.kept[split].append(item)
+            if self.split_of.setdefault(item.opening_key, split) == split and item.prompts_key not in self._seen:
+                self._seen.add(item.prompts_key)
+                if len(self.selected[split]) < self.counts[split]:
+                    self.selected[split].append(item)
                     self.tokens[split] += item.tokens
-        self.asked = max(self.asked, batch.prompts[1])
+        self.prompts_used = max(self.prompts_used, batch.prompts[1])
         self._left_out.add_all(batch.left_out)
 
     def missing(self, split: str) -> int:
-        """Return how many conversations a split still needs; 0 once the token limit is reached."""
+        """Return the number of conversations that a split lacks; 0 once the token limit is reached."""
         if split == "train" and self.tokens["train"] + self.tokens["validation"] >= self._max_tokens:
             return 0
-        return self.counts[split] - len(self.kept[split])
+        return self.counts[split] - len(self.selected[split])
 
     def prompts(self, split: str, start: int, count: int, limit: int | None) -> tuple[list[Prompt], int]:
         """Return up to `count` given prompts from `start` to `limit`, and the index after the last one read.
 
-        Prompts that open like a prompt of another split are dropped.
+        Drops prompts with the opening of another split.
         """
         taken = list[Prompt]()
         while len(taken) < count:
@@ -217,13 +217,13 @@ class ConversationBuild:
         return taken, start
 
     def notices(self) -> list[str]:
-        """Tell about dropped prompts, and why there are fewer conversations than requested."""
-        settings, notices, count, ended = self.settings, [self.left_out.notice], len(self.kept["train"]), ""
+        """Return messages on dropped prompts, and on the reason for fewer conversations than requested."""
+        settings, notices, count, ended = self.settings, [self.left_out.notice], len(self.selected["train"]), ""
         if self._time_is_up:
             ended = f"data.minutes={settings.minutes:g} is spent. Raise it for more."
         if self.tokens["train"] + self.tokens["validation"] >= self._max_tokens:
             ended = f"data.cache_gigabytes={settings.cache_gigabytes:g} is full. Raise it for more."
-        used_up = [source for source, last in self._prompts.used_up.items() if last <= self.asked]
+        used_up = [source for source, last in self._prompts.used_up.items() if last <= self.prompts_used]
         if used_up and (settings.self_share or len(used_up) < len(settings.sources)):
             notices.append(f"No more prompts in {', '.join(used_up)}: the other sources stand in for the rest.")
         elif used_up:
@@ -235,7 +235,7 @@ class ConversationBuild:
 
 @dataclass
 class _Planned:
-    """A batch to write or to wait for: its file, its given prompts with their range, and its size.
+    """A batch to generate or to wait for: its file, its given prompts with their range, and its size.
 
     `batch` is set if the file existed at the start.
     """
@@ -249,29 +249,28 @@ class _Planned:
 
     @property
     def label(self) -> str:
-        """Beginning of the names of its claim and its file, whatever the split."""
+        """Prefix of its claim and its file, whatever the split."""
         return self.file.name.partition("-")[0]
 
 
-class _SplitWriter:
-    """Planner and writer of one split's batches, beside other processes.
+class _SplitBuilder:
+    """Planner and generator of one split's batches, shared with other processes.
 
-    `pending` holds planned batches in order until they are yielded; `running` holds futures of batches written here.
+    `pending` holds planned batches in order until they are yielded; `running` holds futures of batches generated here.
     """
 
     def __init__(self, build: ConversationBuild, split: str, count: int, clock: TimeBudget) -> None:
         self._build, self._split, self._count, self._clock = build, split, count, clock
         self._pending, self._running = deque[_Planned](), dict[int, Future[None]]()
         self._number = self._start = 0  # of the next batch: its number, and its first given prompt
-        self._last = max(build.existing, default=-1)
         # Give up after this many batches: reached only if they yield nothing new.
-        self._most = self._last + 21 + 10 * count // build.settings.batch_size
+        self._max_number = max(build.existing, default=-1) + 21 + 10 * count // build.settings.batch_size
         self._is_ended = False
 
     def batches(self) -> Iterator[ConversationBatch]:
-        """Yield the batches in order until the split is complete, and write the missing ones."""
+        """Generate missing batches, and yield all in order until the split is complete."""
         build, pending, running = self._build, self._pending, self._running
-        with build.writer.workers(self._count) as workers:
+        with build.generator.workers(self._count) as workers:
             while build.missing(self._split) > 0:
                 for number in [number for number, future in running.items() if future.done()]:
                     running.pop(number).result()
@@ -279,9 +278,9 @@ class _SplitWriter:
                     planned = pending.popleft()
                     batch = planned.batch or ConversationBatch.read(planned.file)
                     self._start = max(self._start, batch.prompts[1])  # another process may have another batch size
-                    if not self._clock.takes(batch, is_new=planned.batch is None):
+                    if not self._clock.admit(batch, is_new=planned.batch is None):
                         return
-                    build.keep(self._split, batch)
+                    build.select(self._split, batch)
                     yield batch
                 elif len(running) < workers.count and self._begin(workers):
                     continue
@@ -293,25 +292,21 @@ class _SplitWriter:
                     return
 
     def _begin(self, workers: Workers) -> bool:
-        """Begin the first planned batch that no process writes, else plan another; return False if there is nothing to
-        do."""
+        """Begin the first planned batch that is unclaimed, else plan another; return False if none is left."""
         for place, planned in enumerate(self._pending):
             is_missing = planned.batch is None and planned.number not in self._running
             if is_missing and (held := self._claim(planned)) is not None:
                 return self._submit(planned, place, held, workers)
-        if self._is_ended or (planned_next := self._plan()) is None:
+        if self._is_ended or (new := self._plan()) is None:
             return False
-        if planned_next.batch is None and (held := self._claim(planned_next)) is not None:
-            self._pending.append(planned_next)
-            return self._submit(planned_next, len(self._pending) - 1, held, workers)
-        self._pending.append(planned_next)
+        self._pending.append(new)
         return True
 
     def _claim(self, planned: _Planned) -> ExitStack | None:
         return claim(self._build.folder, planned.label, partial(self._exists, planned))
 
     def _exists(self, planned: _Planned) -> bool:
-        """Whether the batch is written; a UserError if its number is another split's."""
+        """Whether the batch's file exists; a UserError if another split has its number."""
         files = list(self._build.folder.glob(f"{planned.label}-*.jsonl"))
         if files and planned.file not in files:
             raise UserError(
@@ -321,34 +316,36 @@ class _SplitWriter:
         return bool(files)
 
     def _submit(self, planned: _Planned, place: int, held: ExitStack, workers: Workers) -> bool:
-        """Begin a claimed batch, which has a `place` among the pending ones; if the time is over, plan no further than
-        there, and return False."""
-        known = [before.batch.share for before in islice(self._pending, place) if before.batch is not None]
-        if self._clock.is_over(place, sum(known)):
+        """Begin the claimed batch at `place` of the pending ones; return False and drop it if the time is over."""
+        earlier = [before.batch.share for before in islice(self._pending, place) if before.batch is not None]
+        if self._clock.is_over(place, sum(earlier)):
             self._is_ended = True
             held.close()
             while len(self._pending) > place:
                 self._pending.pop()
             return False
-        self._running[planned.number] = workers.begin(partial(self._write, planned, held, workers.check))
+        self._running[planned.number] = workers.begin(partial(self._generate, planned, held, workers.check))
         return True
 
-    def _write(self, planned: _Planned, held: ExitStack, check: Callable[[], None]) -> None:
+    def _generate(self, planned: _Planned, held: ExitStack, check: Callable[[], None]) -> None:
         build, began = self._build, time.perf_counter()
         with held:
-            written = build.writer.write(self._split, planned.number, planned.size, planned.prompts, check)
+            conversations, left_out = build.generator.generate(
+                self._split, planned.number, planned.size, planned.prompts, check
+            )
             write_batch(
                 planned.file,
-                *written,
+                conversations,
+                left_out,
                 number=planned.number,
                 split=self._split,
                 prompts=planned.span,
                 seconds=round(time.perf_counter() - began, 3),
-                concurrent=max(1, len(claims(build.folder))),
+                concurrent=max(1, len(prune_claims(build.folder))),
             )
 
     def _plan(self) -> _Planned | None:
-        """Return the next batch, existing or new; None if no further one is needed yet, or no prompt is left."""
+        """Return the next batch, existing or new; None if none is needed yet, or no prompt is left."""
         build, settings, split = self._build, self._build.settings, self._split
         room = build.missing(split) - sum(planned.size for planned in self._pending)
         while room > 0:
@@ -360,24 +357,25 @@ class _SplitWriter:
                 continue
             own_share, size = settings.self_share, min(settings.batch_size, room)
             if own_share:
-                # A margin: some may fall into another split, and one more batch would take long.
+                # A margin, since some may fall into another split, and one more batch would take long.
                 size = min(settings.batch_size, self._count + -(-self._count // 8))
-            if self._number > self._most if own_share else self._pending and room < settings.batch_size:
+            if self._number > self._max_number if own_share else self._pending and room < settings.batch_size:
                 return None
             # Round the running total, not each batch, so that a batch's share depends on its number alone.
             due = own_share * size
             own = int(due * (self._number + 1)) - int(due * self._number)
-            later = list[int]()  # first prompts of the batches after a gap
-            if self._number < self._last:
-                later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
-            start, prompts = self._start, list[Prompt]()
+            start, prompts, count = self._start, list[Prompt](), size - own
+            later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
+            limit = min(later, default=None)
+            if limit is not None and self._number + 1 in build.batches:
+                count = limit - start  # the last batch of a gap takes all of its prompts, whatever the batch size
             if own_share < 1:
-                prompts, self._start = build.prompts(split, start, size - own, min(later, default=None))
+                prompts, self._start = build.prompts(split, start, count, limit)
             if not (own_share or prompts or later):
-                build.asked = max(build.asked, self._start)
+                build.prompts_used = max(build.prompts_used, self._start)
                 return None
             number, self._number = self._number, self._number + 1
             if own_share or prompts:  # with an own share, the target writes the rest
                 file = build.folder / file_name(number, split)
-                return _Planned(number, file, prompts, (start, self._start), size)
+                return _Planned(number, file, prompts, (start, self._start), max(size, own + len(prompts)))
         return None

@@ -196,7 +196,7 @@ class _Reader:
         if prompt.plain:
             text = beginning(prompt.turns[0], self._tokenizer, self._prefix_tokens)
             prompt = replace(prompt, messages=[{"role": "user", "content": text}])
-        # Answers that will be regenerated are not part of the prompt.
+        # AnswerGenerator that will be regenerated are not part of the prompt.
         key = prompt_key(prompt.messages if self._keeps_answers else prompt.asked, prompt.tools)
         if key in self._seen:
             raise Unusable(REPEATED)

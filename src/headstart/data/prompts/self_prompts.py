@@ -1,6 +1,6 @@
 """Self-prompting: the target writes the user's turns, so that a first run needs no download.
 
-It continues the chat template's user prefix, optionally with a seed prompt, until it ends the turn.
+It continues the chat template's user prefix, optionally with a seed prompt, to the end of the turn.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from headstart.data.generation.generator import Continuation, TextGenerator
+from headstart.data.generation.in_process import InProcess
 from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.seed_prompts import SHARES, TOPICS, seed_prompt_list
-from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.writer import Continuation, Writer
 from headstart.model.model import Target
 from headstart.support.detokenizer import decode_text
 
@@ -27,15 +27,15 @@ def user_prefix(tokenizer: Any) -> str:
     return text[: text.index(_SENTINEL)]
 
 
-def write_prompts(
+def generate_prompts(
     target: Target,
     count: int,
     breadth: str,
     seed: int,
-    writer: Writer | None = None,
+    generator: TextGenerator | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[tuple[str, str]]:
-    """Let the target write `count` requests in one batch; return the acceptable ones as (text, category).
+    """Generate `count` requests in one batch; return the acceptable ones as (text, category).
 
     Deterministic for a seed. `breadth` "broad" samples seed prompts, "none" uses none. `check` aborts by raising.
     """
@@ -53,9 +53,9 @@ def write_prompts(
     rows = [target.tokenizer(prefix + seed_prompt, add_special_tokens=False)["input_ids"] for _, seed_prompt in starts]
     ends = target.end_tokens
     continuation = Continuation(_MAX_PROMPT_TOKENS, [1.0] * count, ends, seed, top_p=0.95, check=check)
-    written = (writer or InProcess(target)).continue_rows(rows, continuation)
+    added = (generator or InProcess(target)).continue_rows(rows, continuation)
     prompts = []
-    for (category, seed_prompt), row, tokens in zip(starts, rows, written, strict=True):
+    for (category, seed_prompt), row, tokens in zip(starts, rows, added, strict=True):
         if not tokens or tokens[-1] not in ends:
             continue  # refused, or cut off in the middle
         text = seed_prompt + _added_text(target.tokenizer, row, tokens[:-1])
@@ -71,7 +71,7 @@ def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
 
 
 def acceptable(text: str, special_tokens: list[str]) -> bool:
-    """Whether a self-written request is worth answering: a few words, readable, not a loop."""
+    """Whether a generated request is usable: a few words, readable, not repetitive."""
     words = text.split()
     if not 3 <= len(words) <= 300 or any(token in text for token in special_tokens):
         return False

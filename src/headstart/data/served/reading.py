@@ -94,7 +94,7 @@ def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: 
     return kept[::-1]
 
 
-def as_conversation(served: Served) -> Conversation:
+def to_conversation(served: Served) -> Conversation:
     """Convert to a training conversation with the answer supervised and the source as category."""
     tokens, mask = [*served.prompt, *served.answer], [False] * len(served.prompt) + [True] * len(served.answer)
     name = f"{tokens_key(tokens)}-{served.time:.3f}"

@@ -23,9 +23,9 @@ from headstart.model.model import Target
 
 
 class OnlineStates(States):
-    """Conversations with states computed on the target's device at every read; keeps five bytes a token.
+    """Conversations with states computed on the target's device at every read; five bytes of memory a token.
 
-    States equal those of `build_store` up to summation order, as forwards are batched differently.
+    States equal the ones of `build_store` up to summation order, as forwards are batched differently.
     """
 
     stored = False

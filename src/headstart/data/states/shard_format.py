@@ -1,10 +1,10 @@
 """Storage format of hidden states: raw, or 8-bit codes with a scale per token; and checksums.
 
     auto   the target's dtype
-    int8   codes -127 to 127, evenly spaced: numbers far below a token's largest are lost
-    fp8    float8_e4m3fn: 4 significant bits, down to a 200,000th of a token's largest
+    int8   codes -127 to 127, evenly spaced: values far below a token's largest are lost
+    fp8    float8_e4m3fn: 4 significant bits, down to a 200,000th of a token's largest value
 
-Shard metadata holds the CRC-32 of every conversation in every tensor; each is verified once, at its first read (4 GB a
+Shard metadata holds the CRC-32 of every conversation in every tensor. Each is verified once, at its first read (4 GB a
 second, faster than most disks).
 
 Shape suffixes: S tokens of one shard, E hidden size.
@@ -66,7 +66,7 @@ def checksums(tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> str:
     )
 
 
-def wanted_sums(file: Path) -> dict[tuple[str, int], tuple[int, int]]:
+def read_checksums(file: Path) -> dict[tuple[str, int], tuple[int, int]]:
     """Read (tokens, checksum) by (tensor, first token) from a shard.
 
     Raises FileNotFoundError, or one of UNREADABLE for a damaged shard.
@@ -76,34 +76,34 @@ def wanted_sums(file: Path) -> dict[tuple[str, int], tuple[int, int]]:
     lengths = json.loads(metadata["lengths"])
     starts = list(accumulate(lengths, initial=0))
     return {
-        (name, start): (length, kept)
+        (name, start): (length, stored)
         for name, sums in json.loads(metadata[KEY]).items()
-        for start, length, kept in zip(starts, lengths, sums, strict=False)
+        for start, length, stored in zip(starts, lengths, sums, strict=False)
     }
 
 
-def whole(file: Path) -> bool:
-    """Whether a shard matches its checksums."""
+def is_intact(file: Path) -> bool:
+    """Verify all checksums of a shard."""
     try:
-        wanted = wanted_sums(file)
+        expected = read_checksums(file)
         with safe_open(file, framework="pt") as handle:
             return all(
-                checksum(handle.get_slice(name)[start : start + length]) == wanted_sum
-                for (name, start), (length, wanted_sum) in wanted.items()
+                checksum(handle.get_slice(name)[start : start + length]) == stored
+                for (name, start), (length, stored) in expected.items()
             )
     except (FileNotFoundError, *UNREADABLE):
         return False
 
 
-def put_aside(file: Path) -> UserError:
+def quarantine(file: Path) -> UserError:
     """Rename a damaged shard, so that the next build recomputes it; return the error to raise."""
-    aside = file.with_name(file.name + DAMAGED)
+    renamed = file.with_name(file.name + DAMAGED)
     with suppress(OSError):  # another process was first, or the folder is read-only
-        file.rename(aside)
+        file.rename(renamed)
     if file.exists():
-        return damaged(file)
-    return UserError(f"{damaged(file).problem} It is kept as {aside.name}.", REBUILD)
+        return damage_error(file)
+    return UserError(f"{damage_error(file).problem} It is kept as {renamed.name}.", REBUILD)
 
 
-def damaged(file: Path) -> UserError:
+def damage_error(file: Path) -> UserError:
     return UserError(f"{file} is damaged: its checksums do not match.", f"Delete it. {REBUILD}")

@@ -1,4 +1,4 @@
-"""Computing hidden states into shards, by one or several processes; see `headstart.data.states.store`.
+"""Computation of hidden states into shards, by one or several processes; see `headstart.data.states.store`.
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size.
 """
@@ -22,13 +22,15 @@ from torch import Tensor
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
 from headstart.data.states.store import FORMAT, MANIFEST, StateStore, all_finite, estimate_bytes
-from headstart.data.workers import POLL_SECONDS, claim, claims
+from headstart.data.workers import POLL_SECONDS, claim, prune_claims
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json, write_tensors
 
+BATCH_TOKENS = 2048
+"""Maximum tokens of a forward, with padding; a longer conversation runs alone."""
 SHARD_BYTES = 64_000_000, 2_000_000_000
-"""Lower and upper limit of the shard size, which is the work that a kill can lose."""
+"""Lower and upper limit of the shard size. A kill loses at most one shard of work."""
 _SHARDS = 200
 """Approximate number of shards of a build, within these limits."""
 
@@ -51,34 +53,20 @@ class StateKind:
         size = self.target.hidden_size, self.target.dtype
         return estimate_bytes(tokens, len(self.aux_layers), *size, states_dtype=self.states_dtype)
 
-    def fitting(self, conversations: Sequence[Conversation], budget_bytes: int) -> int:
-        """Return how many leading conversations fit the byte budget; at least one, or a UserError."""
+    def fit(self, conversations: Sequence[Conversation], budget_bytes: int) -> Sequence[Conversation]:
+        """Return the leading conversations whose states fit the byte budget; at least one, or a UserError."""
         used = 0
-        for kept, conversation in enumerate(conversations):
+        for count, conversation in enumerate(conversations):
             used += self.bytes(len(conversation.tokens))
             if used > budget_bytes:
-                if not kept:
+                if not count:
                     raise UserError(
                         f"The byte budget of {format_bytes(max(0, budget_bytes))} does not hold one conversation "
                         f"({format_bytes(used)} for {len(conversation.tokens)} tokens).",
                         "Raise data.cache_gigabytes.",
                     )
-                return kept
-        return len(conversations)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Settings of a build; `advance` is called with (tokens done, total tokens) after every shard.
-
-    A forward has at most `batch_tokens` with padding (a longer conversation runs alone). `shard_bytes` None scales with
-    the build.
-    """
-
-    states_dtype: str = AUTO
-    batch_tokens: int = 2048
-    shard_bytes: int | None = None
-    advance: Callable[[int, int], None] = lambda done, total: None
+                return conversations[:count]
+        return conversations
 
 
 def build_store(
@@ -89,31 +77,31 @@ def build_store(
     *,
     budget_bytes: int,
     shards: Path | None = None,
-    work: Work | None = None,
+    states_dtype: str = AUTO,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> StateStore:
-    """Compute the aux hidden states that no intact shard holds, and write the manifest of a store.
+    """Compute the hidden states that no intact shard holds, and write the manifest of a store.
 
-    Conversations are kept in order while they fit `budget_bytes`; ones with non-finite states are left out. Stores of
-    one target may share the `shards` folder, by default the store's own.
+    The store keeps the leading conversations that fit `budget_bytes`, except those with non-finite states. Stores of
+    one target may share the `shards` folder, by default the store's own. `advance` is called with (tokens done, total).
 
     Raises:
         UserError: nothing to store, a budget too small for the first conversation, or too little free disk.
     """
     check_conversations(conversations, target)
-    shards, work = shards or folder, work or Work()
-    kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
-    kept = conversations[: kind.fitting(conversations, budget_bytes)]
-    index, lost = compute_states(kind, kept, shards, work)
-    claims(shards)  # deletes those of killed processes
-    not_finite = [(i, item.id) for i, item in enumerate(kept) if tokens_key(item.tokens) in lost]
-    dropped, left_out = len(conversations) - len(kept), {i for i, _ in not_finite}
-    kept = [item for i, item in enumerate(kept) if i not in left_out]
-    if not kept:
+    shards, kind = shards or folder, StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
+    fitting = kind.fit(conversations, budget_bytes)
+    index, non_finite = compute_states(kind, fitting, shards, advance)
+    prune_claims(shards)
+    left_out = {i: item.id for i, item in enumerate(fitting) if tokens_key(item.tokens) in non_finite}
+    stored = [item for i, item in enumerate(fitting) if i not in left_out]
+    if not stored:
         raise UserError(
             f"The hidden states of {target.name} are not finite in any of {len(left_out)} conversations.",
             "Load the target in float32 (target.dtype=float32), or check its weights.",
         )
-    manifest = {**_manifest(folder, index, kind, kept), "dropped": dropped, "not_finite": not_finite}
+    manifest = _manifest(folder, index, kind, stored)
+    manifest |= {"dropped": len(conversations) - len(fitting), "not_finite": list(left_out.items())}
     write_json(folder / MANIFEST, manifest, indent=None)
     return StateStore(folder)
 
@@ -125,47 +113,45 @@ def shard_size(total: int) -> int:
 
 
 class Capture:
-    """A sink that keeps hidden states of generation as shards for a later build; they equal prefill up to rounding."""
+    """A sink that stores hidden states of generation as shards for a later build; they equal prefill up to rounding."""
 
-    def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int], states_dtype: str = AUTO) -> None:
-        self.aux_layers = tuple(dict.fromkeys(aux_layers))
-        self._shards, self._kind = shards, StateKind(target, self.aux_layers, states_dtype)
+    def __init__(self, shards: Path, kind: StateKind) -> None:
+        self._shards, self._kind, self.aux_layers = shards, kind, kind.aux_layers
 
-    def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
-        """Write a shard of the conversations with finite states [T, E], by layer; needs free disk."""
-        once = {tokens_key(item.tokens): (item.tokens, states) for item, states in written if all_finite(states)}
-        if not once:
-            return
-        rows, states = [tokens for tokens, _ in once.values()], [states for _, states in once.values()]
-        need_disk(self._shards, self._kind.bytes(sum(map(len, rows))), "Keeping hidden states")
-        _write_shard(self._shards, self._kind, rows, states)
-
-
-# -- computing -------------------------------------------------------------------------------------------------------
+    def store(self, states: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
+        """Write a shard of the conversations with finite states [T, E], by layer; a UserError if the disk is full."""
+        finite = {tokens_key(item.tokens): (item.tokens, of_item) for item, of_item in states if all_finite(of_item)}
+        if finite:
+            rows, of_rows = zip(*finite.values(), strict=True)
+            need_disk(self._shards, self._kind.bytes(sum(map(len, rows))), "Keeping hidden states")
+            _write_shard(self._shards, self._kind, rows, of_rows)
 
 
 def compute_states(
-    kind: StateKind, kept: Sequence[Conversation], shards: Path, work: Work
+    kind: StateKind,
+    conversations: Sequence[Conversation],
+    shards: Path,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[ShardIndex, set[str]]:
-    """Compute the states that no shard holds, beside other processes; return all shards and non-finite conversations.
+    """Compute the states that no shard holds, shared with other processes.
 
     Every process splits the conversations into the same groups, of about a shard each, and claims the first group that
-    no other process has claimed.
+    no other process has claimed. Returns the index of all shards, and the keys of conversations with non-finite states.
     """
-    rows = {tokens_key(item.tokens): item.tokens for item in kept}
-    index, lost, total = ShardIndex(shards, kind.owner), set[str](), sum(map(len, rows.values()))
-    lacking = index.lacking(rows, kind.aux_layers)
+    rows = {tokens_key(item.tokens): item.tokens for item in conversations}
+    index, non_finite, total = ShardIndex(shards, kind.owner), set[str](), sum(map(len, rows.values()))
     needed = sum(
-        replace(kind, aux_layers=layers).bytes(sum(len(rows[key]) for key in keys)) for layers, keys in lacking.items()
+        replace(kind, aux_layers=layers).bytes(sum(len(rows[key]) for key in keys))
+        for layers, keys in index.missing(rows, kind.aux_layers).items()
     )
     need_disk(shards, needed, "Keeping hidden states")
-    waiting = _groups(rows, kind.bytes(1), work.shard_bytes or shard_size(kind.bytes(total)))
-    done = 0
+    waiting, done = _groups(rows, kind.bytes(1), shard_size(kind.bytes(total))), 0
 
     def missing(group: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-        if index.lacking(finite := [key for key in group if key not in lost], kind.aux_layers):
+        finite = [key for key in group if key not in non_finite]
+        if index.missing(finite, kind.aux_layers):
             index.update()
-        return index.lacking(finite, kind.aux_layers)
+        return index.missing(finite, kind.aux_layers)
 
     def is_done(group: Sequence[str]) -> bool:
         return not missing(group)
@@ -178,41 +164,41 @@ def compute_states(
                 with held:
                     for layers, keys in missing(group).items():
                         of_layers = replace(kind, aux_layers=layers)
-                        lost |= _compute_shard(of_layers, shards, {key: rows[key] for key in keys}, work.batch_tokens)
+                        non_finite |= _compute_shard(of_layers, shards, {key: rows[key] for key in keys})
             if not is_done(group):
                 claimed_elsewhere.append(group)
                 continue
             done += sum(len(rows[key]) for key in group)
-            work.advance(done, total)
+            advance(done, total)
         if len(claimed_elsewhere) == len(waiting):
             time.sleep(POLL_SECONDS)
         waiting = claimed_elsewhere
-    return index, lost
+    return index, non_finite
 
 
-def _compute_shard(kind: StateKind, shards: Path, rows: Mapping[str, Sequence[int]], batch_tokens: int) -> set[str]:
+def _compute_shard(kind: StateKind, shards: Path, rows: Mapping[str, Sequence[int]]) -> set[str]:
     """Compute and write a shard of rows, longest first; return the keys of rows with non-finite states."""
-    keys, texts = list(rows), list(rows.values())
-    states: dict[int, dict[int, Tensor]] = {}
-    for batch in _batches(range(len(texts)), list(map(len, texts)), batch_tokens):
-        computed = kind.target.hidden_states([texts[i] for i in batch], kind.aux_layers)
-        states.update(
-            zip(batch, ({layer: row[layer].cpu() for layer in kind.aux_layers} for row in computed), strict=True)
-        )
-    finite = [i for i in range(len(texts)) if all_finite(states[i])]
+    states: dict[str, dict[int, Tensor]] = {}
+    for keys in _batches(rows):
+        computed = kind.target.hidden_states([rows[key] for key in keys], kind.aux_layers)
+        for key, of_row in zip(keys, computed, strict=True):
+            states[key] = {layer: of_row[layer].cpu() for layer in kind.aux_layers}
+    finite = [key for key in rows if all_finite(states[key])]
     if finite:
-        _write_shard(shards, kind, [texts[i] for i in finite], [states[i] for i in finite])
-    return {keys[i] for i in {*range(len(texts))} - {*finite}}
+        _write_shard(shards, kind, [rows[key] for key in finite], [states[key] for key in finite])
+    return rows.keys() - finite
 
 
-def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[Conversation]) -> dict[str, Any]:
+def _manifest(
+    folder: Path, index: ShardIndex, kind: StateKind, conversations: Sequence[Conversation]
+) -> dict[str, Any]:
     target = kind.target
-    keys = [tokens_key(item.tokens) for item in kept]
+    keys = [tokens_key(item.tokens) for item in conversations]
     places = [[index.places[layer, key] for key in keys] for layer in kind.aux_layers]
     files = sorted({file for of_layer in places for file, _ in of_layer})
     number_of = {file: number for number, file in enumerate(files)}
     digest = hashlib.sha256(json.dumps([FORMAT, index.owner]).encode())
-    for conversation in kept:
+    for conversation in conversations:
         digest.update(json.dumps([list(conversation.tokens), conversation.supervised_spans]).encode())
     return {
         "format": FORMAT,
@@ -225,14 +211,14 @@ def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[C
         "hidden_size": target.hidden_size,
         "shards": os.path.relpath(index.folder.resolve(), folder.resolve()),
         "files": [{"file": file, "bytes": (index.folder / file).stat().st_size} for file in files],
-        "lengths": [len(conversation.tokens) for conversation in kept],
-        "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in kept],
+        "lengths": [len(conversation.tokens) for conversation in conversations],
+        "supervised": [[list(span) for span in conversation.supervised_spans] for conversation in conversations],
         "places": [[[number_of[file], start] for file, start in of_layer] for of_layer in places],
     }
 
 
 class ShardIndex:
-    """Index of an `owner`'s intact shards: file and first token by layer and conversation."""
+    """Index of an owner's intact shards: file and first token by layer and conversation."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self.folder = folder
@@ -242,7 +228,7 @@ class ShardIndex:
         self.update()
 
     def update(self) -> None:
-        """Index the shards that were added since."""
+        """Index new shards."""
         for file in sorted({*self.folder.glob("shard-*.safetensors")} - self._known):
             if self._add(file):
                 self._known.add(file)
@@ -263,7 +249,7 @@ class ShardIndex:
                 start += length
         return True
 
-    def lacking(self, keys: Iterable[str], aux_layers: Sequence[int]) -> dict[tuple[int, ...], list[str]]:
+    def missing(self, keys: Iterable[str], aux_layers: Sequence[int]) -> dict[tuple[int, ...], list[str]]:
         """Group conversations by the layers missing from all shards."""
         by_layers: dict[tuple[int, ...], list[str]] = {}
         for key in keys:
@@ -285,24 +271,20 @@ def _groups(rows: Mapping[str, Sequence[int]], per_token: int, shard_bytes: int)
     return groups
 
 
-def _batches(shard: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Split a shard, longest first, into batches of at most `batch_tokens` tokens once padded to their longest.
-
-    >>> _batches([2, 0, 1], [5, 4, 9], 10)
-    [[2], [0, 1]]
-    """
-    batches: list[list[int]] = []
-    for i in shard:
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
-            batches[-1].append(i)
+def _batches(rows: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    """Split rows, longest first, into batches of at most `BATCH_TOKENS` tokens, padded to their longest row."""
+    batches: list[list[str]] = []
+    for key in rows:
+        if batches and (len(batches[-1]) + 1) * len(rows[batches[-1][0]]) <= BATCH_TOKENS:
+            batches[-1].append(key)
         else:
-            batches.append([i])
+            batches.append([key])
     return batches
 
 
 def _write_shard(
     folder: Path, kind: StateKind, rows: Sequence[Sequence[int]], states: Sequence[Mapping[int, Tensor]]
-) -> Path:
+) -> None:
     tensors = {"tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32)}
     for layer in kind.aux_layers:
         tensors |= encode(layer, torch.cat([of_row[layer] for of_row in states]), kind.states_dtype)
@@ -314,10 +296,8 @@ def _write_shard(
         "lengths": json.dumps(lengths),
     }
     name = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()[:16]
-    file = folder / f"shard-{name}.safetensors"
-    described = {**metadata, KEY: checksums(tensors, lengths)}
-    write_atomic(file, lambda partial: write_tensors(partial, tensors, described))
-    return file
+    metadata[KEY] = checksums(tensors, lengths)
+    write_atomic(folder / f"shard-{name}.safetensors", lambda partial: write_tensors(partial, tensors, metadata))
 
 
 def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:

@@ -1,8 +1,8 @@
-"""Hidden states of conversations on disk: computed once with the frozen target, read many times by training.
+"""Hidden states of conversations on disk: computed once by the frozen target, read many times by training.
 
-Shards are append-only safetensors files, written atomically and named by the layers and conversations they hold. A
-store is a manifest of conversations and the location of their states. Stores can share a folder of shards, and a build
-only computes states that no shard holds, so an interrupted build resumes from the complete shards.
+Shards are append-only safetensors files, written atomically and named by their layers and conversations. A store is a
+manifest of conversations with the locations of their states. Stores can share a folder of shards. A build computes only
+states that no shard holds, so an interrupted build resumes from the complete shards.
 
     shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], scales.<layer> [S] of 8-bit states; sequences
                                concatenated, checksums in the metadata
@@ -33,9 +33,9 @@ from headstart.data.states.shard_format import (
     UNREADABLE,
     checksum,
     decode,
-    put_aside,
-    wanted_sums,
-    whole,
+    is_intact,
+    quarantine,
+    read_checksums,
 )
 from headstart.errors import UserError
 from headstart.support.files import TensorPlace, format_bytes, read_json, tensor_places
@@ -52,30 +52,27 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 
-Location = tuple[int, int]
-"""Location of a conversation: index of the shard in the manifest, first token in it."""
-
 
 @dataclass(frozen=True)
 class Sample:
     """A conversation's tokens (int64), loss mask and hidden states [T, E] by layer; read-only, may alias the store.
 
     Attributes:
-        kept: by layer, states as stored.
-        scales: by layer, [T], for 8-bit states (see `shard_format`), which decode to `dtype`.
+        stored: by layer, states as stored.
+        scales: by layer, [T], of 8-bit states (see `shard_format`), which decode to `dtype`; else empty.
     """
 
     tokens_T: Tensor
     supervised_T: Tensor
-    kept: dict[int, Tensor]
+    stored: dict[int, Tensor]
     scales: dict[int, Tensor] = field(default_factory=dict)
     dtype: torch.dtype | None = None
 
     @property
     def states(self) -> dict[int, Tensor]:
         if self.dtype is None:
-            return self.kept
-        return {layer: decode(kept_TE, self.scales[layer], self.dtype) for layer, kept_TE in self.kept.items()}
+            return self.stored
+        return {layer: decode(codes_TE, self.scales[layer], self.dtype) for layer, codes_TE in self.stored.items()}
 
 
 def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype, states_dtype: str = AUTO) -> int:
@@ -93,7 +90,7 @@ def all_finite(states: Mapping[int, Tensor]) -> bool:
 
 
 def which_finite(states: Sequence[Mapping[int, Tensor]]) -> list[bool]:
-    """Tell for each conversation whether its states are finite; the host waits for the device once."""
+    """Return for each conversation whether its states are finite; syncs with the device once."""
     flags = [[state_TE.isfinite().all() for state_TE in of_one.values()] for of_one in states]
     if not any(flags):
         return [True] * len(states)
@@ -105,7 +102,7 @@ class States(ABC):
 
     Attributes:
         stored: whether states are read instead of computed.
-        folder: for messages: folder of the store or the conversations.
+        folder: folder of the store or the conversations, for messages.
         fingerprint: hash of the conversations, target and format.
         lengths: tokens of each conversation.
     """
@@ -123,7 +120,7 @@ class States(ABC):
 
     @abstractmethod
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        """Return a batch with states of these layers, or all; all ranks must call it equally often, even for none."""
+        """Return a batch with states of these layers, by default all. Collective: every rank calls it equally often."""
 
     @abstractmethod
     def _tokens(self, index: int) -> Tensor: ...
@@ -180,17 +177,15 @@ class StateStore(States):
         self.files = [self.shards / file["file"] for file in manifest["files"]]
         self.bytes: int = sum(file["bytes"] for file in manifest["files"])
         self._spans: list[list[list[int]]] = manifest["supervised"]
-        self._places: dict[int, list[Location]] = {
-            layer: [(number, start) for number, start in indices]
-            for layer, indices in zip(self.aux_layers, manifest["places"], strict=True)
-        }
+        # By layer and conversation: number of the shard and first token in it.
+        self._places: dict[int, list[list[int]]] = dict(zip(self.aux_layers, manifest["places"], strict=True))
         for path, file in zip(self.files, manifest["files"], strict=True):
             size = path.stat().st_size if path.is_file() else 0
             if size != file["bytes"]:
                 state = "cut short" if size else "missing"
                 raise UserError(f"{path} is {state} ({size} of {file['bytes']} bytes).", REBUILD)
         self._open: dict[int, tuple[int, dict[str, TensorPlace]]] = {}
-        self._wanted: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
+        self._unverified: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
 
     @property
     def tokens(self) -> int:
@@ -225,17 +220,14 @@ class StateStore(States):
         for index in indices:
             if not 0 <= index < len(self):
                 raise IndexError(f"conversation {index} of {len(self)}")
-            tokens_T, kept = self._tokens(index), self._of_layers("states", index, layers)
-            coded = self.states_dtype != AUTO
-            scales = self._of_layers("scales", index, layers) if coded else {}
-            samples.append(Sample(tokens_T, self._supervised(index), kept, scales, self._dtype if coded else None))
+            coded, tokens_T = self.states_dtype != AUTO, self._tokens(index)
+            states = {layer: self._read(f"states.{layer}", layer, index) for layer in layers}
+            scales = {layer: self._read(f"scales.{layer}", layer, index) for layer in layers if coded}
+            samples.append(Sample(tokens_T, self._supervised(index), states, scales, self._dtype if coded else None))
         return samples
 
-    def _of_layers(self, what: str, index: int, layers: Sequence[int]) -> dict[int, Tensor]:
-        return {layer: self._read(f"{what}.{layer}", self._places[layer][index], index) for layer in layers}
-
     def _tokens(self, index: int) -> Tensor:
-        return self._read("tokens", self._places[self.aux_layers[0]][index], index).long()
+        return self._read("tokens", self.aux_layers[0], index).long()
 
     def _supervised(self, index: int) -> Tensor:
         supervised_T = torch.zeros(self.lengths[index], dtype=torch.bool)
@@ -243,22 +235,23 @@ class StateStore(States):
             supervised_T[start:stop] = True
         return supervised_T
 
-    def _read(self, name: str, position: Location, index: int) -> Tensor:
-        shard, start = position
+    def _read(self, name: str, layer: int, index: int) -> Tensor:
+        """Read a conversation's rows of a tensor of the shard with its states of this layer."""
+        shard, start = self._places[layer][index]
         file = self.files[shard]
         try:
-            if shard not in self._wanted:
-                self._wanted[shard] = wanted_sums(file)
+            if shard not in self._unverified:
+                self._unverified[shard] = read_checksums(file)
                 with suppress(OSError):  # for `headstart gc`: many disks record no access time
                     os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
             part = self._part(name, shard, slice(start, start + self.lengths[index]))
         except FileNotFoundError:  # renamed by another process, or deleted
             raise UserError(f"{file} is missing.", REBUILD) from None
         except UNREADABLE:
-            raise put_aside(file) from None
-        wanted = self._wanted[shard].pop((name, start), None)
-        if wanted is not None and checksum(part) != wanted[1]:
-            raise put_aside(file)
+            raise quarantine(file) from None
+        expected = self._unverified[shard].pop((name, start), None)
+        if expected is not None and checksum(part) != expected[1]:
+            raise quarantine(file)
         return part
 
     def _part(self, name: str, shard: int, tokens: slice) -> Tensor:
@@ -280,4 +273,4 @@ class StateStore(States):
 
     def damaged_files(self) -> list[Path]:
         """Verify all shards; return the damaged ones."""
-        return [file for file in self.files if not whole(file)]
+        return [file for file in self.files if not is_intact(file)]

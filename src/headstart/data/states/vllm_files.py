@@ -1,11 +1,11 @@
 """Import of vLLM's extracted hidden states into shards, from files or from running servers.
 
-vLLM (method `extract_hidden_states`, connector `ExampleHiddenStatesConnector`) writes a safetensors file per request,
+vLLM (method `extract_hidden_states`, connector `ExampleHiddenStatesConnector`) writes a safetensors file per request:
 `hidden_states` [T, L, E] and `token_ids` [T], without layer ids. Layers are ascending and numbered as here and in
 transformers' hidden_states: 0 the embeddings, k the output of the k-th layer. Layer N is taken before the final norm,
-which is applied here. As files prove none of this, one conversation of each shard is compared with the target's states.
+which is applied here. The files prove none of this, so one conversation of each shard is compared with the target.
 
-Shape suffixes: T tokens of one conversation, L layers that vLLM wrote, E hidden size.
+Shape suffixes: T tokens of one conversation, L layers in the file, E hidden size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.identify import every_layer, identify
-from headstart.data.states.shard_format import AUTO
 from headstart.data.states.shards import Capture, ShardIndex, StateKind, shard_size
 from headstart.errors import UserError
 from headstart.model.identity import dtype_name
@@ -37,11 +36,15 @@ from headstart.servers.completions import Ask, served_by
 from headstart.support.files import need_disk
 
 _COMPARED = 128
-"""Leading tokens to compare; their states in a causal model do not depend on the rest."""
+"""Leading tokens to compare; in a causal model their states do not depend on the rest."""
 
 
 class UnusableFile(Exception):
     """A file that cannot be imported, with the reason."""
+
+
+class NotFinite(UnusableFile):
+    """A file with non-finite states."""
 
 
 def engine_layers(aux_layers: Iterable[int], target: Target) -> list[int]:
@@ -63,49 +66,37 @@ def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder:
     return shlex.join(words)
 
 
-class NotFinite(UnusableFile):
-    """A file with states that are not finite."""
-
-
 class Import:
-    """An import of states into a folder's shards; states already there are skipped.
+    """An import of states into a folder's shards; skips states that the shards hold.
 
-    Counts `taken` and already `known` conversations; `left_out` lists files by reason.
+    Attributes:
+        imported, known: number of conversations with imported states, and with states before.
+        left_out: files, or ids of conversations, by reason.
     """
 
-    def __init__(
-        self,
-        shards: Path,
-        target: Target,
-        conversations: Sequence[Conversation],
-        aux_layers: Sequence[int],
-        *,
-        shard_bytes: int | None = None,
-        states_dtype: str = AUTO,
-    ) -> None:
-        self._folder, self.target = shards, target
-        self._kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
-        self._engine_layers = engine_layers(aux_layers, target)
-        unlike = {tokens_key(item.tokens): item for item in conversations}
-        lacking = ShardIndex(shards, self._kind.owner).lacking(unlike, self._kind.aux_layers)
-        self._wanted = {key: (unlike[key], layers) for layers, keys in lacking.items() for key in keys}
-        self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
-        self._bytes = self.taken = 0
-        self.known = len(unlike) - len(self._wanted)
+    def __init__(self, shards: Path, kind: StateKind, conversations: Sequence[Conversation]) -> None:
+        self._folder, self._kind, self.target = shards, kind, kind.target
+        self._engine_layers = engine_layers(kind.aux_layers, kind.target)
+        unique = {tokens_key(item.tokens): item for item in conversations}
+        missing = ShardIndex(shards, kind.owner).missing(unique, kind.aux_layers)
+        self._missing = {key: (unique[key], layers) for layers, keys in missing.items() for key in keys}
+        self._pending: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
+        self._bytes = self.imported = 0
+        self.known = len(unique) - len(self._missing)
         self.left_out: dict[str, list[str]] = {}
         needed = sum(
-            replace(self._kind, aux_layers=layers).bytes(len(item.tokens)) for item, layers in self._wanted.values()
+            replace(kind, aux_layers=layers).bytes(len(item.tokens)) for item, layers in self._missing.values()
         )
         need_disk(shards, needed, "Keeping hidden states")
-        self._shard_bytes = shard_bytes or shard_size(needed)
+        self._shard_bytes = shard_size(needed)
 
     @property
     def waiting(self) -> list[Conversation]:
         """Conversations without states, longest first."""
-        return sorted((item for item, _ in self._wanted.values()), key=lambda item: -len(item.tokens))
+        return sorted((item for item, _ in self._missing.values()), key=lambda item: -len(item.tokens))
 
-    def take_folder(self, folder: Path, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Import the files of a folder, unchanged; unusable ones go to `left_out`."""
+    def read_folder(self, folder: Path, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Import the files of a folder without changing them."""
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         if not files:
             raise UserError(
@@ -114,41 +105,42 @@ class Import:
             )
         for number, file in enumerate(files, start=1):
             try:
-                self.take(file)
+                self.read(file)
             except UnusableFile as problem:
                 self.left_out.setdefault(str(problem), []).append(file.name)
             advance(number, len(files))
-        self.close()
+        self.flush()
 
-    def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
-        """Import a file with the states of the tokens `asked` (None: any waiting conversation).
+    def read(self, file: Path, expected: Sequence[int] | None = None) -> None:
+        """Import a file with the states of the `expected` tokens (None: of any waiting conversation).
 
-        Raises `UnusableFile` if it is truncated, has other tokens, layers or sizes, or non-finite or unwritten states.
+        Raises:
+            UnusableFile: truncated, other tokens, layers or sizes, or non-finite or unwritten states.
         """
-        tokens, states_TLE = self._read(file)
-        if asked is not None and tokens != list(asked):
+        tokens, states_TLE = self._tensors(file)
+        if expected is not None and tokens != list(expected):
             raise UnusableFile("it is of other token ids than were asked for")
-        if (key := tokens_key(tokens)) not in self._wanted:
+        if (key := tokens_key(tokens)) not in self._missing:
             raise UnusableFile("its token ids are of no conversation that lacks states")
-        conversation, layers = self._wanted[key]
+        conversation, layers = self._missing[key]
         states = {layer: self._state(states_TLE, layer) for layer in layers}
         if not all(bool(state.isfinite().all()) for state in (states_TLE, *states.values())):
             raise NotFinite("it has states that are not finite")
-        del self._wanted[key]
-        self._gathered.setdefault(layers, []).append((conversation, states))
+        del self._missing[key]
+        self._pending.setdefault(layers, []).append((conversation, states))
         self._bytes += sum(state.nbytes for state in states.values())
         if self._bytes >= self._shard_bytes:
-            self.close()
+            self.flush()
 
-    def close(self) -> None:
-        """Write the gathered states; raise a UserError instead if they are not the target's at these layers."""
-        gathered, self._gathered, self._bytes = self._gathered, {}, 0
-        for layers, written in gathered.items():
-            self._compare(*written[0])
-            Capture(self._folder, self.target, layers, self._kind.states_dtype).keep(written)
-            self.taken += len(written)
+    def flush(self) -> None:
+        """Write the pending states as shards; a UserError if they are not the target's at these layers."""
+        pending, self._pending, self._bytes = self._pending, {}, 0
+        for layers, states in pending.items():
+            self._compare(*states[0])
+            Capture(self._folder, replace(self._kind, aux_layers=layers)).store(states)
+            self.imported += len(states)
 
-    def _read(self, file: Path) -> tuple[list[int], Tensor]:
+    def _tensors(self, file: Path) -> tuple[list[int], Tensor]:
         try:
             tensors = load_file(file)
         except FileNotFoundError:
@@ -173,14 +165,14 @@ class Import:
             raise UnusableFile("it has states that were never written")
         return tokens, states_TLE
 
+    @torch.inference_mode()
     def _state(self, states_TLE: Tensor, layer: int) -> Tensor:
         engine_layer = self.target.num_layers if layer == FINAL else layer
         state_TE = states_TLE[:, self._engine_layers.index(engine_layer)].clone()
         if layer != FINAL:
             return state_TE
-        with torch.inference_mode():
-            normed_TE: Tensor = self._norm(state_TE[None].to(self.target.device))[0].to(self.target.dtype).cpu()
-        return normed_TE.clone()
+        normed_TE: Tensor = self._norm(state_TE[None].to(self.target.device))[0]
+        return normed_TE.to(self.target.dtype).cpu()
 
     @cached_property
     def _norm(self) -> nn.Module:
@@ -215,15 +207,15 @@ def final_norm(target: Target) -> nn.Module:
     )
 
 
-# -- servers that write them -------------------------------------------------------------------------------------------
+# -- vLLM servers -------------------------------------------------------------------------------------------
 
 
 _REQUESTS = 64
-"""Default concurrent requests per address; files waiting for import fill a disk."""
+"""Default concurrent requests per address, which bounds the disk space of files waiting for import."""
 _RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
 
 
-def take_from_servers(
+def import_from_servers(
     urls: Sequence[str],
     work: Import,
     requests: int | None,
@@ -233,8 +225,8 @@ def take_from_servers(
 
     `requests` bounds the concurrent requests over all servers. `advance` is called with (tokens done, total tokens).
     """
-    waiting = work.waiting
-    total, done, taken, refusals = sum(len(item.tokens) for item in waiting), 0, 0, list[Refused]()
+    waiting, done, refusals = work.waiting, 0, list[Refused]()
+    total = sum(len(item.tokens) for item in waiting)
 
     def ask(number: int, endpoint: Endpoint) -> Path:
         return _written(endpoint, work.target.spec, waiting[number].tokens)
@@ -250,8 +242,7 @@ def take_from_servers(
                     work.left_out.setdefault("the server refuses its tokens", []).append(waiting[number].id)
                     continue
                 try:
-                    work.take(file, waiting[number].tokens)
-                    taken += 1
+                    work.read(file, waiting[number].tokens)
                 except NotFinite:
                     work.left_out.setdefault("its states are not finite", []).append(waiting[number].id)
                 except UnusableFile as problem:
@@ -259,10 +250,10 @@ def take_from_servers(
                 for path in (file, _lock_of(file)):
                     with suppress(OSError):
                         path.unlink()
-        if refusals and not taken:
+        if refusals and len(work.waiting) == len(waiting):
             raise refusals[0]
     finally:
-        work.close()  # after a failure too: the files of imported states are deleted
+        work.flush()  # also after a failure, since the files of imported states are deleted
 
 
 def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from headstart.data.writing.writer import CANDIDATES, Continuation
+from headstart.data.generation.generator import CANDIDATES, Continuation
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.servers.client import REQUESTS, Endpoint, Pool, Refused, RetryableError
@@ -28,7 +28,7 @@ _PATIENCE = 64, 8
 
 
 class Servers:
-    """A writer that uses servers of the target: vLLM-compatible ones or llama-server.
+    """A `TextGenerator` on servers of the target: vLLM-compatible ones or llama-server.
 
     `requests` bounds the concurrent requests over all of them; None derives it from the servers.
     """
@@ -63,12 +63,12 @@ class Servers:
     def _met(self) -> list[ServedModel]:
         return self._pool.each(lambda endpoint: endpoint.once(self._meet))
 
-    def batches(self, rows: int) -> int:
-        """Enough batches to keep all requests busy while some batches wait for their last answers."""
+    def concurrent_batches(self, rows: int) -> int:
+        """Return enough batches to keep all requests busy while some batches wait for their last answers."""
         return 1 + -(-2 * self.requests // rows)
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """See `Writer`; returns no hidden states. Raises a UserError if the servers refuse everything."""
+        """See `TextGenerator`; returns no hidden states. Raises a UserError if the servers refuse everything."""
 
         def answer(number: int, endpoint: Endpoint) -> list[int]:
             ask = Ask(

@@ -1,7 +1,7 @@
 """Batched generation with the target in this process, optimised for throughput, not latency.
 
 A common prefix is prefilled once, rows of similar length are prefilled together, a batch that does not fit in memory is
-halved, and ended rows leave the batch. Users decode with `headstart.decode`.
+halved, and ended rows leave the batch.
 
 Shape suffixes: B rows, T tokens, E hidden size, M rows of one temperature, V vocabulary, R candidates.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headstart.data.writing.writer import CANDIDATES, Continuation
+from headstart.data.generation.generator import CANDIDATES, Continuation
 from headstart.decode.kept_text import common_beginning
 from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
@@ -41,18 +41,18 @@ _COLDEST = 1e-4
 
 
 class InProcess:
-    """A writer on the target in this process; see `headstart.data.writing.writer.Writer`.
+    """A `TextGenerator` on the target in this process.
 
     Each row has its own random stream, so its text does not depend on the other rows, up to rounding.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._maximum = math.inf  # rows times tokens; larger batches ran out of memory
+        self._max_tokens = math.inf  # rows times tokens; larger batches ran out of memory
 
     @property
-    def shareable(self) -> bool:
-        """False if the rotary tables depend on the text length."""
+    def has_fixed_rotary(self) -> bool:
+        """False if the rotary tables depend on the text length, so that caches and threads cannot share them."""
         rotary = str(getattr(self._target.config, "rope_parameters", ""))
         return not any(kind in rotary for kind in ("dynamic", "longrope"))
 
@@ -60,22 +60,22 @@ class InProcess:
     def window(self) -> int:
         return self._target.max_length
 
-    def batches(self, rows: int) -> int | None:
-        return None if self.shareable else 1
+    def concurrent_batches(self, rows: int) -> int | None:
+        return None if self.has_fixed_rotary else 1
 
     @torch.inference_mode()
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
         """Continue each row, halving batches that do not fit in memory; hidden states are kept if they fit."""
-        if not self.shareable:
+        if not self.has_fixed_rotary:
             continuation = replace(continuation, turns=None)
-        written: dict[int, list[int]] = {}
+        added: dict[int, list[int]] = {}
 
-        def write(numbers: list[int]) -> bool:
+        def generate(numbers: list[int]) -> bool:
             count, length = len(numbers), max(len(rows[number]) for number in numbers) + continuation.max_new_tokens
-            if count > 1 and not self._holds(count, length):
+            if count > 1 and not self._fits(count, length):
                 return False
             try:
-                added = _Batch(self._target, rows, numbers, continuation).write()
+                generated = _Batch(self._target, rows, numbers, continuation).generate()
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -85,24 +85,24 @@ class InProcess:
                         f"{self._target.name}.",
                         "Lower data.max_new_tokens or data.max_prompt_tokens, or use another device.",
                     ) from error
-                self._maximum = min(self._maximum, count * length / 2)
+                self._max_tokens = min(self._max_tokens, count * length / 2)
                 if continuation.turns is not None:  # dropped caches are prefilled again
-                    continuation.turns.forget()
+                    continuation.turns.clear()
                 raise
-            written.update(zip(numbers, added, strict=True))
+            added.update(zip(numbers, generated, strict=True))
             return True
 
-        by_halves(range(len(rows)), write)
-        return [written[number] for number in range(len(rows))]
+        by_halves(range(len(rows)), generate)
+        return [added[number] for number in range(len(rows))]
 
-    def _holds(self, rows: int, length: int) -> bool:
+    def _fits(self, rows: int, length: int) -> bool:
         """Estimate whether the cache of a batch fits in memory."""
         target = self._target
         free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * (
             free_bytes(target.device) + target.spare_bytes  # left by the last batch, reused by this one
         )
         needed = rows * length * target.kv_bytes_per_token * CACHE_PEAK
-        return rows * length <= self._maximum and needed <= free
+        return rows * length <= self._max_tokens and needed <= free
 
 
 class _Batch:
@@ -127,18 +127,21 @@ class _Batch:
         self._aux_layers = layers
         self._states = {layer: torch.zeros(shape, dtype=target.dtype) for layer in layers}
 
-    def write(self) -> list[list[int]]:
-        logits_BV = self._read()
+    def generate(self) -> list[list[int]]:
+        logits_BV = self._prefill_all()
         while not all(self._ended):
             self._continuation.check()
-            tokens = self._draw(logits_BV)
-            going = self._add(tokens)
-            if not going:
+            tokens = self._sample(logits_BV)
+            remaining = self._append(tokens)
+            if not remaining:
                 break
-            if len(going) <= _KEPT * len(self._alive):
-                self._keep_turns(sorted(set(range(len(self._alive))) - set(going)))
-                self._cache.reorder(going)
-                self._alive, tokens = [self._alive[index] for index in going], [tokens[index] for index in going]
+            if len(remaining) <= _KEPT * len(self._alive):
+                self._keep_turns(sorted(set(range(len(self._alive))) - set(remaining)))
+                self._cache.reorder(remaining)
+                self._alive, tokens = (
+                    [self._alive[index] for index in remaining],
+                    [tokens[index] for index in remaining],
+                )
             logits_BV = self._forward(tokens)
         self._keep_turns(range(len(self._alive)))
         if self._states:
@@ -151,39 +154,35 @@ class _Batch:
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
-    def _read(self) -> Tensor:
-        if self._go_on():
+    def _prefill_all(self) -> Tensor:
+        if self._restore_turns():
             groups = [(index, index + 1) for index in range(len(self._alive))]  # cached lengths differ
         else:
-            self._read_beginning()
+            self._prefill_common_prefix()
             groups = alike([len(self._rows[row]) - self._cache.lengths[0] for row in self._alive])
         return torch.cat([self._prefill(start, stop) for start, stop in groups])
 
-    def _go_on(self) -> bool:
+    def _restore_turns(self) -> bool:
         """Restore caches of earlier turns; return False if there are none."""
-        turns = self._continuation.turns
-        if turns is None:
+        if (turns := self._continuation.turns) is None:
             return False
-        begun = False
+        has_restored = False
         for index, row in enumerate(self._alive):
-            before = turns.take(self._numbers[row], bool(self._states))
-            if before is None:
-                continue
-            begun = True
-            self._cache.go_on_with(index, before[0])
-            read = {layer: before[1][layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
-            self._store([row], [0], read)
-        return begun
+            if (earlier := turns.take(self._numbers[row], bool(self._states))) is not None:
+                has_restored = True
+                self._cache.go_on_with(index, earlier[0])
+                states = {layer: earlier[1][layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
+                self._store([row], [0], states)
+        return has_restored
 
-    def _read_beginning(self) -> None:
+    def _prefill_common_prefix(self) -> None:
         """Prefill the common prefix of all rows once, such as a chat template's header."""
-        shared = _shared(self._rows)
-        if not shared:
+        if not (length := _common_length(self._rows)):
             return
-        beginning = self._target.new_cache(1, shared)
-        out = self._target.prefill(beginning, [self._rows[0][:shared]], self._aux_layers)
+        prefix = self._target.new_cache(1, length)
+        out = self._target.prefill(prefix, [self._rows[0][:length]], self._aux_layers)
         for row in range(self._cache.rows):
-            self._cache.go_on_with(row, beginning)
+            self._cache.go_on_with(row, prefix)
         of_all = {layer: state.expand(len(self._rows), -1, -1) for layer, state in out.aux_hidden_states.items()}
         self._store(self._alive, [0] * len(self._rows), of_all)
 
@@ -200,24 +199,24 @@ class _Batch:
 
     # -- decoding ----------------------------------------------------------------------------------------------------
 
-    def _draw(self, logits_BV: Tensor) -> list[int]:
+    def _sample(self, logits_BV: Tensor) -> list[int]:
         temperatures = [self._temperatures[row] for row in self._alive]
-        numbers = [self._random[row].random() for row in self._alive]
-        return next_tokens(logits_BV, temperatures, self._continuation.top_p, numbers)
+        uniform = [self._random[row].random() for row in self._alive]
+        return next_tokens(logits_BV, temperatures, self._continuation.top_p, uniform)
 
-    def _add(self, tokens: Sequence[int]) -> list[int]:
-        """Append these tokens; return the cache indices of rows that need another forward."""
-        going = []
+    def _append(self, tokens: Sequence[int]) -> list[int]:
+        """Append a token to each alive row; return the cache indices of rows that need another forward."""
+        remaining = []
         for index, (row, token) in enumerate(zip(self._alive, tokens, strict=True)):
             if not self._ended[row]:
                 self._added[row].append(token)
-                full = len(self._added[row]) == self._continuation.max_new_tokens
-                self._ended[row] = full or token in self._continuation.ends
-            # The last token of a row is only forwarded for its hidden states.
-            unread = len(self._rows[row]) + len(self._added[row]) > self._cache.lengths[index]
-            if not self._ended[row] or (self._states and unread):
-                going.append(index)
-        return going
+                is_full = len(self._added[row]) == self._continuation.max_new_tokens
+                self._ended[row] = is_full or token in self._continuation.ends
+            # The last token of a row is forwarded only for its hidden states.
+            is_cached = len(self._rows[row]) + len(self._added[row]) <= self._cache.lengths[index]
+            if not self._ended[row] or (self._states and not is_cached):
+                remaining.append(index)
+        return remaining
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
         """Forward the last token of each cache row; return logits [B, V]."""
@@ -228,7 +227,7 @@ class _Batch:
         return out.logits_BTV[:, 0]
 
     def _store(self, rows: Sequence[int], starts: Sequence[int], states: Mapping[int, Tensor]) -> None:
-        """Store states [B, T, E] of batch rows from index `starts` of each row on, if they are kept."""
+        """Store states [B, T, E] of batch rows, from index `starts` of each row on, if states are captured."""
         if not self._states:
             return
         rows_B1 = torch.tensor(list(rows))[:, None]
@@ -238,8 +237,7 @@ class _Batch:
 
     def _keep_turns(self, indices: Iterable[int]) -> None:
         """Keep these rows' caches if another turn may follow."""
-        turns = self._continuation.turns
-        if turns is None:
+        if (turns := self._continuation.turns) is None:
             return
         for index in indices:
             row = self._alive[index]
@@ -248,11 +246,11 @@ class _Batch:
                 turns.keep(self._target, self._numbers[row], self._cache, index=index, length=length)
 
 
-def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, numbers: Sequence[float]) -> list[int]:
-    """Return each row's next token: argmax at temperature 0, else drawn from the top candidates by a uniform number.
+def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, uniform: Sequence[float]) -> list[int]:
+    """Return each row's next token: argmax at temperature 0, else sampled from the top candidates by inverse CDF.
 
     >>> logits_BV = torch.tensor([[0.0, 2.0, 1.0]])  # probabilities 0.09, 0.67, 0.24
-    >>> [next_tokens(logits_BV, [1.0], 1.0, [number])[0] for number in (0.0, 0.6, 0.7, 0.92, 1.0)]
+    >>> [next_tokens(logits_BV, [1.0], 1.0, [u])[0] for u in (0.0, 0.6, 0.7, 0.92, 1.0)]
     [1, 1, 2, 0, 0]
     """
     tokens_B = argmax(logits_BV) if 0 in temperatures else logits_BV.new_empty(len(logits_BV), dtype=torch.long)
@@ -262,16 +260,16 @@ def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, 
         logits_MV = logits_BV if len(index) == len(logits_BV) else logits_BV[index_M]
         top_MR, tokens_MR = logits_MV.topk(min(CANDIDATES, logits_MV.shape[-1]), dim=-1)
         probs_MR = warp(SamplingOptions(temperature=max(temperature, _COLDEST), top_p=top_p), top_MR)
-        number_M = torch.tensor([numbers[i] for i in index], dtype=torch.float64, device=logits_BV.device)
-        drawn_M, _ = draw_at(probs_MR, number_M)
-        tokens_B[index_M] = tokens_MR.gather(1, drawn_M[:, None])[:, 0]
+        uniform_M = torch.tensor([uniform[i] for i in index], dtype=torch.float64, device=logits_BV.device)
+        sampled_M, _ = draw_at(probs_MR, uniform_M)
+        tokens_B[index_M] = tokens_MR.gather(1, sampled_M[:, None])[:, 0]
     return list(tokens_B.tolist())
 
 
-def _shared(rows: Sequence[Sequence[int]]) -> int:
+def _common_length(rows: Sequence[Sequence[int]]) -> int:
     """Return the length of the rows' common prefix, leaving at least one token of each; 0 for a single row.
 
-    >>> _shared([[1, 2, 3], [1, 2, 4, 5], [1, 2]]), _shared([[1, 2]])
+    >>> _common_length([[1, 2, 3], [1, 2, 4, 5], [1, 2]]), _common_length([[1, 2]])
     (1, 0)
     """
     return min(common_beginning(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0

@@ -1,4 +1,4 @@
-"""Identity of a set of conversations, which runs share, and the dataset commits it pins."""
+"""Identity of a set of conversations that runs share, and the dataset commits it pins."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VERSION = 8
 
 def identity(target: Target, data: DataSection) -> dict[str, Any]:
     """Return the identity: target, chat template, prompt sources and sampling, as JSON values."""
-    # Sources are recorded with their content; other settings may have no effect here.
+    # Sources are recorded with their content. Other settings are left out if they have no effect.
     left_out = {"prompts", "split", "revision", "exclude"} | (set() if data.self_share else {"seed_prompts"})
     left_out |= (set() if data.sources else {"regenerate"}) | ({"writing_dtype"} if data.server else set())
     left_out |= {"prefix_tokens"} if has_template(target.tokenizer) else set()
     template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
-    named = _named(data)
-    total = sum(source.weight for source in named)
+    sources = _sources(data)
+    total = sum(source.weight for source in sources)
     return {
         "version": VERSION,
         "target": target.identity().fingerprint,
@@ -36,13 +36,13 @@ def identity(target: Target, data: DataSection) -> dict[str, Any]:
         "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{name: value for name, value in data.of_role(Role.CONTENT).items() if name not in left_out},
-        "server": bool(data.server),  # whose numerics differ
-        "prompts": [{**_origin(source), "share": round(source.weight / total, 6)} for source in named],
+        "server": bool(data.server),  # with other numerics
+        "prompts": [{**_origin(source), "share": round(source.weight / total, 6)} for source in sources],
         "exclude": sorted(str(find_origin(file).content) for file in data.exclude),
     }
 
 
-def _named(data: DataSection) -> tuple[PromptSource, ...]:
+def _sources(data: DataSection) -> tuple[PromptSource, ...]:
     """Return all sources of prompts, "self" included, each with its split."""
     if isinstance(data.prompts, str):
         return (PromptSource(source=data.prompts, split=data.split, revision=data.revision),)
@@ -53,9 +53,9 @@ def _origin(source: PromptSource) -> dict[str, Any]:
     if source.source == "self":
         return {"origin": "self", "commit": None}
     origin = find_origin(source.source, source.revision)
-    # Of a local `folder:config`; the name of a Hub dataset includes it.
-    is_plain = origin.content is None or Path(source.source).expanduser().exists()
-    configuration = "" if is_plain else source.source.partition(":")[2]
+    # The configuration of a local `folder:config`; the name of a Hub dataset includes it.
+    has_none = origin.content is None or Path(source.source).expanduser().exists()
+    configuration = "" if has_none else source.source.partition(":")[2]
     return {
         "origin": origin.identity,
         "commit": origin.commit,
@@ -64,29 +64,29 @@ def _origin(source: PromptSource) -> dict[str, Any]:
     }
 
 
-def begun_at(data: DataSection, begun: Mapping[str, Any]) -> DataSection:
+def pin_as_begun(data: DataSection, begun: Mapping[str, Any]) -> DataSection:
     """Pin sources without a revision to the Hub commits of `begun`, the identity of the run's conversations or {}."""
-    named, before = _named(data), begun.get("prompts")
-    if not isinstance(before, list) or len(before) != len(named):
+    sources, earlier = _sources(data), begun.get("prompts")
+    if not isinstance(earlier, list) or len(earlier) != len(sources):
         return data
     commits = [
         known["commit"] if known["origin"] == f"{source.source} at {known['commit']}" else None
-        for source, known in zip(named, before, strict=True)
+        for source, known in zip(sources, earlier, strict=True)
     ]
-    return _at_revisions(data, [source.revision or commit for source, commit in zip(named, commits, strict=True)])
+    return _with_revisions(data, [source.revision or commit for source, commit in zip(sources, commits, strict=True)])
 
 
-def pinned(data: DataSection, identity: Mapping[str, Any]) -> DataSection:
+def pin_to(data: DataSection, identity: Mapping[str, Any]) -> DataSection:
     """Return the settings pinned to the commits of an identity."""
-    return _at_revisions(data, [known["commit"] for known in identity["prompts"]])
+    return _with_revisions(data, [known["commit"] for known in identity["prompts"]])
 
 
-def _at_revisions(data: DataSection, revisions: list[str | None]) -> DataSection:
-    pairs = zip(_named(data), revisions, strict=True)
+def _with_revisions(data: DataSection, revisions: list[str | None]) -> DataSection:
+    pairs = zip(_sources(data), revisions, strict=True)
     prompts = tuple(source.model_copy(update={"revision": revision}) for source, revision in pairs)
     return data.model_copy(update={"prompts": prompts, "revision": None})
 
 
-def revisions(prompts: Any, revision: str | None) -> list[tuple[str, str | None]]:
+def requested_revisions(prompts: Any, revision: str | None) -> list[tuple[str, str | None]]:
     """Return the requested revision of each source; None is the newest."""
     return [(prompts, revision)] if isinstance(prompts, str) else [(one["source"], one["revision"]) for one in prompts]

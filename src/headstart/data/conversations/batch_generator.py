@@ -1,21 +1,21 @@
-"""Generate one batch of conversations, which is the same in any process, up to rounding."""
+"""Generation of one batch of conversations, which is the same in any process up to rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from headstart.data.conversations.answers import Answers, KeepsStates
+from headstart.data.conversations.answers import AnswerGenerator, StateSink
 from headstart.data.conversations.records import Conversation
+from headstart.data.generation.generator import TextGenerator
+from headstart.data.generation.in_process import InProcess
+from headstart.data.generation.servers import Servers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.loading import LeftOut, in_turns
 from headstart.data.prompts.overlap import Excluded, normalise
-from headstart.data.prompts.self_prompts import write_prompts
+from headstart.data.prompts.self_prompts import generate_prompts
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.workers import Workers
-from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.servers import Servers
-from headstart.data.writing.writer import Writer
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
@@ -23,60 +23,60 @@ SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversati
 """Splits in writing order, each with the setting for its number of conversations."""
 
 
-class BatchWriter:
-    """Writer of batches; `capture` takes hidden states."""
+class BatchGenerator:
+    """Generator of batches of conversations; `capture` receives the hidden states."""
 
-    def __init__(self, target: Target, settings: DataSection, capture: KeepsStates | None = None) -> None:
+    def __init__(self, target: Target, settings: DataSection, capture: StateSink | None = None) -> None:
         self.target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
         self.settings = settings
         self._capture = capture
         self._excluded = Excluded(settings.exclude)
-        self._writer: Writer = (
+        self._generator: TextGenerator = (
             Servers(settings.server, target, settings.server_requests) if settings.server else InProcess(target)
         )
 
     @cached_property
-    def _training_writer(self) -> Writer:
-        """Writer of the training split, created on first use."""
-        return InProcess(self.target.in_int8()) if self.settings.in_int8 else self._writer
+    def _int8_generator(self) -> TextGenerator:
+        return InProcess(self.target.in_int8())
 
     @property
     def requests(self) -> int | None:
         """Concurrent requests to servers; None if the target runs in this process."""
-        return self._writer.requests if isinstance(self._writer, Servers) else None
+        return self._generator.requests if isinstance(self._generator, Servers) else None
 
     def workers(self, count: int) -> Workers:
+        """Return the workers that generate `count` conversations."""
         size = self.settings.batch_size
-        return Workers(self.target.device, -(-count // size), self._writer.batches(size))
+        return Workers(self.target.device, -(-count // size), self._generator.concurrent_batches(size))
 
-    def write(
+    def generate(
         self, split: str, number: int, size: int, given: Sequence[Prompt], check: Callable[[], None]
     ) -> tuple[list[Conversation], LeftOut]:
-        """Write the conversations of at most `size` prompts: the given ones, filled up with the target's own."""
+        """Answer at most `size` prompts: the given ones, filled up with prompts by the target."""
         # Held-out and validation text comes from the unquantised target.
-        writer = self._training_writer if split == "train" else self._writer
+        generator = self._int8_generator if split == "train" and self.settings.in_int8 else self._generator
         seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
         prompts, left_out, own_share = list(given), LeftOut(), self.settings.self_share
         missing = size - len(prompts)
         if own_share and missing:
-            # A margin: some of the written prompts are unusable.
+            # A margin, since some of these prompts are unusable.
             count = missing + -(-missing // 4) if prompts else self.settings.batch_size
-            own = self._self_prompts(writer, f"{split}-{number}", count, seed, check, left_out)[:missing]
+            own = self._self_prompts(generator, f"{split}-{number}", count, seed, check, left_out)[:missing]
             turns = in_turns([iter(prompts), iter(own)], [1 - own_share, own_share])
             prompts = [prompt for _, prompt in turns] if prompts else own
-        answers = Answers(self.target, self.settings, writer, capture=self._capture, check=check)
+        answers = AnswerGenerator(self.target, self.settings, generator, self._capture, check)
         if split == "heldout":
             return answers.openings(prompts, left_out), left_out
         # Validation answers keep the configured temperature, at which decoding is judged.
         sampled_fraction = self.settings.sampled_fraction if split == "train" else 0.0
-        return answers.answered(prompts, seed, sampled_fraction, left_out), left_out
+        return answers.answer(prompts, seed, sampled_fraction, left_out), left_out
 
     def _self_prompts(
-        self, writer: Writer, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
+        self, generator: TextGenerator, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
     ) -> list[Prompt]:
-        """Let the target write at most `count` prompts; deterministic for the same settings."""
+        """Generate at most `count` prompts; deterministic for the same settings."""
         settings = self.settings
-        drafts = write_prompts(self.target, count, settings.seed_prompts, seed, writer=writer, check=check)
+        drafts = generate_prompts(self.target, count, settings.seed_prompts, seed, generator, check)
         prompts: dict[str, Prompt] = {}
         for number, (text, category) in enumerate(drafts):
             prompt = Prompt([{"role": "user", "content": text}], category, f"{name}-{number}")

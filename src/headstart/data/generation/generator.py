@@ -1,4 +1,4 @@
-"""The interface of text generation for data: the target in this process (`in_process`) or servers (`servers`).
+"""Interface of text generation for data, with the target in this process (`in_process`) or on servers (`servers`).
 
 Shape suffixes: T tokens, E hidden size.
 """
@@ -20,18 +20,18 @@ _TURN_SHARE = 0.01
 
 
 class TurnCaches:
-    """KV caches of conversations, kept between turns so that no text is prefilled twice."""
+    """KV caches of conversations between turns, so that no text is prefilled twice."""
 
     def __init__(self) -> None:
         self._conversations: list[int] = []
-        self._wanted: set[int] = set()
+        self._unfinished: set[int] = set()
         self._caches: dict[int, TreeCache] = {}
         self._states: dict[int, Mapping[int, Tensor]] = {}
 
     def begin(self, rows: Sequence[tuple[int, bool, Mapping[int, Tensor]]]) -> None:
         """Start a turn with (conversation number, may another turn follow, hidden states so far or empty) per row."""
         self._conversations = [number for number, _, _ in rows]
-        self._wanted = {number for number, more, _ in rows if more}
+        self._unfinished = {number for number, more, _ in rows if more}
         self._states = {number: states for number, _, states in rows if states}
         self._caches = {number: self._caches[number] for number in self._conversations if number in self._caches}
 
@@ -44,34 +44,34 @@ class TurnCaches:
         return self._caches.pop(number), states
 
     def keep(self, target: Target, row: int, cache: TreeCache, *, index: int, length: int) -> None:
-        """Keep the cache of an ended row if another turn may follow and it fits in memory."""
+        """Copy the cache of an ended row if another turn may follow and the copy fits in memory."""
         number, size = self._conversations[row], length * target.kv_bytes_per_token
-        if number in self._wanted and size <= _TURN_SHARE * free_bytes(target.device):
+        if number in self._unfinished and size <= _TURN_SHARE * free_bytes(target.device):
             self._caches[number] = cache.kept(index, length)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all caches to free memory."""
         self._caches.clear()
-        self._wanted.clear()
+        self._unfinished.clear()
 
 
 CANDIDATES = 64
-"""Top-k of every sampled token."""
+"""Top-k of sampling."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Settings and sinks for continuing rows.
+    """Settings for continuing a batch of rows, and outputs other than the tokens.
 
     Attributes:
         temperatures: one per row; 0 is greedy.
         ends: tokens that end a row.
         top_p: nucleus for sampled rows, within the top `CANDIDATES`.
         check: polled; aborts by raising.
-        aux_layers: hidden states to keep, if their memory allows it.
+        aux_layers: layers of the hidden states to return, if memory allows.
         turns: caches from earlier turns of the rows' conversations.
         states: receives hidden states [T, E] of rows with their added tokens, by number and layer.
-        refused: receives the servers' reasons for refused rows, by number.
+        refused: receives the reasons of servers that refused rows, by number.
     """
 
     max_new_tokens: int
@@ -86,14 +86,14 @@ class Continuation:
     refused: dict[int, str] = field(default_factory=dict)
 
 
-class Writer(Protocol):
+class TextGenerator(Protocol):
     """Continues rows of token ids."""
 
     @property
     def window(self) -> int:
         """Maximum length of a row with its added tokens."""
 
-    def batches(self, rows: int) -> int | None:
+    def concurrent_batches(self, rows: int) -> int | None:
         """Maximum number of concurrent batches of `rows` rows; None leaves it to the target's device."""
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
