@@ -28,11 +28,11 @@ from headstart.hub.engine_tuning import (
 )
 from headstart.hub.engines.export import export_for
 from headstart.model.model import Target
-from headstart.pipeline import in_engine
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.completions import Ask
 from headstart.servers.engines import ENGINES
+from headstart.servers.fleet import gpu_groups
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
 from tests.engines.conftest import Made
@@ -141,23 +141,24 @@ def test_vllm_gets_a_number_of_drafts_per_load(heads: Path, texts: Path, tmp_pat
 @pytest.mark.parametrize(
     ("gpus", "arguments", "seen"),
     [
-        (0, "", ("", "")),
-        (1, "", ("", "")),
-        (2, "", ("0", "1")),
-        (8, "--tensor-parallel-size 4", ("0,1,2,3", "4,5,6,7")),
-        (4, "--tensor-parallel-size=4", ("", "")),
-        (8, "-tp 2 -dp 4 --max-model-len 8", ("", "")),
+        (0, "", [""]),
+        (1, "", [""]),
+        (2, "", ["0", "1"]),
+        (8, "--tensor-parallel-size 4", ["0,1,2,3", "4,5,6,7"]),
+        (8, "-tp 3", ["0,1,2", "3,4,5"]),
+        (4, "--tensor-parallel-size=4", [""]),
+        (8, "-tp 2 -dp 4 --max-model-len 8", [""]),
     ],
 )
 def test_servers_get_their_own_gpus(
-    gpus: int, arguments: str, seen: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: int, arguments: str, seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert in_engine._halves_of_gpus(arguments) == seen
+    assert gpu_groups(arguments) == seen
     if gpus == 2:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-        plain, drafted = in_engine._halves_of_gpus("")
+        plain, drafted = gpu_groups("")
         assert (plain, drafted) == ("5", "7")
         with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=command("vllm"), gpus=drafted) as server:
             around = Path(f"/proc/{_engine_of(server)}/environ").read_text().split("\0")
@@ -269,7 +270,7 @@ def test_ended_command_stops_its_engines(ending: signal.Signals, tmp_path: Path)
         assert process.stdout is not None
         group = int(process.stdout.readline())
         process.send_signal(ending)
-        assert process.wait(30) == (-ending if ending == signal.SIGKILL else 128 + ending)
+        assert process.wait(30) == -ending
     assert _ends(group)
 
 

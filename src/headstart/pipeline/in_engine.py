@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
-import torch
 from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
@@ -27,13 +24,10 @@ from headstart.hub.format import CALIBRATION, refuse_other_files
 from headstart.pipeline.actions import add_engines_to_report, validation_file
 from headstart.pipeline.run import HEADS
 from headstart.servers.engines import ENGINES, ServingEngine
+from headstart.servers.fleet import gpu_groups
 from headstart.servers.process import Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
-
-_GPUS_OF_AN_ENGINE = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
-"""Options that multiply the number of GPUs vLLM uses."""
-
 
 def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[str]:
     """Return the arguments that add heads to a server of their target, cut from the command that `export` prints."""
@@ -82,7 +76,8 @@ def tune_in_engine(
                 f"Give --engine-drafts up to {steps}.",
             )
 
-        halves = _halves_of_gpus(options.engine_arguments)
+        groups = gpu_groups(options.engine_arguments)
+        gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
 
         def start(drafting: Sequence[str], what: str) -> Server:
             return Server(
@@ -92,7 +87,7 @@ def tune_in_engine(
                 Path(place) / "logs" / f"{what}.log",
                 command=options.engine_command,
                 options=options.engine_arguments,
-                gpus=halves[bool(drafting)],
+                gpus=gpus[bool(drafting)],
             )
 
         asked = Asked(prompts[: options.engine_prompts], options.engine_tokens, measured_here["acceptance"], requests)
@@ -123,18 +118,6 @@ def tune_in_engine(
     if folder.name == HEADS:
         add_engines_to_report(folder.parent)
     return tuning
-
-
-def _halves_of_gpus(arguments: str) -> tuple[str, str]:
-    """Return the GPUs of the plain server and of the one with heads: half each, or empty (both see all) where the
-    engine's arguments ask for more than half."""
-    words, asked = shlex.split(arguments.replace("=", " ")), 1
-    for word, count in pairwise(words):
-        asked *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = visible.split(",")[: torch.cuda.device_count()]
-    half = len(gpus) // 2
-    return ("", "") if half < asked else (",".join(gpus[:half]), ",".join(gpus[half : 2 * half]))
 
 
 def describe_engine_tuning(tuning: EngineTuning) -> str:

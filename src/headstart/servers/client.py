@@ -180,10 +180,17 @@ class Endpoint:
 class Pool:
     """Interchangeable servers with a limit on concurrent requests (None: `REQUESTS` each).
 
-    `remedy` is the user's remedy if none answers.
+    `remedy` is the user's remedy if none answers. `recover` restarts the server of an address if it has died.
     """
 
-    def __init__(self, urls: Sequence[str], requests: int | None, remedy: str) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        requests: int | None,
+        remedy: str,
+        recover: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._recover = recover
         self._endpoints = [Endpoint(url) for url in urls]
         self.requests, self._remedy = requests or REQUESTS * len(urls), remedy
         self._waiting = deque[Callable[[], None]]()
@@ -277,6 +284,8 @@ class Pool:
                     endpoint.failed(problem, began, self._jitter.uniform(0.5, 1.0))
                     if problem.busy and self._answered > answered_before:
                         tries = 1  # the server is answering others: this one is only queued
+                if self._recover(endpoint.url):
+                    tries = 0
                 if tries >= most:
                     raise UserError(
                         f"{endpoint.url} did not answer: {str(problem).rstrip('.')} ({tries} tries).", self._remedy

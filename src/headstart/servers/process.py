@@ -6,11 +6,9 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Any, Self
+from typing import Self
 
 from headstart.errors import UserError
 from headstart.servers import guard
@@ -97,7 +95,7 @@ class Server(Running):
     """A context manager that runs an engine as a child process; its output goes to `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line, `command` replaces the
-    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES.
+    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES. It is set up to be measured, or to answer `many` requests.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; with the end of its log.
@@ -113,29 +111,28 @@ class Server(Running):
         command: str = "",
         options: str = "",
         gpus: str = "",
+        many: bool = False,
         start_seconds: float = 900.0,
     ) -> None:
-        self.engine, self.log, self._seconds = engine, log, start_seconds
+        self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
         self._environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
-        port = _free_port()
+        self._port = free_port()
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_option,
             target,
             *drafting,
             *shlex.split(options),
-            *("--host", _HOST, "--port", str(port), *engine.server_options),
+            *("--host", _HOST, "--port", str(self._port), *(engine.generating if many else engine.measuring)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-        endpoint = Endpoint(f"http://{_HOST}:{port}")
+        endpoint = Endpoint(f"http://{_HOST}:{self._port}")
         super().__init__(engine.name, endpoint, engine.dialect, engine.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
-        self._handlers = _ending_by_exception()
         try:
-            self._start()
-            self._wait()
+            self.start()
+            self.wait()
         except BaseException:
             self.__exit__()
             raise
@@ -143,11 +140,11 @@ class Server(Running):
 
     def __exit__(self, *_: object) -> None:
         self._endpoint.close()
-        try:
-            self._stop()
-        finally:
-            for sent, handler in self._handlers.items():
-                signal.signal(sent, handler)
+        self.stop()
+
+    @property
+    def has_died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
 
     def version(self) -> str:
         """Return the version reported by the running engine, or an empty string."""
@@ -157,12 +154,14 @@ class Server(Running):
         except (RetryableError, UserError, KeyError):
             return ""
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the engine without waiting until it answers."""
         if shutil.which(self.words[0]) is None:
             raise UserError(
                 f"{self.engine.name} cannot be started: {self.words[0]} is no command here.",
-                f"Install it in an environment of its own, and say how it is started with --engine-command; by default "
-                f"that is {self.engine.command!r}.",
+                f"Install it in an environment of its own, and say how it is started with "
+                f"{'data.server_command' if self._many else '--engine-command'}; by default that is "
+                f"{self.engine.command!r}.",
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
@@ -175,15 +174,16 @@ class Server(Running):
                 start_new_session=True,
             )
 
-    def _stop(self) -> None:
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the guard ends the engine
-        self._process.wait()
-        self._process = None
+    def stop(self) -> None:
+        """End the engine and all processes that it started."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # the guard ends the engine
+            self._process.wait()
+            self._process = None
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the engine answers."""
         assert self._process is not None
         until = monotonic() + self._seconds
         while monotonic() < until:
@@ -191,14 +191,14 @@ class Server(Running):
                 if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:
-                cause = self._last_words()
+                cause = self.last_words()
                 shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
                 raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"{self._remedy}{shared}")
             sleep(_POLL_SECONDS)
-        problem = f"did not answer within {self._seconds:.0f} seconds: {self._last_words()}"
+        problem = f"did not answer within {self._seconds:.0f} seconds: {self.last_words()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         """Return the first cause in its log, or the last lines that are not routine."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
@@ -226,21 +226,7 @@ def read_counters(text: str) -> Counter[str | int]:
     return sums
 
 
-def _ending_by_exception() -> dict[signal.Signals, Any]:
-    """Make SIGTERM and SIGHUP raise SystemExit, so that `finally` stops the engines; return the previous handlers.
-
-    Does nothing outside the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    return {sent: signal.signal(sent, end) for sent in (signal.SIGTERM, signal.SIGHUP)}
-
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind((_HOST, 0))
         return int(free.getsockname()[1])
