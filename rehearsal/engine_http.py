@@ -94,6 +94,14 @@ class StandIn:
             return {"content": "", "tokens_evaluated": len(body["prompt"]), **ids, **more}
         return None
 
+    def events(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
+        """Split a completion into an event per token; llama-server ends with one without tokens."""
+        if self.kind == "vllm":
+            (choice,) = reply["choices"]
+            return [{**reply, "choices": [{**choice, "token_ids": [token]}]} for token in choice["token_ids"]]
+        pieces = [{**reply, "tokens": [token], "stop": False} for token in reply["tokens"]]
+        return [*pieces, {**reply, "tokens": [], "stop": True}]
+
     def _written(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         if self.window is not None and len(prompt) + most > self.window:
             raise Refused(
@@ -120,7 +128,22 @@ def serve(stand_in: StandIn, host: str, port: int) -> None:
             except Refused as problem:
                 self._say(400, json.dumps({"error": {"message": str(problem), "code": 400}}))
             else:
-                self._say(404 if reply is None else 200, json.dumps(reply))
+                if reply is not None and body.get("stream"):
+                    self._stream(stand_in.events(reply))
+                else:
+                    self._say(404 if reply is None else 200, json.dumps(reply))
+
+        def _stream(self, events: Sequence[dict[str, Any]]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.close_connection = True
+            for event in events:
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+            if stand_in.kind == "vllm":
+                self.wfile.write(b"data: [DONE]\n\n")
 
         def _say(self, status: int, page: str) -> None:
             text = page.encode()

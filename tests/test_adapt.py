@@ -37,6 +37,7 @@ from headstart.pipeline.data_stages import aux_layers
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe
+from headstart.servers.completions import CompletionRequest
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Server
 from headstart.support.files import write_json, write_tensors
@@ -311,7 +312,7 @@ def test_acceptance_identifies_served_heads(adapted: Adapted, tmp_path: Path, mo
 
         def ask() -> None:
             while not measured.is_set():
-                server.answer([5, 6, 7], 16)
+                server.answer(CompletionRequest([5, 6, 7], 16))
 
         asking = threading.Thread(target=ask)
         asking.start()

@@ -207,6 +207,8 @@ CHANGES: dict[str, Any] = {
     "states": "online",
     "cache_gigabytes": 9.0,
     "states_dtype": "fp8",
+    "server_command": "vllm serve",
+    "server_arguments": "--max-model-len 9",
     "server_requests": 3,
 }
 """Another value of every setting of the data but its sources."""

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.building import Splits, build_conversations
 from headstart.data.conversations.identity import identity
 from headstart.data.generation.generator import Continuation
 from headstart.data.generation.in_process import InProcess
@@ -205,6 +205,12 @@ def counting(prompt: list[int], most: int) -> list[int]:
 def continuation(rows: int, **more: Any) -> Continuation:
     common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * rows, "ends": ENDS, "seed": 3}
     return Continuation(**{**common, **more})
+
+
+def built(target: Target, settings: DataSection, folder: Path, console: Console | None = None) -> Splits:
+    """Build conversations with the section's servers, if it has any."""
+    servers = Servers(settings.server, target, settings.server_requests) if settings.server else None
+    return build_conversations(target, settings, folder, console, servers=servers)
 
 
 def asked(servers: Servers, rows: list[list[int]], **more: Any) -> list[list[int]]:
@@ -602,10 +608,10 @@ class TestConversations:
     ) -> None:
         notes: list[str] = []
         monkeypatch.setattr(Bar, "update", lambda _self, _done, _total, note: notes.append(note))
-        here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
+        here = built(tiny_target, self.section(tmp_path), tmp_path / "here")
         fakes = [serve(greedy(tiny_target), kind=kind, faults=faults) for faults in (["drop", 503, "cut"], [])]
         section = self.section(tmp_path, server=",".join(fake.url for fake in fakes), server_requests=3)
-        assert everything(build_conversations(tiny_target, section, tmp_path / "there")) == everything(here)
+        assert everything(built(tiny_target, section, tmp_path / "there")) == everything(here)
         assert sum(len(fake.bodies) for fake in fakes) >= 8
         assert "answer tokens/s, 3 requests at a time" in notes[-1]
 
@@ -615,16 +621,16 @@ class TestConversations:
         monkeypatch.setattr(client, "TRIES", 2)
         whole, fake = serve(greedy(tiny_target)), serve(greedy(tiny_target))
         section = self.section(tmp_path, server=whole.url, server_requests=1)
-        splits = build_conversations(tiny_target, section, tmp_path / "whole")
+        splits = built(tiny_target, section, tmp_path / "whole")
         fake.faults = [None] * 6 + [500] * 2  # the server dies in a later part, and comes back
         section = self.section(tmp_path, server=fake.url, server_requests=1)
         with pytest.raises(UserError, match="goes on from there"):
-            build_conversations(tiny_target, section, tmp_path / "cut")
+            built(tiny_target, section, tmp_path / "cut")
         parts = list((tmp_path / "cut" / "batches").glob("*.jsonl"))
         answered = sum(any(item.supervised) for part in parts for item in of_part(part))
         assert 0 < answered < 8
         before = len(fake.bodies)
-        assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
+        assert everything(built(tiny_target, section, tmp_path / "cut")) == everything(splits)
         prompts = [tuple(body["prompt"]) for body in fake.bodies]
         first, again = prompts[:before], prompts[before:]
         finished = {
@@ -634,7 +640,7 @@ class TestConversations:
             if any(item.supervised)
         }
         assert finished <= set(first) and not finished & set(again)
-        assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
+        assert everything(built(tiny_target, section, tmp_path / "cut")) == everything(splits)
         assert len(fake.bodies) == len(prompts), "nothing is requested again"
 
     def test_end_at_the_servers_context(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
@@ -644,12 +650,10 @@ class TestConversations:
             Path(str(made.prompts)).write_text("".join(json.dumps(row) + "\n" for row in rows))
             return made
 
-        whole = build_conversations(tiny_target, section(server=serve(brief(tiny_target)).url), tmp_path / "whole")
+        whole = built(tiny_target, section(server=serve(brief(tiny_target)).url), tmp_path / "whole")
         window = min(len(item.tokens) for item in whole.train) + 20
         fake, told = serve(brief(tiny_target), window=window), StringIO()
-        splits = build_conversations(
-            tiny_target, section(server=fake.url), tmp_path / "there", Console(file=told, width=500)
-        )
+        splits = built(tiny_target, section(server=fake.url), tmp_path / "there", Console(file=told, width=500))
         shorter = 0
         for item, other in zip(splits.train, whole.train, strict=True):
             assert item.tokens == other.tokens[: len(item.tokens)]
@@ -662,7 +666,7 @@ class TestConversations:
     def test_refused_prompts_are_left_out(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
         """In the middle of a job: the first turn of one conversation, and the second turn of another."""
         section = self.section(tmp_path, server=serve(brief(tiny_target)).url)
-        whole = build_conversations(tiny_target, section, tmp_path / "whole")
+        whole = built(tiny_target, section, tmp_path / "whole")
         short = next(item for item in whole.train if len(item.supervised_spans) == 1)
         long = next(item for item in whole.train if len(item.supervised_spans) == 2)
         refused = [list(item.tokens[: item.supervised_spans[-1][0]]) for item in (short, long)]
@@ -674,7 +678,7 @@ class TestConversations:
 
         fake.completion = completion  # type: ignore[method-assign]
         section = self.section(tmp_path, server=fake.url)
-        splits = build_conversations(tiny_target, section, tmp_path / "there", Console(file=told, width=500))
+        splits = built(tiny_target, section, tmp_path / "there", Console(file=told, width=500))
         written = {item.id: item for item in splits.train}
         assert short.id not in written and len(written) == 6, "another prompt replaces it"
         assert written[long.id].tokens == long.tokens[: long.supervised_spans[0][1]]
@@ -683,7 +687,7 @@ class TestConversations:
         assert "1 later turns that a server refused" in told.getvalue()
 
     def test_next_part_starts_during_a_slow_answer(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
-        here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
+        here = built(tiny_target, self.section(tmp_path), tmp_path / "here")
         slow = list(here.train[0].tokens[: here.train[0].supervised_spans[0][0]])
         others, in_time = threading.Event(), list[bool]()
 
@@ -695,7 +699,7 @@ class TestConversations:
             return greedy(tiny_target)(prompt, most)
 
         fake = serve(answer)
-        there = build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there")
+        there = built(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there")
         assert everything(there) == everything(here)
         assert in_time == [True], "the next part is requested meanwhile"
 
@@ -733,7 +737,7 @@ class TestConversations:
         fake = serve(lambda prompt, _most: [*prompt[-4:], 40 + sum(prompt) % 50, end])
         sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}
         section = DataSection.model_validate({**sizes, "server": [fake.url]})
-        assert len(build_conversations(tiny_target, section, tmp_path / "data").train) == 6
+        assert len(built(tiny_target, section, tmp_path / "data").train) == 6
         assert {body["temperature"] for body in fake.bodies} == {0.0, 1.0}
 
     def test_identity_names_a_server_without_its_address(self, tiny_target: Target, tmp_path: Path) -> None:

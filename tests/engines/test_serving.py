@@ -28,10 +28,11 @@ from headstart.hub.engine_tuning import (
 )
 from headstart.hub.engines.export import export_for
 from headstart.model.model import Target
-from headstart.pipeline import in_engine
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
+from headstart.servers.completions import CompletionRequest
 from headstart.servers.engines import ENGINES
+from headstart.servers.fleet import gpu_groups
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
 from tests.engines.conftest import Made
@@ -138,39 +139,44 @@ def test_vllm_gets_a_number_of_drafts_per_load(heads: Path, texts: Path, tmp_pat
 @pytest.mark.parametrize(
     ("gpus", "arguments", "seen"),
     [
-        (0, "", ("", "")),
-        (1, "", ("", "")),
-        (2, "", ("0", "1")),
-        (8, "--tensor-parallel-size 4", ("0,1,2,3", "4,5,6,7")),
-        (4, "--tensor-parallel-size=4", ("", "")),
-        (8, "-tp 2 -dp 4 --max-model-len 8", ("", "")),
+        (0, "", [""]),
+        (1, "", [""]),
+        (2, "", ["0", "1"]),
+        (8, "--tensor-parallel-size 4", ["0,1,2,3", "4,5,6,7"]),
+        (8, "-tp 3", ["0,1,2", "3,4,5"]),
+        (4, "--tensor-parallel-size=4", [""]),
+        (8, "-tp 2 -dp 4 --max-model-len 8", [""]),
     ],
 )
 def test_servers_get_their_own_gpus(
-    gpus: int, arguments: str, seen: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: int, arguments: str, seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    assert in_engine._halves_of_gpus(arguments) == seen
+    assert gpu_groups(arguments) == seen
     if gpus == 2:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-        plain, drafted = in_engine._halves_of_gpus("")
+        plain, drafted = gpu_groups("")
         assert (plain, drafted) == ("5", "7")
         with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=command("vllm"), gpus=drafted) as server:
-            assert server._process is not None
-            around = Path(f"/proc/{server._process.pid}/environ").read_text().split("\0")
+            around = Path(f"/proc/{_engine_of(server)}/environ").read_text().split("\0")
         assert "CUDA_VISIBLE_DEVICES=7" in around
 
 
 def test_prompts_are_sent_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, all_are_there = Server(ENGINES["vllm"], "target", (), tmp_path / "log"), threading.Barrier(4)
 
-    def answer(prompt: list[int], most: int) -> EngineAnswer:
+    def answer(ask: CompletionRequest) -> EngineAnswer:
         all_are_there.wait(30)
-        return EngineAnswer((*prompt, most), 1.0)
+        return EngineAnswer((*ask.prompt, 9), (1.0, 1.0), 1.0)
 
     monkeypatch.setattr(server, "answer", answer)
-    assert [each.tokens for each in server.answers([[1], [2], [3], [4]], 9)] == [(1, 9), (2, 9), (3, 9), (4, 9)]
+    assert [each.tokens for each in server.answers([CompletionRequest([n], 9) for n in (1, 2, 3, 4)])] == [
+        (1, 9),
+        (2, 9),
+        (3, 9),
+        (4, 9),
+    ]
 
 
 def test_figures_survive_tuning_and_copies(heads: Path, texts: Path, tmp_path: Path) -> None:
@@ -235,32 +241,40 @@ def test_server_is_stopped_with_its_children(tmp_path: Path) -> None:
     )
     words = shlex.join([sys.executable, str(script)])
     with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=words) as server:
-        assert server.answer([1, 2], 3).tokens == (7, 8, 9)
+        assert server.answer(CompletionRequest([1, 2], 3)).tokens == (7, 8, 9)
         assert not server.counters()
-        process = server._process
-        assert process is not None
-        group = process.pid
+        group = _engine_of(server)
     assert _ends(group)
 
 
-def test_ended_command_stops_its_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_ended_command_stops_its_engines(ending: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "tuning.py"
     script.write_text(
         "import sys, time\n"
         "from pathlib import Path\n"
         "from headstart.servers.engines import ENGINES\n"
         "from headstart.servers.process import Server\n"
+        "from tests.engines.test_serving import _engine_of\n"
         f"log, command = Path({str(tmp_path / 'log')!r}), {command('vllm')!r}\n"
         "with Server(ENGINES['vllm'], 'target', (), log, command=command) as one:\n"
-        "    print(one._process.pid, flush=True)\n"
+        "    print(_engine_of(one), flush=True)\n"
         "    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         group = int(process.stdout.readline())
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
+        process.send_signal(ending)
+        assert process.wait(30) == -ending
     assert _ends(group)
+
+
+def _engine_of(server: Server) -> int:
+    """Return the process id of an engine, which is its group's: the guard's only child."""
+    assert server._process is not None
+    guard = server._process.pid
+    (engine,) = map(int, Path(f"/proc/{guard}/task/{guard}/children").read_text().split())
+    return engine
 
 
 def _ends(group: int) -> bool:

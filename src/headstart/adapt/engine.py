@@ -16,7 +16,7 @@ from headstart.data.served.reading import choose_requests, read_log, to_conversa
 from headstart.errors import UserError
 from headstart.hub.format import read_heads
 from headstart.servers.client import Endpoint, RetryableError
-from headstart.servers.completions import served_by
+from headstart.servers.completions import CompletionRequest, served_by
 from headstart.servers.process import RunningEngine
 from headstart.tree.tree import TreeShape
 
@@ -45,7 +45,7 @@ def check_engine(url: str, update: Update) -> tuple[str, bool]:
     engine, target = RunningEngine(url, endpoint, served.dialect, served.model, remedy), update.target
     before, texts = engine.counters(), []
     for item in choose_requests(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]:
-        answer = list(engine.answer(item.prompt, _TOKENS).tokens)
+        answer = list(engine.answer(CompletionRequest(item.prompt, _TOKENS)).tokens)
         texts.append(to_conversation(Served(item.prompt, answer, "length", item.time)))
     counted = engine.counters() - before
     if not counted["drafts"] or not texts:

@@ -77,9 +77,7 @@ def enumerate_texts(
     assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
     warpers = _warpers(sampling)
     prompt_1T = torch.tensor([list(prompt)], device=target.device)
-    out = target.model(
-        input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), use_cache=True, logits_to_keep=1
-    )
+    out = target.model(input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), use_cache=True, logits_to_keep=1)
     level: dict[Text, float] = {(): 1.0}
     following: dict[Text, frozenset[int]] = {}
     rest = 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, cycle, islice
 from operator import eq, mul
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from headstart.errors import UserError
+from headstart.servers.completions import CompletionRequest
 from headstart.servers.process import EngineAnswer, Server
 from headstart.support.files import write_json
 
@@ -155,27 +156,29 @@ def measure_drafts(
     """
     servers = (plain, drafted)
     prompts = list(islice(cycle(workload.prompts), -(-len(workload.prompts) // requests) * requests))
+    asked = [CompletionRequest(prompt, workload.max_new_tokens) for prompt in prompts]
+    warm_up = [replace(each, max_new_tokens=min(8, each.max_new_tokens)) for each in asked[:requests]]
     for server in servers:
-        server.answers(prompts[:requests], min(8, workload.max_new_tokens))  # warm-up
+        server.answers(warm_up)
     counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
-    prefill_seconds = [0.0, 0.0]
-    for first in range(0, len(prompts), requests):
-        batch = prompts[first : first + requests]
+    for first in range(0, len(asked), requests):
         for which in (0, 1) if first // requests % 2 else (1, 0):
-            prefill_seconds[which] += sum(answer.seconds for answer in servers[which].answers(batch, 1))
             before = servers[which].counters()
-            answers[which].extend(servers[which].answers(batch, workload.max_new_tokens))
+            answers[which].extend(servers[which].answers(asked[first : first + requests]))
             counted += servers[which].counters() - before
     if not counted["drafts"] or not counted["draft_tokens"]:
         raise UserError(f"{drafted.engine.name} loaded the heads and drafted nothing.", f"See its log: {drafted.log}")
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
     plain_seconds, seconds = (sum(answer.seconds for answer in given) for given in answers)
-    plain_ms = 1e3 * (plain_seconds - prefill_seconds[0]) / max(1, plain_tokens - len(prompts))
+    plain_ms, drafted_ms = (sum(each.decoding_ms for each in given) for given in answers)
+    if not plain_ms or not drafted_ms:
+        raise UserError("The engine ends its answers after a token.", "Give conversations with longer answers.")
+    plain_ms /= max(1, plain_tokens - len(prompts))
     # Each forward after prefill yields one token plus the accepted drafts. Drafts accepted beyond the end of an answer
     # are cut off, and a forward may draft nothing: the larger count is right.
     rounds = max(counted["drafts"], tokens - len(prompts) - counted["accepted_tokens"])
-    round_ms = 1e3 * (seconds - prefill_seconds[1]) / rounds
+    round_ms = drafted_ms / rounds
     row = DraftsRow(
         requests=requests,
         drafts=drafts,

@@ -23,6 +23,7 @@ from headstart.hub.engines.export import check_heads
 from headstart.hub.engines.facts import facts_of_target
 from headstart.model.frozen import FrozenModel
 from headstart.model.teacher import save_teacher, teacher_folder, teacher_problem
+from headstart.pipeline.generation_servers import generation_servers
 from headstart.pipeline.run import (
     CONVERSATIONS,
     QUESTIONS,
@@ -173,9 +174,10 @@ def _conversations(run: Run) -> Outcome:
     with lock_artifact(made, run.console) as path:
         add_reference(run.folder, "conversations", made)
         data, (max_tokens, capture) = pin_to(data, made.identity), _limit_and_capture(run)
-        splits = build_conversations(
-            target, data, folder, run.console, shared=path, max_tokens=max_tokens, capture=capture
-        )
+        with generation_servers(run) as servers:
+            splits = build_conversations(
+                target, data, folder, run.console, shared=path, max_tokens=max_tokens, capture=capture, servers=servers
+            )
     questions = [
         {
             "question_id": item.id,

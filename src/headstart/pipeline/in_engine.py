@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
-import torch
 from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
@@ -28,12 +25,10 @@ from headstart.hub.format import CALIBRATION, refuse_other_files
 from headstart.pipeline.actions import add_engines_to_report, validation_file
 from headstart.pipeline.run import HEADS
 from headstart.servers.engines import ENGINES, ServingEngine
+from headstart.servers.fleet import gpu_groups
 from headstart.servers.process import Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
-
-_GPUS_OF_AN_ENGINE = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
-"""Options that multiply the number of GPUs vLLM uses."""
 
 
 def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[str]:
@@ -76,6 +71,9 @@ def tune_in_engine(
                 f"The heads were trained to draft {steps} tokens in a row, not {max(drafts)}.",
                 f"Give --engine-drafts up to {steps}.",
             )
+
+        groups = gpu_groups(options.engine_arguments)
+        gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
 
         def start(drafting: Sequence[str], name: str) -> Server:
             return Server(
@@ -138,18 +136,6 @@ def _work_folder() -> Iterator[Path]:
             kept = mkdtemp(prefix="headstart-engine-")
             shutil.move(Path(place) / "logs", Path(kept) / "logs")
             raise UserError(error.problem, error.remedy.replace(place, kept)) from None
-
-
-def _halves_of_gpus(arguments: str) -> tuple[str, str]:
-    """Return the GPUs of the plain server and of the server with heads: half each, or empty (both see all) where the
-    engine's arguments ask for more than half."""
-    words, needed = shlex.split(arguments.replace("=", " ")), 1
-    for word, count in pairwise(words):
-        needed *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = visible.split(",")[: torch.cuda.device_count()]
-    half = len(gpus) // 2
-    return ("", "") if half < needed else (",".join(gpus[:half]), ",".join(gpus[half : 2 * half]))
 
 
 def describe_engine_tuning(tuning: EngineTuning) -> str:

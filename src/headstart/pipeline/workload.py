@@ -298,11 +298,7 @@ class Workload:
         # States of this batch and the prefetched ones, and the teacher's logits; sampled softmax keeps float32.
         token = item * (1 + ahead) * len(self.layers) * target.hidden_size
         token += 4 * candidates if 0 < candidates < drafts else item * drafts
-        training = (
-            self.bytes_with_target
-            if data.online
-            else self.bytes_without_target + self._teacher_bytes
-        )
+        training = self.bytes_with_target if data.online else self.bytes_without_target + self._teacher_bytes
         training += self.checkpoint_bytes + 4 * self.trained_weights + section.batch_tokens * token
         if drafts < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
             training += drafts * target.hidden_size * item

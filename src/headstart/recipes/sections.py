@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headstart.errors import UserError
 from headstart.heads.settings import DependsOn, Role, Section
-from headstart.servers.names import FormatName
+from headstart.servers.names import ENGINES, FormatName
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
@@ -143,8 +143,16 @@ class DataSection(Section):
     )
     server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
         None,
-        description="Address of a vLLM server or llama-server with this target that writes the conversations, or "
-        "several with commas between them; null writes them in this process.",
+        description=f"Who writes the conversations: an engine that the run starts and stops ({ENGINES}), one for each "
+        "group of GPUs; or the address of a vLLM server or llama-server with this target, or several with commas between "
+        "them; null writes them in this process.",
+    )
+    server_command: Annotated[str, Role.RUNTIME] = Field(
+        "",
+        description="Command that starts the engine, such as a path in another environment; empty for its usual one.",
+    )
+    server_arguments: Annotated[str, Role.RUNTIME] = Field(
+        "", description="More arguments for the engine, such as '--max-model-len 4096 --tensor-parallel-size 2'."
     )
     server_requests: Annotated[int | None, Role.RUNTIME] = Field(
         None,
@@ -162,12 +170,19 @@ class DataSection(Section):
         parts = list(given) if isinstance(given, list | tuple) else [given]
         addresses = [address for part in parts if (address := part.strip() if isinstance(part, str) else part) != ""]
         for address in addresses:
-            if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
+            is_engine = len(addresses) == 1 and address in ENGINES.split(", ")
+            if not is_engine and not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
                 raise UserError(
                     f"Recipe key 'data.server' has {address!r}.",
-                    "Write an address such as http://localhost:8000, several with commas between them, or null.",
+                    f"Write {ENGINES.replace(', ', ' or ')}, an address such as http://localhost:8000, several with "
+                    "commas between them, or null.",
                 )
         return tuple(addresses) or None
+
+    @property
+    def engine(self) -> str | None:
+        """Name of the engine that a run starts; None for running servers, or without any."""
+        return self.server[0] if self.server and "://" not in self.server[0] else None
 
     @property
     def own_answers(self) -> bool:

@@ -7,6 +7,7 @@ the server's address, or `Refused` if only this request is at fault.
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import random
@@ -14,7 +15,7 @@ import resource
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -122,6 +123,21 @@ class Endpoint:
         """
         return self.read(self.send(method, path, body, seconds), absent)
 
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the JSON objects of a reply to a POST as they arrive, as server-sent events; errors as for `ask`."""
+        timeout = httpx.Timeout(ANSWER_SECONDS, connect=_CONNECT_SECONDS)
+        try:
+            with self._client.stream("POST", self.url + path, json=body, timeout=timeout) as reply:
+                if not reply.headers.get("content-type", "").startswith("text/event-stream"):
+                    reply.read()
+                    yield self.read(reply)  # an error, or a server that does not stream
+                    return
+                for line in reply.iter_lines():
+                    if line.startswith("data:") and (event := line[5:].strip()) != "[DONE]":
+                        yield _object(event)
+        except httpx.HTTPError as error:
+            raise RetryableError(f"{type(error).__name__}: {error}") from None
+
     def read(self, reply: httpx.Response, absent: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object of a reply; see `fetch`."""
         status, text = reply.status_code, " ".join(reply.text.split())
@@ -137,13 +153,7 @@ class Endpoint:
                 remedy = f"Put its key into the environment: export {KEY}=..., which goes to no other address."
             kind = Refused if status in _REFUSED else UserError
             raise kind(f"{self.url}{reply.url.path} answered {status}: {words or 'nothing'}.", remedy)
-        try:
-            page = reply.json()
-        except ValueError:
-            raise RetryableError(f"a reply that is no JSON: {words[:100]!r}") from None
-        if not isinstance(page, dict):
-            raise RetryableError(f"a reply that is none: {words[:100]!r}")
-        return page
+        return _object(reply.text)
 
     def cached(self, find: Callable[[Endpoint], T]) -> T:
         """Return the cached result of `find`, which concurrent first requests may each compute."""
@@ -169,10 +179,17 @@ class Endpoint:
 class Pool:
     """Interchangeable servers with a limit on concurrent requests (None: `REQUESTS` each).
 
-    `remedy` is the user's remedy if none answers.
+    `remedy` is the user's remedy if none answers. `recover` restarts the server of an address if it has died.
     """
 
-    def __init__(self, urls: Sequence[str], requests: int | None, remedy: str) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        requests: int | None,
+        remedy: str,
+        recover: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._recover = recover
         self._endpoints = [Endpoint(url) for url in urls]
         self.requests, self._remedy = requests or REQUESTS * len(urls), remedy
         self._queue = deque[Callable[[], None]]()
@@ -263,6 +280,8 @@ class Pool:
                     endpoint.record_failure(problem, began, self._jitter.uniform(0.5, 1.0))
                     if problem.busy and self._answered > answered_before:
                         tries = 1  # the server is answering others: this one is only queued
+                if self._recover(endpoint.url):
+                    tries = 0
                 if tries >= max_tries:
                     raise UserError(
                         f"{endpoint.url} did not answer: {str(problem).rstrip('.')} ({tries} tries).", self._remedy
@@ -313,6 +332,17 @@ def _key() -> str:
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"{KEY} holds characters that no key has.", "Set it again, or unset it.")
     return key
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; anything else is a `RetryableError`."""
+    try:
+        page = json.loads(text)
+    except ValueError:
+        raise RetryableError(f"a reply that is no JSON: {text[:100]!r}") from None
+    if not isinstance(page, dict):
+        raise RetryableError(f"a reply that is no JSON object: {text[:100]!r}")
+    return page
 
 
 def _retry_seconds(retry_after: str) -> float:

@@ -1,4 +1,4 @@
-"""Engines that `tune --engine` starts and measures."""
+"""Engines that headstart starts, to generate text or to measure them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class ServingEngine:
         name: name on the command line, and among the engines of `format`.
         format: format of `headstart.hub.engines` that it loads.
         command: start command, followed by `target_option`, the target and further options.
-        server_options: options for complete counters and answers.
+        measuring: options of a measurement: complete counters, nothing cached.
+        generating: options of a server that answers many requests.
         version_page: path and JSON key of the running engine's version.
         needs_gguf: whether it loads only GGUF targets.
         model: name of the target in requests; empty if none is needed.
@@ -28,7 +29,8 @@ class ServingEngine:
     format: str
     command: str
     dialect: Dialect
-    server_options: tuple[str, ...]
+    measuring: tuple[str, ...]
+    generating: tuple[str, ...]
     version_page: tuple[str, str]
     target_option: tuple[str, ...] = ()
     needs_gguf: bool = False
@@ -47,7 +49,8 @@ _VLLM = ServingEngine(
     command="vllm serve",
     dialect=OpenAI(),
     # A prefix-cache hit would be timed as a full prefill.
-    server_options=("--served-model-name", "target", "--no-enable-prefix-caching"),
+    measuring=("--served-model-name", "target", "--no-enable-prefix-caching"),
+    generating=("--served-model-name", "target"),
     version_page=("/version", "version"),
     model="target",
     drafts_by_load=True,
@@ -59,7 +62,8 @@ _LLAMA_CPP = ServingEngine(
     format="gguf",
     command="llama-server",
     dialect=LlamaServer(),
-    server_options=("--metrics", "--parallel", "1"),
+    measuring=("--metrics", "--parallel", "1"),
+    generating=("--parallel", "8", "--kv-unified"),
     version_page=("/props", "build_info"),
     target_option=("-m",),
     needs_gguf=True,

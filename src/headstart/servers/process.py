@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
+import shutil
 import socket
 import subprocess
-import threading
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Any, Self
+from typing import Self
 
 from headstart.errors import UserError
+from headstart.servers import guard
 from headstart.servers.client import Endpoint, RetryableError
 from headstart.servers.completions import CompletionRequest, Dialect
 from headstart.servers.engines import ServingEngine
@@ -26,7 +27,6 @@ from headstart.servers.engines import ServingEngine
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
-_STOP_SECONDS = 20.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -37,10 +37,16 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """Generated token ids and the latency of the whole answer."""
+    """Generated token ids, the arrival of each in milliseconds since the request, and the seconds of the whole."""
 
     tokens: tuple[int, ...]
+    token_ms: tuple[float, ...]
     seconds: float
+
+    @property
+    def decoding_ms(self) -> float:
+        """The time from the first token to the last, without reading the prompt."""
+        return self.token_ms[-1] - self.token_ms[0] if self.token_ms else 0.0
 
 
 class RunningEngine:
@@ -53,24 +59,29 @@ class RunningEngine:
     def url(self) -> str:
         return self._endpoint.url
 
-    def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """Return the greedy answer to token ids, with the engine's own end tokens."""
-        path, body = self._dialect.request(CompletionRequest(prompt, max_new_tokens), self._model)
+    def answer(self, request: CompletionRequest) -> EngineAnswer:
+        """Return the streamed answer, with the engine's own end tokens unless the request names some."""
+        path, body = self._dialect.request(request, self._model)
+        tokens: list[int] = []
+        token_ms: list[float] = []
         started = perf_counter()
         try:
-            reply = self._endpoint.send("POST", path, body)
-            seconds = perf_counter() - started
-            return EngineAnswer(tuple(self._dialect.read(self._endpoint.read(reply)).tokens), seconds)
+            for event in self._endpoint.stream(path, {**body, "stream": True}):
+                if error := event.get("error"):
+                    raise RetryableError(str(error))
+                tokens += (arrived := self._dialect.read(event).tokens)
+                token_ms += [1e3 * (perf_counter() - started)] * len(arrived)
+            return EngineAnswer(tuple(tokens), tuple(token_ms), perf_counter() - started)
         except UserError as error:
             problem = error.problem
         except (RetryableError, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{self._name} did not answer: {problem[:300]}", self._remedy)
 
-    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineAnswer]:
-        """Answer several prompts concurrently."""
-        with ThreadPoolExecutor(len(prompts)) as requests:
-            return list(requests.map(lambda prompt: self.answer(prompt, max_new_tokens), prompts))
+    def answers(self, requests: Sequence[CompletionRequest]) -> list[EngineAnswer]:
+        """Answer several requests concurrently."""
+        with ThreadPoolExecutor(len(requests)) as threads:
+            return list(threads.map(self.answer, requests))
 
     def counters(self) -> Counter[str | int]:
         """Return its counters since the start; see `read_counters`."""
@@ -84,7 +95,7 @@ class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
-    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES.
+    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES. It is set up to be measured, or to answer `many` requests.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; quotes its log.
@@ -100,29 +111,28 @@ class Server(RunningEngine):
         command: str = "",
         options: str = "",
         gpus: str = "",
+        many: bool = False,
         start_seconds: float = 900.0,
     ) -> None:
-        self.engine, self.log, self._seconds = engine, log, start_seconds
+        self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
         self._environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
-        port = _free_port()
+        self._port = _free_port()
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_option,
             target,
             *drafting,
             *shlex.split(options),
-            *("--host", _HOST, "--port", str(port), *engine.server_options),
+            *("--host", _HOST, "--port", str(self._port), *(engine.generating if many else engine.measuring)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-        endpoint = Endpoint(f"http://{_HOST}:{port}")
+        endpoint = Endpoint(f"http://{_HOST}:{self._port}")
         super().__init__(engine.name, endpoint, engine.dialect, engine.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
-        self._handlers = _raise_on_signals()
         try:
-            self._start()
-            self._wait()
+            self.start()
+            self.wait()
         except BaseException:
             self.__exit__()
             raise
@@ -130,11 +140,11 @@ class Server(RunningEngine):
 
     def __exit__(self, *_: object) -> None:
         self._endpoint.close()
-        try:
-            self._stop()
-        finally:
-            for sent, handler in self._handlers.items():
-                signal.signal(sent, handler)
+        self.stop()
+
+    @property
+    def has_died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
 
     def version(self) -> str:
         """Return the version reported by the running engine, or an empty string."""
@@ -144,40 +154,36 @@ class Server(RunningEngine):
         except (RetryableError, UserError, KeyError):
             return ""
 
-    def _start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self.log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self.words,
-                    env=self._environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-        except OSError as error:
+    def start(self) -> None:
+        """Start the engine without waiting until it answers."""
+        if shutil.which(self.words[0]) is None:
             raise UserError(
-                f"{self.engine.name} cannot be started: {self.words[0]}: {error.strerror or error}.",
-                f"Install it in an environment of its own, and say how it is started with --engine-command; by default "
-                f"that is {self.engine.command!r}.",
-            ) from None
+                f"{self.engine.name} cannot be started: {self.words[0]} is no command here.",
+                f"Install it in an environment of its own, and say how it is started with "
+                f"{'data.server_command' if self._many else '--engine-command'}; by default that is "
+                f"{self.engine.command!r}.",
+            )
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab" if self.has_died else "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, guard.__file__, *self.words],
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
 
-    def _stop(self) -> None:
-        if self._process is None:
-            return
-        try:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # it, or workers that outlived it
+    def stop(self) -> None:
+        """End the engine and all processes that it started."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # the guard ends the engine
             self._process.wait()
             self._process = None
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the engine answers."""
         assert self._process is not None
         until = monotonic() + self._seconds
         while monotonic() < until:
@@ -185,14 +191,14 @@ class Server(RunningEngine):
                 if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:
-                cause = self._log_excerpt()
+                cause = self.log_excerpt()
                 shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
                 raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"{self._remedy}{shared}")
             sleep(_POLL_SECONDS)
-        problem = f"did not answer within {self._seconds:.0f} seconds: {self._log_excerpt()}"
+        problem = f"did not answer within {self._seconds:.0f} seconds: {self.log_excerpt()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)
 
-    def _log_excerpt(self) -> str:
+    def log_excerpt(self) -> str:
         """Return the first error in its log, or else the last lines that are not routine."""
         text = self.log.read_text(encoding="utf-8", errors="replace")
         lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
@@ -218,20 +224,6 @@ def read_counters(text: str) -> Counter[str | int]:
         position = _POSITION.search(labels)
         sums[int(position[1]) if position else name] += int(float(value))
     return sums
-
-
-def _raise_on_signals() -> dict[signal.Signals, Any]:
-    """Make SIGTERM and SIGHUP raise SystemExit, so that `finally` stops the engines; return the previous handlers.
-
-    Does nothing outside the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    return {sent: signal.signal(sent, end) for sent in (signal.SIGTERM, signal.SIGHUP)}
 
 
 def _free_port() -> int:

@@ -26,14 +26,18 @@ SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversati
 class BatchGenerator:
     """Generator of batches of conversations; `capture` receives the hidden states."""
 
-    def __init__(self, target: Target, settings: DataSection, capture: StateSink | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        settings: DataSection,
+        capture: StateSink | None = None,
+        servers: Servers | None = None,
+    ) -> None:
         self.target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
         self.settings = settings
         self._capture = capture
         self._excluded = Excluded(settings.exclude)
-        self._generator: TextGenerator = (
-            Servers(settings.server, target, settings.server_requests) if settings.server else InProcess(target)
-        )
+        self._generator: TextGenerator = servers or InProcess(target)
 
     @cached_property
     def _int8_generator(self) -> TextGenerator:

@@ -35,6 +35,7 @@ from headstart.data.conversations.batches import (
     write_split,
 )
 from headstart.data.conversations.records import Conversation, read_conversations
+from headstart.data.generation.servers import Servers
 from headstart.data.prompts.loading import OTHER_SPLIT, LeftOut, Prompts, load_prompts
 from headstart.data.prompts.overlap import prompt_key
 from headstart.data.prompts.shapes import Prompt
@@ -77,6 +78,7 @@ def build_conversations(
     shared: Path | None = None,
     max_tokens: float = math.inf,
     capture: StateSink | None = None,
+    servers: Servers | None = None,
 ) -> Splits:
     """Generate or resume the conversations of a run.
 
@@ -87,11 +89,14 @@ def build_conversations(
         shared: folder of batches, shared by runs of the same `identity`; `folder` by default.
         max_tokens: limit on training plus validation tokens.
         capture: sink for the hidden states of generation, if they fit in memory.
+        servers: generate instead of the target in this process.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
-    build = ConversationBuild(target, settings, shared or folder, max_tokens=max_tokens, capture=capture)
+    build = ConversationBuild(
+        target, settings, shared or folder, max_tokens=max_tokens, capture=capture, servers=servers
+    )
     build.run(console)
     if not build.selected["train"]:
         raise UserError(
@@ -125,9 +130,10 @@ class ConversationBuild:
         *,
         max_tokens: float = math.inf,
         capture: StateSink | None = None,
+        servers: Servers | None = None,
     ) -> None:
         self.settings, self.folder, self._max_tokens = settings, shared / "batches", max_tokens
-        self.generator = BatchGenerator(target, settings, capture)
+        self.generator = BatchGenerator(target, settings, capture, servers)
         self.counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
         self.selected: dict[str, list[StoredConversation]] = {split: [] for split in SPLITS}
         self.tokens = dict.fromkeys(SPLITS, 0)

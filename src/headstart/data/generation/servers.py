@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
@@ -30,10 +30,17 @@ _MAX_REFUSED = 64, 8
 class Servers:
     """A `TextGenerator` on servers of the target: vLLM-compatible ones or llama-server.
 
-    `requests` bounds the concurrent requests over all of them; None derives it from the servers.
+    `requests` bounds the concurrent requests over all of them; None derives it from the servers. `recover` restarts the
+    server of an address if it has died, see `headstart.servers.fleet`.
     """
 
-    def __init__(self, urls: Sequence[str], target: Target, requests: int | None) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        target: Target,
+        requests: int | None = None,
+        recover: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self._target = target
         self._lock = threading.Lock()
         self._answered = False
@@ -44,6 +51,7 @@ class Servers:
             requests,
             "See whether the server runs and data.server is its address; then the same command goes on from there: "
             "finished batches are kept.",
+            recover,
         )
 
     @cached_property

@@ -214,7 +214,9 @@ class RecurrentHead(GraphedHead):
             return None
         norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
         kernel_layers, eps = cast(list[draft_kernels.Layer], layers), self.config.rms_norm_eps
-        return draft_kernels.Recurrent(kernel_layers, lm_head, norm_E, self.feeds_normed, eps, self.embedding_input(like))
+        return draft_kernels.Recurrent(
+            kernel_layers, lm_head, norm_E, self.feeds_normed, eps, self.embedding_input(like)
+        )
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         last = None

@@ -1,0 +1,63 @@
+"""Servers that generate a run's conversations: running ones, or engines that the run starts and stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from rich.markup import escape
+
+from headstart.data.generation.servers import Servers
+from headstart.errors import UserError
+from headstart.model.loading import gguf_file, loadable_folder
+from headstart.pipeline.run import Run
+from headstart.servers.engines import ENGINES
+from headstart.servers.fleet import Fleet, gpu_groups
+from headstart.servers.process import Server
+
+LOGS = "logs"
+"""Folder of the engines' logs, in the folder of the run."""
+
+
+@contextmanager
+def generation_servers(run: Run) -> Iterator[Servers | None]:
+    """Yield the servers of the recipe, or None to generate in this process; engines run as long as the context.
+
+    A UserError where an engine does not start.
+    """
+    data, target = run.recipe.data, run.described
+    if not data.server:
+        yield None
+    elif data.engine is None:
+        yield Servers(data.server, target, data.server_requests)
+    else:
+        with ExitStack() as stack:
+            with run.console.status(f"starting {data.engine}; its log is in {escape(str(run.folder / LOGS))}"):
+                fleet = stack.enter_context(Fleet(_engines(run, data.engine)))
+            yield Servers(fleet.urls, target, data.server_requests, fleet.recover)
+
+
+def _engines(run: Run, name: str) -> list[Server]:
+    """Return engines of the run's target, not started: one for each group of GPUs."""
+    engine, spec, data = ENGINES[name], run.recipe.target.spec, run.recipe.data
+    if run.recipe.target.adapter or run.recipe.target.quantization != "none":
+        raise UserError(
+            f"{name} serves {spec} alone, without target.adapter and target.quantization.",
+            "Start a server of that model yourself and give its address as data.server, or set data.server=null.",
+        )
+    target = engine.own_target(loadable_folder(spec), gguf_file(spec) if engine.needs_gguf else None)
+    if not target:
+        raise UserError(f"{name} needs a GGUF file, and {spec} is none.", "Set data.server=vllm or null.")
+    return [
+        Server(
+            engine,
+            target,
+            (),
+            run.folder / LOGS / f"{name}-{number}.log",
+            command=data.server_command,
+            options=data.server_arguments,
+            gpus=gpus,
+            many=True,
+        )
+        for number, gpus in enumerate(gpu_groups(data.server_arguments))
+    ]

@@ -1,0 +1,84 @@
+"""Engines that serve one target side by side, one for each group of GPUs, and are started again if they die."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Self
+
+import torch
+
+from headstart.errors import UserError
+from headstart.servers.process import Server
+
+_RESTARTS = 5
+"""Restarts of one engine before it counts as broken."""
+
+
+_GPUS_OF_AN_ENGINE = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
+"""Options that multiply the number of GPUs vLLM uses."""
+
+
+class Fleet:
+    """A context manager that runs engines while their target is needed.
+
+    Raises:
+        UserError: an engine does not start, or dies again and again.
+    """
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._servers = servers
+        self._restarts = dict.fromkeys((server.url for server in servers), 0)
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for server in self._servers:  # side by side: loading takes minutes
+                server.start()
+                stack.callback(server.stop)
+            for server in self._servers:
+                server.wait()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self._servers]
+
+    def recover(self, url: str) -> bool:
+        """Start the engine at an address again if it has died; returns whether it had. Other callers wait meanwhile."""
+        with self._lock:
+            server = next(server for server in self._servers if server.url == url)
+            if not server.has_died:
+                return False
+            self._restarts[url] += 1
+            if self._restarts[url] > _RESTARTS:
+                raise UserError(
+                    f"{server.engine.name} died {self._restarts[url]} times: {server.log_excerpt()}",
+                    f"Its log is {server.log}. The same command goes on from here.",
+                )
+            server.start()
+            server.wait()
+            return True
+
+
+def gpu_groups(arguments: str) -> list[str]:
+    """Return values of CUDA_VISIBLE_DEVICES for engines side by side, each with the GPUs that its arguments ask for.
+
+    Returns one empty value, for all GPUs, if there are no two such groups.
+    """
+    words, size = shlex.split(arguments.replace("=", " ")), 1
+    for word, count in pairwise(words):
+        size *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = visible.split(",")[: torch.cuda.device_count()]
+    groups = [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
+    return groups if len(groups) > 1 else [""]

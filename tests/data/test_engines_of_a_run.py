@@ -1,0 +1,75 @@
+"""A run that starts, restarts and stops an engine to generate its conversations."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import stages_until
+from tests.test_pipeline import tiny_recipe
+
+ENGINE = """
+import os, signal, sys
+from pathlib import Path
+repository, lives, deaths, answers = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+sys.path.append(repository)  # last: its links are called train, data, eval ...
+from rehearsal.engine_http import StandIn, serve
+lives.open("a").write(f"{os.getpid()}\\n")
+if len(lives.read_text().split()) > deaths:
+    answers = 10**9
+def answer(prompt, count, body):
+    global answers
+    answers -= 1
+    if answers < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [*[10 + (sum(prompt) + step) % 50 for step in range(count // 2)], *body["stop_token_ids"][:1]], {}
+serve(StandIn("vllm", answer), "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))
+"""
+"""An engine that kills itself after a number of answers, the first few times that it runs."""
+
+
+def engine_run(tmp_path: Path, target: Path, deaths: int, answers: int = 7) -> Run:
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "engine.py").write_text(ENGINE)
+    words = [sys.executable, str(tmp_path / "engine.py"), str(Path(__file__).parents[2]), str(tmp_path / "lives")]
+    command = shlex.join([*words, str(deaths), str(answers)])
+    recipe = tiny_recipe(tmp_path, target, data={"server": "vllm", "server_command": command, "states": "online"})
+    return Run(recipe, tmp_path / "run", Console(file=StringIO()))
+
+
+def lives(tmp_path: Path) -> list[int]:
+    return [int(line) for line in (tmp_path / "lives").read_text().split()]
+
+
+def test_engine_is_started_again_and_stopped_at_the_end(tiny_target_folder: Path, tmp_path: Path) -> None:
+    run = engine_run(tmp_path, tiny_target_folder, deaths=2)
+    execute(run, stages_until("conversations"))
+    assert len((run.folder / "data" / "conversations" / "train.jsonl").read_text().splitlines()) > 0
+    assert len(lives(tmp_path)) == 3
+    assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()]
+    whole = engine_run(tmp_path / "whole", tiny_target_folder, deaths=0)
+    execute(whole, stages_until("conversations"))
+    written = [each.folder / "data" / "conversations" / "train.jsonl" for each in (run, whole)]
+    assert written[0].read_text() == written[1].read_text()
+
+
+def test_engine_that_keeps_dying_ends_the_run(tiny_target_folder: Path, tmp_path: Path) -> None:
+    run = engine_run(tmp_path, tiny_target_folder, deaths=1000, answers=1)
+    with pytest.raises(UserError, match="vllm died 6 times") as refusal:
+        execute(run, stages_until("conversations"))
+    assert str(run.folder / "logs" / "vllm-0.log") in refusal.value.remedy
+    assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()]
+
+
+def test_missing_engine_is_named(tiny_target_folder: Path, tmp_path: Path) -> None:
+    changes = {"server": "vllm", "server_command": "no-such-engine serve", "states": "online"}
+    run = Run(tiny_recipe(tmp_path, tiny_target_folder, data=changes), tmp_path / "run", Console(file=StringIO()))
+    with pytest.raises(UserError, match=r"no-such-engine is no command here.*data\.server_command"):
+        execute(run, stages_until("conversations"))
