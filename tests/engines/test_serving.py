@@ -29,7 +29,7 @@ from headstart.hub.engine_tuning import (
 from headstart.hub.engines.export import export_for
 from headstart.model.model import Target
 from headstart.pipeline.actions import keeping_engine_tunings
-from headstart.pipeline.in_engine import tune_in_engine
+from headstart.pipeline.in_engine import served_with, tune_in_engine
 from headstart.servers.completions import CompletionRequest
 from headstart.servers.engines import ENGINES
 from headstart.servers.fleet import gpu_groups
@@ -316,7 +316,7 @@ def test_missing_command_leaves_signals_unchanged(tmp_path: Path) -> None:
 def test_run_and_printed_commands_match(made: Made, target: Target, tmp_path: Path) -> None:
     done = export_for(made("eagle3")[1], tmp_path / "served", "vllm")
     engine = ENGINES["vllm"]
-    with_heads = [*shlex.split(engine.command), target.spec, *in_engine.served_with(engine, done, 3)]
+    with_heads = [*shlex.split(engine.command), target.spec, *served_with(engine, done, 3)]
     assert with_heads == shlex.split(done.commands["vllm"])
 
 

@@ -432,7 +432,7 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
     """Refuse (UserError) options that no target could decode with; needs no loaded target."""
     check_kinds(options)
     if options.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "CompletionRequest for at least 1 token.")
+        raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
     if options.min_new_tokens < 0:
         raise UserError(f"min_new_tokens is {options.min_new_tokens}.", "Use 0 for none, or a number of tokens.")
     if options.min_new_tokens > options.max_new_tokens:

@@ -250,8 +250,8 @@ def accept_or_draw(
     """Choose the token after one node of each row, int64 [M]: its sampled child with probability min(1, p / q), else a
     token drawn from norm((p - q)+); without a sampled child a token drawn from p. See `SamplingVerifier`.
 
-    Overwrites `p_target_MV`. The numbers for accepting and drawing are float64 in [0, 1). `sampled_M` is the token of the
-    node's sampled child, -1 without one, and `q_draft_MV` its distribution.
+    Overwrites `p_target_MV`. The numbers for accepting and drawing are float64 in [0, 1). `sampled_M` is the token of
+    the node's sampled child, -1 without one, and `q_draft_MV` its distribution.
     """
     next_M, _ = draw_at(p_target_MV, residual_M)
     if sampled_M is None or q_draft_MV is None:

@@ -21,7 +21,7 @@ class EvalOptions(DecodeOptions):
         "(the heads, with such trees), or all (these trees, ngram, heads+ngram, lookahead and early-exit).",
         metavar="NAME,NAME...",
     )
-    limit: int | None = option(None, "CompletionRequest at most this many questions.", minimum=1)
+    limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
     batch_size: int = option(
         1, "Decode this many prompts together. transformers' prompt lookup takes only one.", minimum=1
     )
@@ -30,7 +30,7 @@ class EvalOptions(DecodeOptions):
     )
     multi_turn: bool = option(
         False,
-        "CompletionRequest every turn, following plain decoding's answers to the earlier ones; by default only the first.",
+        "Ask every turn, following plain decoding's answers to the earlier ones; by default only the first.",
     )
     baselines: bool = option(
         True, "Measure transformers, too, on some of the prompts: on a CPU they take half of the time."
@@ -62,5 +62,5 @@ class AuditOptions:
     depth: int = option(3, "Tokens of a sample; all but the first are decided by verifying drafts.", typed=False)
     seed: int = option(0, meaning(DecodeOptions, "seed").text)
     raw: bool = option(False, meaning(DecodeOptions, "raw").text)
-    limit: int | None = option(None, "CompletionRequest at most this many questions.", minimum=1)
+    limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
     heads_name: str = option("heads", "Name of the heads in the report.", typed=False)

@@ -51,7 +51,7 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
     runs = {name: method.run([prompt], options.max_new_tokens, seed) for name, method in methods.items()}
     if error := runs[options.drafter].drafter_error:
         raise UserError(
-            f"The drafter failed ({error}).", "CompletionRequest headstart doctor what is wrong with the heads."
+            f"The drafter failed ({error}).", "Ask headstart doctor what is wrong with the heads."
         )
     answers = [replay(name, run, 0, target.tokenizer) for name, run in runs.items()]
     return {"id": "", "question": question, "rank": 1, "ranked": 1, "answers": answers}

@@ -12,7 +12,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.eval.methods import Run
 from headstart.servers.completions import CompletionRequest
-from headstart.servers.process import Running
+from headstart.servers.process import RunningEngine
 
 
 class Served:
@@ -21,7 +21,7 @@ class Served:
     Prompts of a batch start together, and each row's seed is the run's plus its index, as in our loop.
     """
 
-    def __init__(self, server: Running, options: DecodeOptions) -> None:
+    def __init__(self, server: RunningEngine, options: DecodeOptions) -> None:
         self._server, self._options = server, options
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:

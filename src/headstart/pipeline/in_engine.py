@@ -52,7 +52,8 @@ def tune_in_engine(
     refuse_other_files(folder)
     calibration = read_json(folder / CALIBRATION)
     workload = _workload(engine, validation_file(folder, validation), calibration["acceptance"], options)
-    gpus = _halves_of_gpus(options.engine_arguments)
+    groups = gpu_groups(options.engine_arguments)
+    gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
     with _work_folder() as place, console.status("exporting") as status:
         exported = export_for(folder, place / "heads", engine.format, target)
         served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
@@ -71,9 +72,6 @@ def tune_in_engine(
                 f"The heads were trained to draft {steps} tokens in a row, not {max(drafts)}.",
                 f"Give --engine-drafts up to {steps}.",
             )
-
-        groups = gpu_groups(options.engine_arguments)
-        gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
 
         def start(drafting: Sequence[str], name: str) -> Server:
             return Server(

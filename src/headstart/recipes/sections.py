@@ -143,9 +143,9 @@ class DataSection(Section):
     )
     server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
         None,
-        description=f"Who writes the conversations: an engine that the run starts and stops ({ENGINES}), one for each "
-        "group of GPUs; or the address of a vLLM server or llama-server with this target, or several with commas between "
-        "them; null writes them in this process.",
+        description=f"Server that writes the conversations: an engine that the run starts and stops ({ENGINES}), or "
+        "the address of a vLLM server or llama-server with this target, or several with commas between them; null "
+        "writes them in this process.",
     )
     server_command: Annotated[str, Role.RUNTIME] = Field(
         "",

@@ -56,7 +56,7 @@ def _explain(problem: str, revision: str | None, error: Exception) -> UserError:
         case RevisionNotFoundError(), _:
             reason, remedy = f"it has no revision {revision!r}.", "Give a branch, a tag or a commit hash of it."
         case GatedRepoError(), _:
-            reason, remedy = "access has to be granted first.", f"CompletionRequest for it on its page. {LOGIN}"
+            reason, remedy = "access has to be granted first.", f"Ask for it on its page. {LOGIN}"
         case RepositoryNotFoundError(), _:
             reason, remedy = "there is no such repository, or it is private.", f"Check the id. {LOGIN}"
         case HfHubHTTPError(), 401:
