@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.decode.kept_text import common_beginning
+from headstart.decode.prefix_cache import common_prefix_length
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
@@ -94,7 +94,7 @@ class EarlyExitDrafter:
     def commit(self, session: _Session, committed: Committed) -> None:
         lengths = session.cache.lengths
         for row, tokens in enumerate(committed.tokens):
-            accepted = common_beginning([session.cached_drafts[row], tokens[1:]])
+            accepted = common_prefix_length([session.cached_drafts[row], tokens[1:]])
             lengths[row] = min(lengths[row], len(session.texts[row]) + 1 + accepted)  # drop rejected drafts
             session.texts[row] += tokens
             session.cached_drafts[row] = []
