@@ -253,23 +253,17 @@ def two_machines_by_hand(place: Place, first: Command, second: Command) -> None:
 
 @part(
     "server",
-    "vllm serve meta-llama/Llama-3.1-8B-Instruct --port 8000",
     "headstart data build eagle3-8b data.server=",
     "headstart train eagle3-8b data.server=",
-    "vllm serve meta-llama/Llama-3.1-8B-Instruct --port 8000 --data-parallel-size 8",
     "accelerate launch --num_processes 8 -m headstart.train eagle3-8b data.server=",
     "headstart run eagle3-8b data.server=",
     short=False,
 )
-def written_by_a_server(
-    place: Place, serve: Command, build: Command, train: Command, spread: Command, launch: Command, run: Command
-) -> None:
-    with place.serving(serve, "8000"):
-        place.run(build)
+def written_by_a_server(place: Place, build: Command, train: Command, launch: Command, run: Command) -> None:
+    place.run(build)
     place.run(train)
     shutil.rmtree(place.here / "runs")
-    with place.serving(spread, "8000"):
-        place.run(build)
+    place.run(build)
     place.check("Training on" in place.run(launch), "all processes train")
     place.run(run)
     place.check((place.here / "runs/eagle3-8b/report/report.html").is_file(), "the run ends with a report")
