@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,7 +19,7 @@ from headstart.cli.app import app
 from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import States, StateStore
 from headstart.errors import UserError
-from headstart.heads.base import families
+from headstart.heads.base import HeadBatch, families
 from headstart.heads.io import save_heads
 from headstart.model.loading import load_target
 from headstart.model.model import Target
@@ -26,7 +27,7 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.replay.patch import FINAL
 from headstart.train import batches, checkpoint, processes, trainer, training_artifact
 from headstart.train.processes import join_processes, leave_processes
-from tests.train.conftest import conversations
+from tests.train.conftest import before_step, conversations, on_read
 from tests.train.stores import Silent
 from tests.train.test_golden import HEADS
 
@@ -47,7 +48,7 @@ def recipe_of(name: str, **train: Any) -> Recipe:
     """Small heads of a family, with batches so small that some have no predictions."""
     settings = {"steps": 3, "epochs": 3, "batch_tokens": 64, "eval_every": 100, "save_every": 2}
     settings |= {"lr": 0.3, "min_lr_ratio": 1, "max_grad_norm": 1e9, **train}
-    heads = {"draft_vocab_size": 40, "family": name, **HEADS[name]}
+    heads = {"draft_vocab_size": 40, **HEADS[name]}
     return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 
 
@@ -133,32 +134,17 @@ def train_some_steps(
 
 def poison(step: int) -> None:
     """From this step on, the stored states of one conversation contain NaN."""
-    read_batch, take = trainer.read_batch, trainer._Trainer._step
 
-    def poisoned(store: StateStore, batch: Any, *args: Any) -> Any:
-        made = read_batch(store, batch, *args)
-        if POISONED in batch and store.folder.name == "train":
-            made.batch.states[FINAL][batch.index(POISONED), -5:] = math.nan
-        return made
+    def spoil(indices: list[int], batch: HeadBatch) -> None:
+        if POISONED in indices:
+            batch.states[FINAL][indices.index(POISONED), -5:] = math.nan
 
-    def counted(run: Any, *args: Any) -> float:
-        if run.trainer_state.step == step - 2:
-            trainer.read_batch = poisoned
-        return take(run, *args)
-
-    trainer._Trainer._step = counted
+    at(step - 2, lambda _: on_read(pytest.MonkeyPatch(), "train", spoil))
 
 
 def at(step: int, act: Callable[[int], None]) -> None:
     """Call `act(rank)` when this step begins."""
-    take = trainer._Trainer._step
-
-    def acting(run: Any, *args: Any) -> float:
-        if run.trainer_state.step == step:
-            act(run.rank)
-        return take(run, *args)
-
-    trainer._Trainer._step = acting
+    before_step(pytest.MonkeyPatch(), lambda run: act(run.rank) if run.trainer_state.step == step else None)
 
 
 def train(*arguments: str) -> None:

@@ -95,7 +95,7 @@ def test_every_family_trains_online_as_from_the_store(
     name: str, run: Train, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses within the tolerance of the golden runs: Adam's first steps turn a rounding error into a full step."""
-    settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "steps": 4, "eval_every": 1, "lr": 1e-3}
+    settings: dict[str, Any] = {"heads": HEADS[name], "steps": 4, "eval_every": 1, "lr": 1e-3}
     computing = {"train_on": online[0], "validate_on": online[1]}
     read = spy(monkeypatch, trainer, "read_batch", lambda _store, batch, *_: batch)
     run(tmp_path / "stored", prefetch=0, **settings)

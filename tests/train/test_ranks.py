@@ -210,9 +210,7 @@ def test_online_on_two_processes_matches_the_store(together: Ranks, workplace: W
     """Also with a sharded target. The states differ by the order of sums, and so do initial weights solved for from
     them in directions that barely depend on the states: compare the movement from the start. A sharded target adds a
     part of each sum on each process."""
-    file, run = workplace(
-        heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
-    )
+    file, run = workplace(heads=HEADS["eagle3"], steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2)
     online = "data.states=online"
     settings = {"stored": ["data.states=stored"], "whole": [online], "parts": [online, "train.shard_target=true"]}
     # Separate folders of runs, else the last two would share one training.
