@@ -136,8 +136,7 @@ def on_read(patch: pytest.MonkeyPatch, split: str, act: Callable[[list[int], Hea
 
 @contextmanager
 def killed_after(steps: int) -> Iterator[None]:
-    """A context whose training ends with `Killed` after a number of optimiser steps; like a kill, no handler or clean-up
-    runs."""
+    """End the training inside with `Killed` after a number of optimiser steps; no handler or clean-up runs."""
     left = [steps]
 
     def kill(_: Any) -> None:
