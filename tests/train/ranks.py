@@ -80,7 +80,7 @@ def train_families_packed(
 ) -> None:
     """Run `train_families` for one family of each kind on the batches of packing, packed or padded."""
     pack = batches.epoch_batches
-    trainer.epoch_batches = batches.epoch_batches = lambda *args, **_: pack(*args, packing=True)
+    trainer.epoch_batches = batches.epoch_batches = lambda *args, **kwargs: pack(*args, **{**kwargs, "packing": True})
     train_families(target_folder, states, folder, accumulation, how, KINDS, packing=packing)
 
 

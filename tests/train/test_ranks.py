@@ -147,10 +147,7 @@ def trained(
     return make
 
 
-HOW = ("stored", "online")
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["stored", "online"])
 def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -> None:
     """From the store, and online with a forward in each process."""
     store = StateStore(states / "train")
@@ -170,7 +167,7 @@ def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -
         assert rows[0]["predictions"] == rows[1]["predictions"], "validation counts over both ranks"
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["stored", "online"])
 def test_one_process_continues_where_two_were_killed(
     trained: MakeTrained, states: Path, tiny_target_folder: Path, tmp_path: Path, how: str
 ) -> None:

@@ -11,7 +11,6 @@ from headstart.data.states.store import States
 from headstart.heads.base import DraftHead, make_config
 from headstart.heads.io import load_heads
 from headstart.model.frozen import FrozenModel
-from headstart.model.model import Target
 from headstart.model.teacher import TeacherModel, teach
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import aux_layers, check_formats, conversation_files, conversations, kept_stores
@@ -74,22 +73,17 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
         stores = kept_stores(run)
         target = run.frozen()
         if isinstance(target, TeacherModel) and not target.starts(make_config(heads, target).start_layers):
-            target = _whole_target(run)
+            try:
+                target = run.target
+            except NoTarget as error:
+                add = "Or add the layers that these heads start from, where the target is: headstart data build."
+                raise NoTarget(error.problem, f"{error.remedy} {add}") from error
         return target, (stores["train"], stores["validation"])
     sharded = section.shard_target and count_processes() > 1
     reads = run.load(sharded=True) if sharded else run.target
     files, layers = conversation_files(run).values(), aux_layers(run)
     learnt, judged = (OnlineStates(file, each_conversation(file), reads, layers) for file in files)
     return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (learnt, judged)
-
-
-def _whole_target(run: Run) -> Target:
-    """Load the target for heads that start from layers missing in its teacher."""
-    try:
-        return run.target
-    except NoTarget as error:
-        remedy = "Or add the layers that these heads start from, where the target is: headstart data build."
-        raise NoTarget(error.problem, f"{error.remedy} {remedy}") from error
 
 
 def _tune_settings(run: Run) -> dict[str, Any]:
