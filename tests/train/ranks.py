@@ -23,9 +23,10 @@ from headstart.heads.base import HeadBatch, families
 from headstart.heads.io import save_heads
 from headstart.model.loading import load_target
 from headstart.model.model import Target
+from headstart.pipeline import head_stages
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.replay.patch import FINAL
-from headstart.train import batches, checkpoint, processes, trainer, training_artifact
+from headstart.train import batches, checkpoint, processes, trainer
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.conftest import before_step, conversations, on_read
 from tests.train.stores import Silent
@@ -202,7 +203,7 @@ def train_with_an_old_view(*arguments: str) -> None:
         checkpoint._manifest = later
         checkpoint._newest_first = lambda folder: []
         trainer.read_jsonl = lambda file: iter(())
-        training_artifact.finished = lambda folder: False
+        head_stages.is_finished = lambda folder: False
     try:
         train(*arguments)
     finally:

@@ -109,5 +109,5 @@ def test_validation_line_has_leading_zeros() -> None:
     text = io.StringIO()
     shown = Validation({"top1": [0.316, 1.0]}, [0.4, 0.3], [40, 20])
     with progress_bar(None, "training", 100) as bar:
-        Display(Log(Console(file=text, width=200), None), bar, 0.0).validated(20, 61.0, None, shown)
+        Display(Log(Console(file=text, width=200), None), bar, 0.0).show_validation(20, 61.0, None, shown)
     assert "top-1 0.32/1.00 · tau 1.70" in text.getvalue()

@@ -27,7 +27,7 @@ from headstart.support.artifacts import references
 from headstart.support.lock import locked
 from headstart.train import batches, trainer
 from headstart.train.batches import count_predictions, epoch_batches, epoch_steps, read_batch
-from headstart.train.training_artifact import training
+from headstart.train.training_artifact import training_artifact
 from tests.forks import Forks
 from tests.test_pipeline import quiet
 from tests.train import ranks
@@ -320,7 +320,7 @@ def test_refusals_are_printed_once(together: Ranks, workplace: Workplace) -> Non
     recipe = load_recipe(str(file))
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
     stores = [StateStore(run / "data" / "states" / split) for split in ("train", "validation")]
-    begun = training(run, recipe, make_config(recipe.heads, target), *stores).folder
+    begun = training_artifact(run, recipe, make_config(recipe.heads, target), *stores).folder
     here(file, begun)
     (begun / "result.json").unlink()  # as if it had been interrupted
     for overrides, parts in (

@@ -33,7 +33,7 @@ from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
 from headstart.train.processes import broadcast_from_main, count_processes, is_main, on_main, raise_on_all_ranks
 from headstart.train.trainer import train
-from headstart.train.training_artifact import RESULT, continue_shorter, finished, training, weights_hash
+from headstart.train.training_artifact import RESULT, continue_shorter, is_finished, training_artifact, weights_hash
 from headstart.tuning.tune import Tuning, tune
 
 _TUNE_VERSION = 5
@@ -49,16 +49,16 @@ def _train(run: Run) -> Outcome:
     # Runs on every rank; the main process writes.
     with raise_on_all_ranks():
         target, stores = _frozen_and_stores(run)
-        made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
+        made = training_artifact(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
         if is_main():
             check_formats(run, target)
     with on_main(lock_artifact(made, run.console, wait=count_processes() == 1)):
         with raise_on_all_ranks():
-            if is_main() and not finished(made.folder):  # before the reference to the shorter training is replaced
+            if is_main() and not is_finished(made.folder):  # before the reference to the shorter training is replaced
                 continue_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
                 add_reference(run.folder, "train", made, TRAIN)
-        if not broadcast_from_main(finished(made.folder)):
+        if not broadcast_from_main(is_finished(made.folder)):
             train(run.recipe, target, *stores, made.folder, run.console)
     with raise_on_all_ranks():
         result = read_json(made.folder / RESULT) if is_main() else None

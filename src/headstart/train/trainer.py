@@ -359,7 +359,7 @@ class _Trainer:
             if losses is not None:
                 losses.clear()
             self._record(validation, loss)
-            display.validated(self.trainer_state.step, self._elapsed(), loss, validation)
+            display.show_validation(self.trainer_state.step, self._elapsed(), loss, validation)
             if validation.tau > self.trainer_state.best_tau:
                 self.trainer_state.best_tau, self.trainer_state.best_step = validation.tau, self.trainer_state.step
                 if self.accelerator.is_main_process:
