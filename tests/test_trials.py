@@ -112,7 +112,7 @@ REFUSED = {("eagle3", "sglang"): {"norm_before_residual": True}, ("medusa", "ggu
 
 @pytest.mark.parametrize(("name", "format"), REFUSED)
 def test_unsupported_formats_are_refused(data: tuple[Recipe, Path], tmp_path: Path, name: str, format: str) -> None:
-    heads = {"family": name, **HEADS[name], **REFUSED[name, format]}
+    heads = {**HEADS[name], **REFUSED[name, format]}
     settings = {**data[0].model_dump(mode="json"), "heads": heads, "export": {"formats": [format]}}
     run = quiet(tmp_path / "run", parse_recipe(settings))
     with pytest.raises(UserError) as told:
@@ -125,7 +125,7 @@ def test_unsupported_formats_are_refused(data: tuple[Recipe, Path], tmp_path: Pa
 
 def test_heads_that_fit_the_formats_are_accepted(data: tuple[Recipe, Path], tiny_target: Target) -> None:
     settings = data[0].model_dump(mode="json")
-    heads = {"family": "eagle3", **HEADS["eagle3"]}
+    heads = HEADS["eagle3"]
     formats = ["vllm", "speculators"]
     run = quiet(Path("nowhere"), parse_recipe({**settings, "heads": heads, "export": {"formats": formats}}))
     (remark,) = check_formats(run, tiny_target)

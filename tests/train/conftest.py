@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
+from headstart.heads.base import HeadBatch
 from headstart.model.model import Target
 from headstart.pipeline.run import execute
 from headstart.pipeline.stages import stages_until
@@ -29,7 +31,6 @@ from tests.train.results import Killed
 MakeRecipe = Callable[..., Recipe]
 Train = Callable[..., TrainResult]
 Workplace = Callable[..., tuple[Path, Path]]
-KillAfter = Callable[[int], None]
 
 
 @pytest.fixture(autouse=True)
@@ -109,24 +110,43 @@ def run(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, valid_
     return go
 
 
-@pytest.fixture
-def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[KillAfter]:
-    """Raise `Killed` after a number of optimiser steps; like a kill, no handler or clean-up runs."""
-    original = trainer._Trainer._step
+def before_step(patch: pytest.MonkeyPatch, act: Callable[[Any], None]) -> None:
+    """Call `act` with the trainer before every optimiser step."""
+    take = trainer._Trainer._step
 
-    def arm(steps: int) -> None:
-        left = [steps]
+    def step(self: Any, *args: Any) -> float:
+        act(self)
+        return take(self, *args)
 
-        def step(self: Any, *args: Any) -> float:
-            if left[0] == 0:
-                raise Killed
-            left[0] -= 1
-            return original(self, *args)
+    patch.setattr(trainer._Trainer, "_step", step)
 
-        monkeypatch.setattr(trainer._Trainer, "_step", step)
 
-    yield arm
-    monkeypatch.undo()
+def on_read(patch: pytest.MonkeyPatch, split: str, act: Callable[[list[int], HeadBatch], None]) -> None:
+    """Call `act` with every batch that a training reads from this store, and the numbers of its conversations."""
+    read = trainer.read_batch
+
+    def reading(store: Any, batch: list[int], *args: Any) -> Any:
+        made = read(store, batch, *args)
+        if store.folder.name == split:
+            act(batch, made.batch)
+        return made
+
+    patch.setattr(trainer, "read_batch", reading)
+
+
+@contextmanager
+def killed_after(steps: int) -> Iterator[None]:
+    """End the training inside with `Killed` after a number of optimiser steps; no handler or clean-up runs."""
+    left = [steps]
+
+    def kill(_: Any) -> None:
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        before_step(patch, kill)
+        yield
 
 
 @pytest.fixture(scope="session")

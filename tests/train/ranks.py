@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,15 +19,16 @@ from headstart.cli.app import app
 from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import States, StateStore
 from headstart.errors import UserError
-from headstart.heads.base import families
+from headstart.heads.base import HeadBatch, families
 from headstart.heads.io import save_heads
 from headstart.model.loading import load_target
 from headstart.model.model import Target
+from headstart.pipeline import head_stages
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.replay.patch import FINAL
-from headstart.train import batches, checkpoint, processes, trainer, training_artifact
+from headstart.train import batches, checkpoint, processes, trainer
 from headstart.train.processes import join_processes, leave_processes
-from tests.train.conftest import conversations
+from tests.train.conftest import before_step, conversations, on_read
 from tests.train.stores import Silent
 from tests.train.test_golden import HEADS
 
@@ -47,7 +49,7 @@ def recipe_of(name: str, **train: Any) -> Recipe:
     """Small heads of a family, with batches so small that some have no predictions."""
     settings = {"steps": 3, "epochs": 3, "batch_tokens": 64, "eval_every": 100, "save_every": 2}
     settings |= {"lr": 0.3, "min_lr_ratio": 1, "max_grad_norm": 1e9, **train}
-    heads = {"draft_vocab_size": 40, "family": name, **HEADS[name]}
+    heads = {"draft_vocab_size": 40, **HEADS[name]}
     return parse_recipe({"name": "tiny", "target": "tiny", "heads": heads, "train": settings})
 
 
@@ -79,7 +81,7 @@ def train_families_packed(
 ) -> None:
     """Run `train_families` for one family of each kind on the batches of packing, packed or padded."""
     pack = batches.epoch_batches
-    trainer.epoch_batches = batches.epoch_batches = lambda *args, **_: pack(*args, packing=True)
+    trainer.epoch_batches = batches.epoch_batches = lambda *args, **kwargs: pack(*args, **{**kwargs, "packing": True})
     train_families(target_folder, states, folder, accumulation, how, KINDS, packing=packing)
 
 
@@ -133,32 +135,17 @@ def train_some_steps(
 
 def poison(step: int) -> None:
     """From this step on, the stored states of one conversation contain NaN."""
-    read_batch, take = trainer.read_batch, trainer._Trainer._step
 
-    def poisoned(store: StateStore, batch: Any, *args: Any) -> Any:
-        made = read_batch(store, batch, *args)
-        if POISONED in batch and store.folder.name == "train":
-            made.batch.states[FINAL][batch.index(POISONED), -5:] = math.nan
-        return made
+    def spoil(indices: list[int], batch: HeadBatch) -> None:
+        if POISONED in indices:
+            batch.states[FINAL][indices.index(POISONED), -5:] = math.nan
 
-    def counted(run: Any, *args: Any) -> float:
-        if run.trainer_state.step == step - 2:
-            trainer.read_batch = poisoned
-        return take(run, *args)
-
-    trainer._Trainer._step = counted
+    at(step - 2, lambda _: on_read(pytest.MonkeyPatch(), "train", spoil))
 
 
 def at(step: int, act: Callable[[int], None]) -> None:
     """Call `act(rank)` when this step begins."""
-    take = trainer._Trainer._step
-
-    def acting(run: Any, *args: Any) -> float:
-        if run.trainer_state.step == step:
-            act(run.rank)
-        return take(run, *args)
-
-    trainer._Trainer._step = acting
+    before_step(pytest.MonkeyPatch(), lambda run: act(run.rank) if run.trainer_state.step == step else None)
 
 
 def train(*arguments: str) -> None:
@@ -216,7 +203,7 @@ def train_with_an_old_view(*arguments: str) -> None:
         checkpoint._manifest = later
         checkpoint._newest_first = lambda folder: []
         trainer.read_jsonl = lambda file: iter(())
-        training_artifact.finished = lambda folder: False
+        head_stages.is_finished = lambda folder: False
     try:
         train(*arguments)
     finally:

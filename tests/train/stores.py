@@ -1,4 +1,4 @@
-"""Stores that wrap another one and change its supervision mask."""
+"""Stores that wrap another one and change its supervision mask, and a batch of two texts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.data.states.store import Sample, States
+from headstart.heads.base import HeadBatch
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 
 
 class _Wrapped:
@@ -62,3 +66,11 @@ class Silent(Masked):
 
     def _mask(self, index: int, supervised_T: torch.Tensor) -> torch.Tensor:
         return super()._mask(index, supervised_T) if index in self._silent else supervised_T
+
+
+def two_texts(target: Target) -> tuple[list[list[int]], HeadBatch]:
+    """Return two texts and their batch, with the second one padded."""
+    tokens = [[5, 9, 30, 7, 8], [11, 4, 2]]
+    final_BTE = pad_sequence([row[FINAL] for row in target.hidden_states(tokens, [FINAL])], batch_first=True)
+    supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
+    return tokens, HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE})

@@ -14,7 +14,7 @@ from tests.train.conftest import Train
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 
-HEADS: dict[str, dict[str, Any]] = {
+_SETTINGS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 2},
     "hydra": {"num_heads": 2},
     "eagle": {"draft_steps": 3},
@@ -23,6 +23,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
     "mtp": {"draft_steps": 3},
 }
+HEADS = {name: {"family": name, **settings} for name, settings in _SETTINGS.items()}
 
 
 def test_every_family_has_a_golden_run() -> None:
@@ -33,6 +34,6 @@ def test_every_family_has_a_golden_run() -> None:
 def test_first_losses_match_the_golden_ones(name: str, run: Train, tmp_path: Path) -> None:
     """float32 sums in another order differ by about 1e-6, and Adam may flip the step of a weight with a near-zero
     gradient: 1e-3 of the loss covers both. A shift by one position or a wrong normaliser moves the loss by far more."""
-    run(tmp_path, heads={"family": name, **HEADS[name]}, steps=6, eval_every=1, lr=1e-3)
+    run(tmp_path, heads=HEADS[name], steps=6, eval_every=1, lr=1e-3)
     losses = [row["loss"] for _, row in read_jsonl(tmp_path / "metrics.jsonl")][1:]
     assert losses == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)

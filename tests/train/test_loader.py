@@ -17,11 +17,10 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.train import trainer
 from headstart.train.batches import Order, ReadBatch, read_ahead, read_batch
 from headstart.train.checkpoint import TrainerState
 from tests.standin import CUDA, StandIn
-from tests.train.conftest import MakeRecipe, Train, conversations
+from tests.train.conftest import MakeRecipe, Train, conversations, on_read
 from tests.train.results import assert_same
 
 
@@ -128,16 +127,14 @@ def test_prefetch_does_not_change_the_heads(run: Train, tmp_path: Path) -> None:
 
 
 def test_store_error_ends_the_training(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = 0
+    read: list[HeadBatch] = []
 
-    def broken(store: Any, *args: Any) -> ReadBatch:
-        nonlocal read
-        read += store.folder.name == "train"
-        if read > 3:
+    def fail(_: Any, batch: HeadBatch) -> None:
+        read.append(batch)
+        if len(read) > 3:
             raise UserError("A shard is cut short.", "Build the states again.")
-        return read_batch(store, *args)
 
-    monkeypatch.setattr(trainer, "read_batch", broken)
+    on_read(monkeypatch, "train", fail)
     with pytest.raises(UserError, match="A shard is cut short"):
         run(tmp_path)
     assert not [thread for thread in threading.enumerate() if "headstart-batches" in thread.name]

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from headstart.heads.base import HeadBatch, StepPrediction
 from headstart.model.lm_head import Finish
@@ -33,6 +31,8 @@ from headstart.train.summing import (
     sum_losses_plain,
 )
 from tests.spies import spy
+from tests.train.stores import two_texts
+from tests.train.test_long_texts import Largest
 
 P_TARGET = [0.7, 0.2, 0.1]
 Q_DRAFT = [0.5, 0.4, 0.1]
@@ -147,17 +147,6 @@ def test_blockwise_sum_equals_the_plain_sum(name: str, trained: bool, mixed: boo
         torch.testing.assert_close(fast, plain, rtol=share, atol=share * plain.abs().max().item())
 
 
-class _Largest(TorchDispatchMode):
-    """Records the size of the largest tensor that an operation returns."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor))])
-        return result
-
-
 @pytest.mark.parametrize("scheme", ["exponential", "dpace"])
 @pytest.mark.usefixtures("small_blocks")
 def test_full_logits_are_never_materialised(scheme: Any) -> None:
@@ -167,10 +156,10 @@ def test_full_logits_are_never_materialised(scheme: Any) -> None:
     hidden_MH = torch.randn(40, 2, requires_grad=True)
     steps = [StepPrediction(hidden_MH, lm_head_DH, origin_M + step, origin_M) for step in range(4)]
     teacher_logits = TeacherLogits(torch.randn(43, DRAFTS), torch.zeros(43, 1), torch.arange(43))
-    with _Largest() as largest:
+    with Largest() as largest:
         batch_loss(steps, losses.soft_ce, teacher_logits, 0.8, scheme).backward()
     assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "hidden states of all steps are larger than any logits"
-    with _Largest() as largest:
+    with Largest() as largest:
         sum_losses_plain(losses.soft_ce, steps[0], teacher_logits, torch.ones(40))
     assert largest.numbers == 40 * DRAFTS, "the plain sum has a step's logits"
 
@@ -355,14 +344,9 @@ def test_drafted_features_learn_the_final_state_of_their_source() -> None:
 
 
 def test_teacher_reads_the_targets_logits_of_the_draft_vocabulary(tiny_target: Target) -> None:
-    tokens = [[5, 9, 30, 7, 8], [11, 4, 2]]
-    rows = tiny_target.hidden_states(tokens, [FINAL])
-    final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
-    supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
-    ids_D = torch.tensor([2, 7, 8, 30])
-    teacher_logits = Teacher(tiny_target, ids_D).logits(
-        HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE})
-    )
+    tokens, batch = two_texts(tiny_target)
+    ids_D, final_BTE = torch.tensor([2, 7, 8, 30]), batch.states[FINAL]
+    teacher_logits = Teacher(tiny_target, ids_D).logits(batch)
     assert teacher_logits.row_X.tolist() == [-1, -1, 0, 1, -1, 2, 3, -1, -1, -1]
     expected = tiny_target.model(torch.tensor([tokens[0]])).logits[0, 2:4][:, ids_D]
     torch.testing.assert_close(teacher_logits.logits_SD[:2], expected, rtol=1e-4, atol=1e-5)

@@ -34,7 +34,7 @@ def earlier(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tm
     """Make a folder with heads of a family, perturbed from their usual start."""
 
     def make(name: str) -> Path:
-        heads = build_heads(recipe(heads={"family": name, **HEADS[name]}), tiny_target, train_store)
+        heads = build_heads(recipe(heads=HEADS[name]), tiny_target, train_store)
         random = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for weight in heads.parameters():
@@ -47,7 +47,7 @@ def earlier(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tm
 
 def adapted(name: str, folder: Path, **settings: Any) -> dict[str, Any]:
     """Settings for a low-rank update of the heads in a folder."""
-    return {"heads": {"family": name, **HEADS[name]}, "start_from": str(folder), "lora_rank": RANK, **settings}
+    return {"heads": HEADS[name], "start_from": str(folder), "lora_rank": RANK, **settings}
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -8,10 +8,8 @@ import signal
 from pathlib import Path
 
 import torch
-import yaml
 
 from headstart.data.states.store import StateStore
-from headstart.heads.io import load_heads
 from headstart.model.loading import load_target
 from headstart.recipes.recipe import load_recipe
 from headstart.support.artifacts import referred
@@ -19,6 +17,7 @@ from headstart.support.lock import locked
 from headstart.train.trainer import train
 from tests.forks import Forks
 from tests.train.conftest import Workplace, clean_environment
+from tests.train.results import assert_same, metrics, weights
 
 
 def here(file: Path, folder: Path, *overrides: str) -> Path:
@@ -49,10 +48,7 @@ def test_killed_process_resumes_bitwise(workplace: Workplace, forks: Forks, tmp_
     done = forks.run("-c", KILLED, file, "--run-dir", run, env=clean_environment())
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (run / "train" / "result.json").exists()
-    resumed = load_heads(here(file, run / "train")).state_dict()
-    complete = load_heads(here(file, tmp_path / "whole")).state_dict()
-    for name, tensor in complete.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert_same(here(file, run / "train"), here(file, tmp_path / "whole"))
 
 
 def test_two_processes_match_one(workplace: Workplace, forks: Forks, tmp_path: Path) -> None:
@@ -63,16 +59,11 @@ def test_two_processes_match_one(workplace: Workplace, forks: Forks, tmp_path: P
     assert (run / "train" / "result.json").is_file()
     assert "Training on 2 processes" in done.stdout
     assert done.stdout.count("Training on") == 1, "only the main process speaks"
-    both = load_heads(run / "train" / "last").state_dict()
-    alone_folder = tmp_path / "alone"
-    alone = load_heads(here(file, alone_folder, "train.gradient_accumulation_steps=2")).state_dict()
-    for name, tensor in alone.items():
-        # Sums in another order; Adam turns the sign of a tiny gradient into a full step of the learning rate.
-        torch.testing.assert_close(both[name], tensor, rtol=1e-3, atol=3e-4)
-    # Validation counts over both ranks.
-    rows = [(folder / "metrics.jsonl").read_text().splitlines()[0] for folder in (run / "train", alone_folder)]
-    first, second = (yaml.safe_load(row) for row in rows)
-    assert first["predictions"] == second["predictions"] and first["tau"] == second["tau"]
+    alone = weights(here(file, tmp_path / "alone", "train.gradient_accumulation_steps=2"))
+    # Sums in another order; Adam turns the sign of a tiny gradient into a full step of the learning rate.
+    torch.testing.assert_close(weights(run / "train" / "last"), alone, rtol=1e-3, atol=3e-4)
+    first, second = (metrics(folder)[0] for folder in (run / "train", tmp_path / "alone"))
+    assert first["predictions"] == second["predictions"] and first["tau"] == second["tau"], "counted over both ranks"
 
 
 def test_folder_takes_one_training_at_a_time(workplace: Workplace, forks: Forks) -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.heads.base import StepPrediction
 from headstart.model.model import Target
-from headstart.replay.patch import FINAL
 from headstart.support.terminal import progress_bar
 from headstart.train import summing
 from headstart.train.starting_heads import pick_vocabulary
 from headstart.train.training_log import Display, Log
 from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens
+from tests.train.stores import two_texts
 
 DEVICE = torch.device("cpu")
 
@@ -85,11 +85,8 @@ def test_empty_validation_is_plain_decoding() -> None:
 
 
 def test_chosen_tokens_are_the_targets_argmax(tiny_target: Target) -> None:
-    tokens = [[5, 9, 30, 7, 8], [11, 4, 2]]
-    rows = tiny_target.hidden_states(tokens, [FINAL])
-    final_BTE = torch.nn.utils.rnn.pad_sequence([row[FINAL] for row in rows], batch_first=True)
-    supervised_BT = torch.tensor([[False, False, False, True, True], [False, True, True, False, False]])
-    greedy_X = greedy_tokens(tiny_target, HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {FINAL: final_BTE}))
+    tokens, batch = two_texts(tiny_target)
+    greedy_X = greedy_tokens(tiny_target, batch)
     own = [tiny_target.model(torch.tensor([row])).logits[0].argmax(-1).tolist() for row in tokens]
     assert greedy_X.tolist() == [-1, -1, own[0][2], own[0][3], -1, own[1][0], own[1][1], -1, -1, -1]
 
@@ -111,5 +108,5 @@ def test_validation_line_has_leading_zeros() -> None:
     text = io.StringIO()
     shown = Validation({"top1": [0.316, 1.0]}, [0.4, 0.3], [40, 20])
     with progress_bar(None, "training", 100) as bar:
-        Display(Log(Console(file=text, width=200), None), bar, 0.0).validated(20, 61.0, None, shown)
+        Display(Log(Console(file=text, width=200), None), bar, 0.0).show_validation(20, 61.0, None, shown)
     assert "top-1 0.32/1.00 · tau 1.70" in text.getvalue()

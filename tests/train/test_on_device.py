@@ -30,7 +30,7 @@ def test_golden_run_on_a_device(name: str, run: Train, tmp_path: Path, monkeypat
     """Steps, validations and checkpoints of the golden run."""
     monkeypatch.setattr(Accelerator, "device", property(lambda _: CUDA))
     with StandIn() as device:
-        run(tmp_path, target=on_device(), heads={"family": name, **HEADS[name]}, steps=6, eval_every=1, lr=1e-3)
+        run(tmp_path, target=on_device(), heads=HEADS[name], steps=6, eval_every=1, lr=1e-3)
     assert device.launched["aten::_fused_adamw_"], "the heads learned there"
     losses = [row["loss"] for _, row in read_jsonl(tmp_path / "metrics.jsonl")][1:]
     assert losses == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)
@@ -48,7 +48,7 @@ def test_device_waits_per_training_step(name: str, run: Train, tmp_path: Path, m
     counts = spy(monkeypatch, trainer._Trainer, "_step", lambda *_: device.counts)
     settings: dict[str, Any] = {"steps": 5, "eval_every": 100, "save_every": 100, "lr": 1e-3}
     with StandIn() as device:
-        run(tmp_path, target=on_device(), heads={"family": name, **HEADS[name]}, **settings)
+        run(tmp_path, target=on_device(), heads=HEADS[name], **settings)
     steps = [after - before for before, after in pairwise(counts)]
     assert len(steps) == 4
     for step in steps:

@@ -23,7 +23,7 @@ from headstart.support.artifacts import references
 from headstart.train import trainer
 from headstart.train.checks import check_training
 from headstart.train.trainer import train
-from headstart.train.training_artifact import training
+from headstart.train.training_artifact import training_artifact
 from tests.data.test_store import poison
 from tests.forks import Forks
 from tests.spies import spy
@@ -95,7 +95,7 @@ def test_every_family_trains_online_as_from_the_store(
     name: str, run: Train, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses within the tolerance of the golden runs: Adam's first steps turn a rounding error into a full step."""
-    settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "steps": 4, "eval_every": 1, "lr": 1e-3}
+    settings: dict[str, Any] = {"heads": HEADS[name], "steps": 4, "eval_every": 1, "lr": 1e-3}
     computing = {"train_on": online[0], "validate_on": online[1]}
     read = spy(monkeypatch, trainer, "read_batch", lambda _store, batch, *_: batch)
     run(tmp_path / "stored", prefetch=0, **settings)
@@ -121,9 +121,9 @@ def test_online_training_is_its_own_artifact(
     recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, online: Online, tmp_path: Path
 ) -> None:
     config = make_config(recipe().heads, tiny_target)
-    stored = training(tmp_path / "run", recipe(), config, train_store, train_store)
-    computed = training(tmp_path / "run", recipe(), config, online[0], online[1])
-    again = training(tmp_path / "run", recipe(), config, *online)
+    stored = training_artifact(tmp_path / "run", recipe(), config, train_store, train_store)
+    computed = training_artifact(tmp_path / "run", recipe(), config, online[0], online[1])
+    again = training_artifact(tmp_path / "run", recipe(), config, *online)
     assert stored.name != computed.name == again.name
 
 

@@ -27,7 +27,7 @@ from headstart.support.artifacts import references
 from headstart.support.lock import locked
 from headstart.train import batches, trainer
 from headstart.train.batches import count_predictions, epoch_batches, epoch_steps, read_batch
-from headstart.train.training_artifact import training
+from headstart.train.training_artifact import training_artifact
 from tests.forks import Forks
 from tests.test_pipeline import quiet
 from tests.train import ranks
@@ -147,10 +147,7 @@ def trained(
     return make
 
 
-HOW = ("stored", "online")
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["stored", "online"])
 def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -> None:
     """From the store, and online with a forward in each process."""
     store = StateStore(states / "train")
@@ -170,7 +167,7 @@ def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -
         assert rows[0]["predictions"] == rows[1]["predictions"], "validation counts over both ranks"
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["stored", "online"])
 def test_one_process_continues_where_two_were_killed(
     trained: MakeTrained, states: Path, tiny_target_folder: Path, tmp_path: Path, how: str
 ) -> None:
@@ -210,9 +207,7 @@ def test_online_on_two_processes_matches_the_store(together: Ranks, workplace: W
     """Also with a sharded target. The states differ by the order of sums, and so do initial weights solved for from
     them in directions that barely depend on the states: compare the movement from the start. A sharded target adds a
     part of each sum on each process."""
-    file, run = workplace(
-        heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
-    )
+    file, run = workplace(heads=HEADS["eagle3"], steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2)
     online = "data.states=online"
     settings = {"stored": ["data.states=stored"], "whole": [online], "parts": [online, "train.shard_target=true"]}
     # Separate folders of runs, else the last two would share one training.
@@ -325,7 +320,7 @@ def test_refusals_are_printed_once(together: Ranks, workplace: Workplace) -> Non
     recipe = load_recipe(str(file))
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
     stores = [StateStore(run / "data" / "states" / split) for split in ("train", "validation")]
-    begun = training(run, recipe, make_config(recipe.heads, target), *stores).folder
+    begun = training_artifact(run, recipe, make_config(recipe.heads, target), *stores).folder
     here(file, begun)
     (begun / "result.json").unlink()  # as if it had been interrupted
     for overrides, parts in (

@@ -7,17 +7,16 @@ import itertools
 import shutil
 import signal
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from headstart.errors import UserError
 from headstart.train import trainer
-from tests.train.conftest import KillAfter, Train
+from tests.spies import raising
+from tests.train.conftest import Train, before_step, killed_after
 from tests.train.results import Killed, assert_same, metrics
 
 
@@ -37,16 +36,12 @@ def set_taus(monkeypatch: pytest.MonkeyPatch, taus: Iterator[float]) -> None:
         {"position_weight": "subsampled", "step_weight": 0.6, "loss_tokens": 12},
     ],
 )
-def test_killed_run_resumes_exactly(
-    run: Train, tmp_path: Path, kill_after: KillAfter, settings: dict[str, Any]
-) -> None:
+def test_killed_run_resumes_exactly(run: Train, tmp_path: Path, settings: dict[str, Any]) -> None:
     complete = run(tmp_path / "whole", **settings)
     for steps in (5, 6):  # once between checkpoints, once after the next one
-        kill_after(steps)
-        with pytest.raises(Killed):
+        with killed_after(steps):
             run(tmp_path / "cut", **settings)
         torch.manual_seed(99)  # disturb the random state in between
-    kill_after(10**9)
     resumed = run(tmp_path / "cut", **settings)
     assert resumed.steps == complete.steps
     assert_same(complete.last_folder, resumed.last_folder)
@@ -56,7 +51,7 @@ def test_killed_run_resumes_exactly(
     assert kept == expected
 
 
-def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
+def test_random_state_is_restored(run: Train, tmp_path: Path) -> None:
     """Families with dropout draw from it in every step."""
     seen: list[torch.Tensor] = []
     original = trainer.learning_rate_now
@@ -70,37 +65,30 @@ def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: KillAf
         patch.setattr(trainer, "learning_rate_now", lr)
         run(tmp_path / "whole")
         complete, seen[:] = list(seen), []
-        kill_after(9)
-        with pytest.raises(Killed):
+        with killed_after(9):
             run(tmp_path / "cut")
         seen.clear()
-        kill_after(10**9)
         run(tmp_path / "cut")
     assert len(seen) == 4
     assert all(torch.equal(one, other) for one, other in zip(seen, complete[8:], strict=True))
 
 
-def test_cut_short_checkpoint_falls_back(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
+def test_cut_short_checkpoint_falls_back(run: Train, tmp_path: Path) -> None:
     complete = run(tmp_path / "whole")
-    kill_after(9)
-    with pytest.raises(Killed):
+    with killed_after(9):
         run(tmp_path / "cut")
-    kill_after(10**9)
     file = tmp_path / "cut" / "checkpoints" / "step-00000008" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    written = StringIO()
-    console = Console(file=written, width=500)
-    resumed = run(tmp_path / "cut", console=console)
-    text = written.getvalue()
+    resumed = run(tmp_path / "cut")
+    text = (tmp_path / "cut" / "log.txt").read_text()
     assert "step-00000008 is cut short" in text and "Continuing from step 4" in text
     assert_same(complete.last_folder, resumed.last_folder)
 
 
-def test_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
+def test_finished_run_is_not_trained_again(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(tmp_path)
-    kill_after(0)
-    again = run(tmp_path)
-    assert again == first
+    monkeypatch.setattr(trainer._Trainer, "_step", raising(Killed))
+    assert run(tmp_path) == first
 
 
 def test_run_that_ends_at_its_best_stays(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,16 +102,14 @@ def test_run_that_ends_at_its_best_stays(run: Train, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("gone", [False, True], ids=["best of later", "best gone"])
 def test_best_heads_are_never_of_a_lost_future(
-    run: Train, tmp_path: Path, kill_after: KillAfter, monkeypatch: pytest.MonkeyPatch, gone: bool
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
     """Killed after a validation that no checkpoint has, then resumed towards another end."""
     set_taus(monkeypatch, iter([1.5, 1.4, 1.5, 1.9, 1.4]))
     start = run(tmp_path / "start", steps=1).heads_folder
-    kill_after(6)
-    with pytest.raises(Killed):
+    with killed_after(6):
         run(tmp_path / "cut")
     assert [row["step"] for row in metrics(tmp_path / "cut")] == [0, 6]
-    kill_after(10**9)
     if gone:  # killed between the two renames that replace a folder
         shutil.rmtree(tmp_path / "cut" / "best")
     resumed = run(tmp_path / "cut", steps=5)
@@ -150,32 +136,27 @@ def test_ctrl_c_after_the_last_step(run: Train, tmp_path: Path, monkeypatch: pyt
 
 def test_ctrl_c_completes_the_step(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = run(tmp_path / "whole")
-    original = trainer._Trainer._step
 
-    def step(self: Any, *args: Any) -> float:
-        if self.trainer_state.step == 5:
+    def interrupt(training: Any) -> None:
+        if training.trainer_state.step == 5:
             signal.raise_signal(signal.SIGINT)
-        return original(self, *args)
 
-    monkeypatch.setattr(trainer._Trainer, "_step", step)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        before_step(patch, interrupt)
         run(tmp_path / "cut")
-    monkeypatch.undo()
     assert (tmp_path / "cut" / "checkpoints" / "step-00000006").is_dir()
     assert_same(complete.last_folder, run(tmp_path / "cut").last_folder)
 
 
 def test_time_budget_spans_sessions(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, take = [1000.0], trainer._Trainer._step
+    clock, rates = [1000.0], list[float]()
     monkeypatch.setattr(trainer, "monotonic", lambda: clock[0])
-    rates: list[float] = []
 
-    def ten_seconds(self: Any, *args: Any) -> float:
+    def ten_seconds(training: Any) -> None:
         clock[0] += 10
-        rates.append(self.trainer_state.lr)
-        return take(self, *args)
+        rates.append(training.trainer_state.lr)
 
-    monkeypatch.setattr(trainer._Trainer, "_step", ten_seconds)
+    before_step(monkeypatch, ten_seconds)
     settings: dict[str, Any] = {"steps": None, "minutes": 2, "epochs": 100_000, "eval_every": 10**6, "warmup": 0.0}
     assert run(tmp_path, **settings).steps == 12
     assert metrics(tmp_path)[-1]["elapsed_seconds"] == 120

@@ -45,10 +45,9 @@ def taught(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Tea
 
 @pytest.mark.parametrize("name", HEADS)
 def test_teacher_and_target_train_the_same_heads(name: str, run: Train, taught: TeacherModel, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "steps": 2, "eval_every": 1, "lr": 1e-3}
-    written = StringIO()
+    settings: dict[str, Any] = {"heads": HEADS[name], "steps": 2, "eval_every": 1, "lr": 1e-3}
     run(tmp_path / "target", **settings)
-    run(tmp_path / "teacher", console=Console(file=written, width=500), target=taught, **settings)
+    run(tmp_path / "teacher", target=taught, **settings)
     for which in ("best", "last"):
         assert_same(tmp_path / "target" / which, tmp_path / "teacher" / which)
     one, other = (
@@ -56,7 +55,7 @@ def test_teacher_and_target_train_the_same_heads(name: str, run: Train, taught: 
         for who in ("target", "teacher")
     )
     assert one == other, "validation too"
-    assert "the teacher of tiny is beside the states" in written.getvalue()
+    assert "the teacher of tiny is beside the states" in (tmp_path / "teacher" / "log.txt").read_text()
 
 
 class Place:
@@ -96,7 +95,7 @@ def test_teacher_is_used_when_it_suffices(place: Place) -> None:
 def test_heads_that_start_from_more_layers_than_the_teacher_has_need_the_target(
     tmp_path: Path, tiny_target_folder: Path
 ) -> None:
-    place = Place(tmp_path, tiny_target_folder, {"family": "eagle3", **HEADS["eagle3"]})
+    place = Place(tmp_path, tiny_target_folder, HEADS["eagle3"])
     assert NOT_LOADED in place.train()
     assert NOT_LOADED not in place.train(heads={"num_layers": 2})
     shutil.rmtree(place.target_folder)

@@ -48,9 +48,9 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb.teardown()
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def _records(file: Path) -> Iterator[Any]:
     """Parse wandb's file, a LevelDB log: blocks of 32 KiB, chunks with a header of 7 bytes."""
-    block, header, index, parts = 32768, 7, 7, b""  # the file's own header takes the first 7
+    data, block, header, index, parts = file.read_bytes(), 32768, 7, 7, b""  # the file's own header takes the first 7
     while index + header <= len(data):
         if block - index % block < header:
             index += block - index % block
@@ -59,7 +59,9 @@ def _records(data: bytes) -> Iterator[bytes]:
         parts += data[index + header : index + header + length]
         index += header + length
         if kind in (1, 4):  # full, or the last chunk
-            yield parts
+            record = Record()
+            record.ParseFromString(parts)
+            yield record
             parts = b""
 
 
@@ -69,9 +71,7 @@ def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
     *_, file = sorted(folder.glob("wandb/offline-run-*/*.wandb"))  # the folder's name begins with the time
     logged: Logged = {}
     config: dict[str, Any] = {}
-    for data in _records(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    for record in _records(file):
         items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
         for name, value in items.items():
             if name.startswith("_"):
@@ -203,15 +203,9 @@ def test_wandb_dir_is_respected(run: Train, tmp_path: Path, offline: None, monke
 
 def runs_in_wandb(folder: Path) -> list[tuple[str, str]]:
     """Return (id, name) of the run of every offline session."""
-    found = []
-    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        for data in _records(file.read_bytes()):
-            record = Record()
-            record.ParseFromString(data)
-            if record.run.run_id:
-                found.append((record.run.run_id, record.run.display_name))
-                break
-    return found
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    runs = [next(record.run for record in _records(file) if record.run.run_id) for file in files]
+    return [(run.run_id, run.display_name) for run in runs]
 
 
 def test_resuming_keeps_the_wandb(run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ from headstart.support.files import no_folder, read_json, write_json, write_text
 from headstart.support.lock import locked
 from headstart.support.terminal import progress_bar, tell
 from headstart.train.trainer import train
-from headstart.train.training_artifact import RESULT, finished
+from headstart.train.training_artifact import RESULT, is_finished
 from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import Tuning, tune
 
@@ -115,7 +115,7 @@ class Update:
             if not self.trained:
                 plan = read_json(self.folder / PLAN)
                 recipe = self._recipe(plan)
-                if not finished(self.folder / "train"):
+                if not is_finished(self.folder / "train"):
                     train(recipe, self.target, *self._stores(recipe), self._subfolder("train"), self.run.console)
                 self._tune(recipe, plan)
         return self.folder / "heads"

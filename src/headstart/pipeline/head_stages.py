@@ -11,7 +11,6 @@ from headstart.data.states.store import States
 from headstart.heads.base import DraftHead, make_config
 from headstart.heads.io import load_heads
 from headstart.model.frozen import FrozenModel
-from headstart.model.model import Target
 from headstart.model.teacher import TeacherModel, teach
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import aux_layers, check_formats, conversation_files, conversations, kept_stores
@@ -34,7 +33,7 @@ from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
 from headstart.train.processes import broadcast_from_main, count_processes, is_main, on_main, raise_on_all_ranks
 from headstart.train.trainer import train
-from headstart.train.training_artifact import RESULT, continue_shorter, finished, training, weights_hash
+from headstart.train.training_artifact import RESULT, continue_shorter, is_finished, training_artifact, weights_hash
 from headstart.tuning.tune import Tuning, tune
 
 _TUNE_VERSION = 5
@@ -50,16 +49,16 @@ def _train(run: Run) -> Outcome:
     # Runs on every rank; the main process writes.
     with raise_on_all_ranks():
         target, stores = _frozen_and_stores(run)
-        made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
+        made = training_artifact(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
         if is_main():
             check_formats(run, target)
     with on_main(lock_artifact(made, run.console, wait=count_processes() == 1)):
         with raise_on_all_ranks():
-            if is_main() and not finished(made.folder):  # before the reference to the shorter training is replaced
+            if is_main() and not is_finished(made.folder):  # before the reference to the shorter training is replaced
                 continue_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
                 add_reference(run.folder, "train", made, TRAIN)
-        if not broadcast_from_main(finished(made.folder)):
+        if not broadcast_from_main(is_finished(made.folder)):
             train(run.recipe, target, *stores, made.folder, run.console)
     with raise_on_all_ranks():
         result = read_json(made.folder / RESULT) if is_main() else None
@@ -74,22 +73,17 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
         stores = kept_stores(run)
         target = run.frozen()
         if isinstance(target, TeacherModel) and not target.starts(make_config(heads, target).start_layers):
-            target = _whole_target(run)
+            try:
+                target = run.target
+            except NoTarget as error:
+                add = "Or add the layers that these heads start from, where the target is: headstart data build."
+                raise NoTarget(error.problem, f"{error.remedy} {add}") from error
         return target, (stores["train"], stores["validation"])
     sharded = section.shard_target and count_processes() > 1
     reads = run.load(sharded=True) if sharded else run.target
     files, layers = conversation_files(run).values(), aux_layers(run)
     trained_on, validated_on = (OnlineStates(file, each_conversation(file), reads, layers) for file in files)
     return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (trained_on, validated_on)
-
-
-def _whole_target(run: Run) -> Target:
-    """Load the target for heads that start from layers missing in its teacher."""
-    try:
-        return run.target
-    except NoTarget as error:
-        remedy = "Or add the layers that these heads start from, where the target is: headstart data build."
-        raise NoTarget(error.problem, f"{error.remedy} {remedy}") from error
 
 
 def _tune_settings(run: Run) -> dict[str, Any]:

@@ -41,9 +41,9 @@ _ROUND = 16
 def epoch_batches(
     lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int, packing: bool = False
 ) -> list[Batch]:
-    """Batch every conversation once, with at most `batch_tokens` tokens: those of similar length, padding included, or
-    with `packing` those that fill a row best (best-fit decreasing).
+    """Batch every conversation once, with at most `batch_tokens` tokens per batch.
 
+    A batch pads conversations of similar length; padding counts. With `packing` it fills one row (best-fit decreasing).
     A longer conversation has its own batch. The number of batches is the same in each epoch.
 
     >>> sorted(map(sorted, epoch_batches([5, 40, 12, 44, 90], batch_tokens=100, seed=0, epoch=0)))

@@ -37,7 +37,7 @@ _RMS = 0.2
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalised updates (Jordan et al., 2024).
 
-    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, but each matrix of a stack is orthogonalised by
+    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, but orthogonalises each matrix of a stack by
     itself. `rows` gives the row ranges of parameters that hold several matrices; other rows do not change. Momentum
     sees every gradient; a matrix is updated in one of `every` steps, by `every` times as much.
     """

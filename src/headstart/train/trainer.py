@@ -125,6 +125,7 @@ class _Trainer:
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
             check_store(self.valid_store, target, self.heads)
             self.coverage = draft_coverage(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
+            # Heads, best heads and two moments, in float32, of the kept checkpoints and of the next.
             copies = 4 * (self.section.keep_checkpoints + 1)
             needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
             need_disk(self.folder, max(0, needed - size(self.folder / "checkpoints")), "Training")
@@ -358,7 +359,7 @@ class _Trainer:
             if losses is not None:
                 losses.clear()
             self._record(validation, loss)
-            display.validated(self.trainer_state.step, self._elapsed(), loss, validation)
+            display.show_validation(self.trainer_state.step, self._elapsed(), loss, validation)
             if validation.tau > self.trainer_state.best_tau:
                 self.trainer_state.best_tau, self.trainer_state.best_step = validation.tau, self.trainer_state.step
                 if self.accelerator.is_main_process:

@@ -26,7 +26,7 @@ _VERSION = 2  # Muon changes matrices in turns
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
-def training(
+def training_artifact(
     run_folder: Path, recipe: Recipe, config: HeadConfig, train_store: States, valid_store: States
 ) -> Artifact:
     """The artifact of a training; `config` is the heads' complete config, with the target's sizes."""
@@ -41,7 +41,7 @@ def training(
     return artifact(run_folder, "heads", config.family, identity)
 
 
-def finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
     return (folder / RESULT).is_file()
 
 

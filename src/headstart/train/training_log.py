@@ -80,7 +80,7 @@ class Display:
             log = self._log.note if console is None or console.is_terminal else self._log.say
             log(f"{fraction:.0%} · {text}")
 
-    def validated(self, step: int, elapsed: float, loss: float | None, validation: Validation) -> None:
+    def show_validation(self, step: int, elapsed: float, loss: float | None, validation: Validation) -> None:
         """Log a validation, and show it in the live line from now on."""
         top1 = "/".join(f"{share:.2f}" for share in validation.accuracy["top1"])
         self._validation = f" · top-1 {top1} · tau {validation.tau:.2f}"
