@@ -148,10 +148,10 @@ def test_finished_rows_allocate_nothing() -> None:
     for number, new in enumerate(keys):
         cache.update(new, -new, number)
     cache.commit([[0, 1, 2]] * 4)
-    (store,) = cache._stores
+    (store,) = cache.stores
     with Sizes() as sizes:  # type: ignore[no-untyped-call]  # torch's own
         cache.reorder([1, 3])
-    assert sizes.largest == 0 and cache._stores[0].data_ptr() == store.data_ptr()
+    assert sizes.largest == 0 and cache.stores[0].data_ptr() == store.data_ptr()
     assert (cache.rows, cache.lengths) == (2, [3, 3])
     cache.begin(1)
     for number, old in enumerate(keys):

@@ -81,7 +81,7 @@ def compare(target: Target, texts: Sequence[Sequence[int]], rounds: int = 3, dep
         logits_BV = steps[-1].logits_BTV[:, 0]
     assert plain.lengths == drafted.lengths
     for row, length in enumerate(plain.lengths):
-        pairs = zip(plain._stores, drafted._stores, strict=True)
+        pairs = zip(plain.stores, drafted.stores, strict=True)
         found.kept += any(not torch.equal(one[:, row, :, :length], two[:, row, :, :length]) for one, two in pairs)
     return found
 
@@ -281,7 +281,7 @@ def test_prefill_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", max_length=400))
     largest: list[int] = []
     cache = target.new_cache(2, 310)
-    kept = {store.untyped_storage().data_ptr() for store in cache._stores}
+    kept = {store.untyped_storage().data_ptr() for store in cache.stores}
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -178,7 +178,7 @@ def test_nan_keys_do_not_outlive_a_text(device: StandIn) -> None:
     target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
     expected = DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
     cache = target.new_cache(3, 60)
-    for store in cache._stores:
+    for store in cache.stores:
         store.fill_(float("nan"))
     del cache, store
     assert DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
