@@ -111,13 +111,10 @@ def _tree(path: Sequence[int], vocab: int, draw: random.Random) -> tuple[list[in
 )
 def test_tree_has_the_bits_of_single_steps(kind: str, dtype: torch.dtype, exact: Any, rows: int, depth: int) -> None:
     """Logits, hidden states, and the keys and values of the accepted path."""
-    many = rows * (depth + 1) > MAX_ROWS  # even without siblings
-    assert many == (rows == 40)
-    target = Target(tiny_model(kind).to(dtype), exact=exact)
-    found = compare(target, (TEXTS * 10)[:rows], 1 if many else 3, depth)
-    assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == (1 if many else 3) * (
-        depth + 1
-    ) * rows
+    rounds = 1 if rows == 40 else 3
+    assert (rows * (depth + 1) > MAX_ROWS) == (rows == 40), "even without siblings"
+    found = compare(Target(tiny_model(kind).to(dtype), exact=exact), (TEXTS * 10)[:rows], rounds, depth)
+    assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == rounds * (depth + 1) * rows
 
 
 @needs_kernels
