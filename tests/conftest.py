@@ -126,6 +126,21 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile the target's kernels again, without cached libraries; warnings come again as well."""
+    from headstart.kernels import cpu_attention, prepacked
+    from headstart.support import compiled
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "_WARNED", set())
+    cpu_attention._compiled.cache_clear()
+    prepacked._compiled.cache_clear()
+    yield
+    cpu_attention._compiled.cache_clear()
+    prepacked._compiled.cache_clear()
+
+
+@pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[Any]]:
     """Record the positional arguments of every call of a function, which still runs."""
 

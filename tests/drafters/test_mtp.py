@@ -157,7 +157,7 @@ def test_a_checkpoint_without_its_modules_is_refused(shipped: dict[str, ShippedT
     [
         ("model.layers.2.hnorm.weight", r"lacks model\.layers\.2\.hnorm\.weight of its.*Fetch the checkpoint again"),
         ("model.layers.2.self_attn.o_proj.weight", r"lacks tensors of its layer.*o_proj\.weight.*Fetch the checkpoint"),
-        ("model.layers.2.self_attn.o_proj.weight_scale_inv", r"packed in few bits.*in bfloat16"),
+        ("model.layers.2.self_attn.o_proj.weight_scale_inv", r"are quantised.*in bfloat16"),
     ],
 )
 def test_incomplete_and_packed_modules_are_refused(name: str, said: str, tmp_path: Path) -> None:

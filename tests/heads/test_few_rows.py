@@ -65,7 +65,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("read", "enter"):
         noted(draft_kernels.Recurrent, name, name)
-    for name in ("product", "norms", "attend", "best"):
+    for name in ("product", "norms", "attend", "best_drafts"):
         noted(draft_kernels, name, name)
     return names
 
@@ -117,7 +117,7 @@ def test_best_drafts_are_torchs(dtype: torch.dtype, ranks: int, asked: list[str]
     logits, tokens = logits.to(dtype), 3 * torch.arange(200)
     with torch.inference_mode():
         found = best_drafts(logits, ranks, tokens)
-    assert asked == ["best"] and found.dtype == torch.int32
+    assert asked == ["best_drafts"] and found.dtype == torch.int32
     log_probs = logits.double().log_softmax(-1)
     torch.testing.assert_close(  # of equal logits either may come first
         found[0].view(torch.float32).double(), log_probs.topk(ranks).values, rtol=1e-5, atol=1e-5

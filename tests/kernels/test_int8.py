@@ -6,12 +6,11 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.kernels import prepacked
 from headstart.kernels.prepacked import can_pack, prepack, product
 from headstart.model.model import Target
-from headstart.tree.tree import Tree, TreeBatch
+from tests.kernels.test_prepacked import logits
 from tests.tiny import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -65,29 +64,9 @@ def test_nan_stays_nan_and_zero_stays_zero(wrong: float) -> None:
     assert out[0].eq(0).all() and out[1].isnan().all() and out[2].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 19])
-def test_fused_norm_gate_and_sum(rows: int, dtype: torch.dtype) -> None:
-    """Bit-exact against separate operators."""
-    torch.manual_seed(0)
-    x, norm_I, weight = (torch.randn(*shape).to(dtype) for shape in ((1, rows, 48), (48,), (128, 48)))
-    packed, added = prepack(weight, int8=True), torch.randn(1, rows, 128).to(dtype)
-    plain = product(product(x, prepack(torch.eye(48, dtype=dtype)), None, norm=(norm_I, 1e-5)), packed, None)
-    assert torch.equal(product(x, packed, None, norm=(norm_I, 1e-5), added=added), added + plain)
-    gated = product(plain, prepack(torch.eye(128, dtype=dtype)), None, gates=True)
-    assert torch.equal(product(x, packed, None, (norm_I, 1e-5), gates=True), gated)
-
-
 def test_sizes_not_divisible_by_four_are_not_rounded() -> None:
     weight, x = torch.randn(32, 34), torch.randn(2, 34)
     torch.testing.assert_close(product(x, prepack(weight, int8=True), None), x @ weight.T)
-
-
-def logits(target: Target) -> Tensor:
-    cache = target.new_cache(2, 16)
-    read = target.prefill(cache, [[5, 9, 2], [4, 4, 8, 1]]).logits_BTV
-    batch = TreeBatch.of([Tree(tokens, [-1, 0, 0, 1]) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8])])
-    return torch.cat([read, target.forward_tree(cache, batch).logits_BTV], 1).float()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])

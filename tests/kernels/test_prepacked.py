@@ -30,9 +30,9 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 def logits(target: Target) -> Tensor:
     cache = target.new_cache(2, 16)
-    target.prefill(cache, [[5, 9, 2], [4, 4, 8, 1]])
+    read = target.prefill(cache, [[5, 9, 2], [4, 4, 8, 1]]).logits_BTV
     batch = TreeBatch.of([Tree(tokens, [-1, 0, 0, 1]) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8])])
-    return target.forward_tree(cache, batch).logits_BTV.float()
+    return torch.cat([read, target.forward_tree(cache, batch).logits_BTV], 1).float()
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -59,16 +59,24 @@ def test_stock_forwards_do_not_use_them(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", [1, 5, 13, 40, 70])
-def test_fused_norm_gate_and_sum(rows: int, threads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rows", "threads", "int8"),
+    [*((rows, threads, False) for rows in (1, 5, 13, 40, 70) for threads in (1, 2)), (1, 1, True), (19, 1, True)],
+)
+def test_fused_norm_gate_and_sum(
+    rows: int, threads: int, int8: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit-exact against separate operators, also with outputs that do not fill a panel."""
+    if int8:
+        monkeypatch.setattr(module, "uses_tiles", lambda _: False)
+        if not module.can_pack(torch.zeros(32, 32), int8=True):
+            pytest.skip("this CPU has no products in 8 bits")
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     x, norm_I = torch.randn(1, rows, 48).to(dtype), torch.randn(48).to(dtype)
     for outputs in (128, 70):
         weight, bias = torch.randn(outputs, 48).to(dtype), torch.randn(outputs).to(dtype)
-        packed, added = module.prepack(weight), torch.randn(1, rows, outputs).to(dtype)
+        packed, added = module.prepack(weight, int8), torch.randn(1, rows, outputs).to(dtype)
         normed = module.product(x, module.prepack(torch.eye(48, dtype=dtype)), None, norm=(norm_I, 1e-5))
         plain = module.product(normed, packed, bias)
         assert torch.equal(module.product(x, packed, bias, norm=(norm_I, 1e-5), added=added), added + plain)

@@ -14,7 +14,6 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from headstart.errors import UserError
 from headstart.model.loading import load_target, pick_device, pick_dtype
 from headstart.model.model import Target
-from headstart.replay.attention import TreeMask, _eager_attention
 from headstart.replay.cache import KVLayout, TreeCache
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch
@@ -22,6 +21,13 @@ from tests.spies import spy
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+"""float32 rounding of attention in other kernels, or over other numbers of tokens."""
+
+
+def read(target: Target, text: list[int]) -> torch.Tensor:
+    """Return the logits [1, 1, V] after a text in a cache of its own."""
+    return target.prefill(target.new_cache(1, len(text)), [text]).logits_BTV
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,8 +39,7 @@ def test_aux_hidden_states_match_transformers(kind: str) -> None:
         with torch.inference_mode():
             wanted = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
         for layer in aux_layers:
-            # float32 rounding of two attention kernels
-            torch.testing.assert_close(states[layer], wanted[layer][0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(states[layer], wanted[layer][0], **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,17 +56,17 @@ def test_ragged_prefill_matches_single_rows() -> None:
     target = Target(tiny_model("llama"))
     together = target.prefill(target.new_cache(2, 8), TEXTS).logits_BTV
     for row, text in enumerate(TEXTS):
-        alone = target.prefill(target.new_cache(1, 8), [text]).logits_BTV
-        torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-5)
+        alone = read(target, text)
+        torch.testing.assert_close(together[row], alone[0], **CLOSE)
 
 
 def test_prefill_in_two_calls_matches_one() -> None:
     target = Target(tiny_model("gemma3", max_length=64))
     text = list(range(1, 21))
-    whole = target.prefill(target.new_cache(1, 20), [text]).logits_BTV
+    whole = read(target, text)
     cache = target.new_cache(1, 20)
     target.prefill(cache, [text[:12]])
-    torch.testing.assert_close(target.prefill(cache, [text[12:]]).logits_BTV, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(target.prefill(cache, [text[12:]]).logits_BTV, whole, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "phi3_long"])
@@ -77,32 +82,30 @@ def test_prefill_pieces_skip_finished_rows(kind: str, before: int, monkeypatch: 
         cache = target.new_cache(len(texts), 32)
         if before:
             target.prefill(cache, [[2, 9, 4][:before]] * len(texts))
-        read.clear()
+        tokens_read.clear()
         out = target.prefill(cache, texts, aux_layers)
         assert cache.lengths == [before + length for length in lengths]
         states = [
             out.aux_hidden_states[layer][row, :length] for layer in aux_layers for row, length in enumerate(lengths)
         ]
         assert all(out.aux_hidden_states[layer].shape[:2] == (len(texts), 20) for layer in aux_layers)
-        tokens = sum(read)
+        tokens = sum(tokens_read)
         after = target.forward_tree(cache, tree).logits_BTV
-        read[:] = [tokens]
+        tokens_read[:] = [tokens]
         return [out.logits_BTV, after, *states]
 
-    read = spy(monkeypatch, Target, "_run", lambda _target, _forward, _cache, tokens_BT, *_: tokens_BT.numel())
+    tokens_read = spy(monkeypatch, Target, "_run", lambda _target, _forward, _cache, tokens_BT, *_: tokens_BT.numel())
     monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
     whole = prefill()
-    assert read == [7 * 20]
+    assert tokens_read == [7 * 20]
     monkeypatch.setattr("headstart.model.model._MAX_PADDING", 12)
     grouped = prefill()
-    assert read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of similar length share a forward"
+    assert tokens_read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of similar length share a forward"
     monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
     monkeypatch.setattr("headstart.model.model.CHUNK", 8)
     parted = prefill()
-    assert read == [7 * 8 + (2 * 8 + 1 * 8) + (1 * 2 + 1 * 4)]
-    for ours, theirs in zip([*parted, *grouped], [*whole, *whole], strict=True):
-        # float32 rounding of attention over other numbers of tokens
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert tokens_read == [7 * 8 + (2 * 8 + 1 * 8) + (1 * 2 + 1 * 4)]
+    torch.testing.assert_close([*parted, *grouped], [*whole, *whole], **CLOSE)
 
 
 def test_commit_keeps_the_path_alone() -> None:
@@ -115,8 +118,8 @@ def test_commit_keeps_the_path_alone() -> None:
     assert cache.lengths == [len(TEXTS[0]) + 3, len(TEXTS[1]) + 1]
     after = target.forward_tree(cache, TreeBatch.roots([20, 20])).logits_BTV
     for row, text in enumerate(([*TEXTS[0], 10, 12, 15, 20], [*TEXTS[1], 10, 20])):
-        alone = target.prefill(target.new_cache(1, 20), [text]).logits_BTV
-        torch.testing.assert_close(after[row], alone[0], rtol=1e-4, atol=1e-5)
+        alone = read(target, text)
+        torch.testing.assert_close(after[row], alone[0], **CLOSE)
 
 
 def test_reorder_keeps_the_selected_rows() -> None:
@@ -125,8 +128,8 @@ def test_reorder_keeps_the_selected_rows() -> None:
     target.prefill(cache, TEXTS)
     cache.reorder([1])
     step = TreeBatch.roots([20])
-    alone = target.prefill(target.new_cache(1, 12), [[*TEXTS[1], 20]]).logits_BTV
-    torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, alone, rtol=1e-4, atol=1e-5)
+    alone = read(target, [*TEXTS[1], 20])
+    torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, alone, **CLOSE)
 
 
 def test_finished_rows_allocate_nothing() -> None:
@@ -148,10 +151,10 @@ def test_finished_rows_allocate_nothing() -> None:
     for number, new in enumerate(keys):
         cache.update(new, -new, number)
     cache.commit([[0, 1, 2]] * 4)
-    (store,) = cache._stores
+    (store,) = cache.stores
     with Sizes() as sizes:  # type: ignore[no-untyped-call]  # torch's own
         cache.reorder([1, 3])
-    assert sizes.largest == 0 and cache._stores[0].data_ptr() == store.data_ptr()
+    assert sizes.largest == 0 and cache.stores[0].data_ptr() == store.data_ptr()
     assert (cache.rows, cache.lengths) == (2, [3, 3])
     cache.begin(1)
     for number, old in enumerate(keys):
@@ -188,23 +191,14 @@ def test_tree_may_reach_past_the_context(kind: str) -> None:
     cache = target.new_cache(1, 20)
     target.prefill(cache, [text])
     chain = TreeBatch.of([Tree.chain_of([20, 21, 22, 23])])
-    whole = target.prefill(target.new_cache(1, 16), [[*text, 20]]).logits_BTV
-    torch.testing.assert_close(target.forward_tree(cache, chain).logits_BTV[:, :1], whole, rtol=1e-4, atol=1e-5)
+    whole = read(target, [*text, 20])
+    torch.testing.assert_close(target.forward_tree(cache, chain).logits_BTV[:, :1], whole, **CLOSE)
 
 
 def test_fingerprint_separates_models_but_not_dtypes() -> None:
     first = Target(tiny_model("llama", seed=0)).identity().fingerprint
     assert first == Target(tiny_model("llama", seed=0).bfloat16()).identity().fingerprint
     assert first != Target(tiny_model("llama", seed=1)).identity().fingerprint
-
-
-def test_capped_attention_reference_matches_sdpa_without_a_cap() -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    mask = TreeMask(torch.zeros(1, 1, 3, 5).masked_fill(torch.ones(3, 5).triu(3).bool(), float("-inf")), None)
-    folded = mask.folded(False, 2, query)
-    sdpa = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=folded)
-    torch.testing.assert_close(_eager_attention(query, key, value, folded), sdpa, rtol=1e-5, atol=1e-6)
 
 
 def test_models_with_running_state_are_refused() -> None:
@@ -216,17 +210,18 @@ def test_models_with_running_state_are_refused() -> None:
         Target(Lfm2ForCausalLM(config))
 
 
-def test_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.model.model.tree_mask", lambda *_: None)
+@pytest.mark.parametrize(
+    ("kind", "name", "wrong"),
+    [
+        ("llama", "headstart.model.model.tree_mask", lambda *_: None),
+        # A tree and its path still agree with each other: only the model's own attention shows the window.
+        ("mistral", "headstart.model.frozen._sliding_window", lambda _config: None),
+    ],
+)
+def test_wrong_masks_are_refused(kind: str, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(name, wrong)
     with pytest.raises(UserError, match="logits of a tree differ"):
-        Target(tiny_model("llama"))
-
-
-def test_model_with_an_overlooked_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree and its path still agree with each other: only the model's own attention shows it."""
-    monkeypatch.setattr("headstart.model.frozen._sliding_window", lambda _config: None)
-    with pytest.raises(UserError, match="logits of a tree differ"):
-        Target(tiny_model("mistral"))
+        Target(tiny_model(kind))
 
 
 def test_refused_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,23 +327,19 @@ def test_folder_round_trip(tiny_target: Target, tiny_target_folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "device", "message"),
     [
-        ("smollm2-135n", "Did you mean 'smollm2-135m'"),
-        ("./nowhere", "No folder at ./nowhere"),
-        ("/nonexistent", "No folder at /nonexistent"),
-        ("missing.gguf", "No file at missing.gguf"),
+        ("smollm2-135n", "auto", "Did you mean 'smollm2-135m'"),
+        ("./nowhere", "auto", "No folder at ./nowhere"),
+        ("/nonexistent", "auto", "No folder at /nonexistent"),
+        ("missing.gguf", "auto", "No file at missing.gguf"),
+        ("", "gpu", "Unknown device 'gpu'"),
+        ("", "cuda:99", "no device 'cuda:99'"),
     ],
 )
-def test_unknown_targets(spec: str, message: str) -> None:
+def test_unknown_targets_and_devices(spec: str, device: str, message: str, tiny_target_folder: Path) -> None:
     with pytest.raises(UserError, match=message):
-        load_target(spec)
-
-
-@pytest.mark.parametrize(("device", "message"), [("gpu", "Unknown device 'gpu'"), ("cuda:99", "no device 'cuda:99'")])
-def test_unknown_devices(tiny_target_folder: Path, device: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_target(str(tiny_target_folder), device=device)
+        load_target(spec or str(tiny_target_folder), device=device)
 
 
 @pytest.mark.parametrize(("device", "chosen"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")])

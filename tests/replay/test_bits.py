@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from torch import Tensor
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
-from headstart.kernels import cpu_attention, prepacked
+from headstart.kernels import prepacked
 from headstart.kernels.prepacked import MAX_ROWS
 from headstart.model.model import Target
 from headstart.replay.attention import Scores, TreeMask, _eager_attention, causal_attention
 from headstart.replay.patch import FINAL
-from headstart.support import compiled
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, packed_model, tiny_model
@@ -81,7 +79,7 @@ def compare(target: Target, texts: Sequence[Sequence[int]], rounds: int = 3, dep
         logits_BV = steps[-1].logits_BTV[:, 0]
     assert plain.lengths == drafted.lengths
     for row, length in enumerate(plain.lengths):
-        pairs = zip(plain._stores, drafted._stores, strict=True)
+        pairs = zip(plain.stores, drafted.stores, strict=True)
         found.kept += any(not torch.equal(one[:, row, :, :length], two[:, row, :, :length]) for one, two in pairs)
     return found
 
@@ -103,21 +101,20 @@ def _tree(path: Sequence[int], vocab: int, draw: random.Random) -> tuple[list[in
 
 
 @needs_kernels
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("kind", COMPILED)
-def test_tree_has_the_bits_of_single_steps(kind: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "exact", "rows", "depth"),
+    [
+        *((kind, torch.bfloat16, "bits", rows, 3) for kind in COMPILED for rows in (1, 4)),
+        *(("llama", dtype, "tokens", 4, 3) for dtype in (torch.bfloat16, torch.float32)),  # the default
+        *(("llama", dtype, "bits", 40, 6) for dtype in (torch.bfloat16, torch.float32)),  # beyond the replayed rows
+    ],
+)
+def test_tree_has_the_bits_of_single_steps(kind: str, dtype: torch.dtype, exact: Any, rows: int, depth: int) -> None:
     """Logits, hidden states, and the keys and values of the accepted path."""
-    found = compare(Target(tiny_model(kind).bfloat16(), exact="bits"), TEXTS[:rows])
-    assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == 12 * rows
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trees_beyond_the_replayed_rows_have_the_same_bits(dtype: torch.dtype) -> None:
-    texts, depth = TEXTS * 10, 6
-    assert len(texts) * (depth + 1) > MAX_ROWS, "even without siblings"
-    found = compare(Target(tiny_model("llama").to(dtype), exact="bits"), texts, rounds=1, depth=depth)
-    assert (found.logits, found.states, found.kept) == (0, 0, 0)
+    rounds = 1 if rows == 40 else 3
+    assert (rows * (depth + 1) > MAX_ROWS) == (rows == 40), "even without siblings"
+    found = compare(Target(tiny_model(kind).to(dtype), exact=exact), (TEXTS * 10)[:rows], rounds, depth)
+    assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == rounds * (depth + 1) * rows
 
 
 @needs_kernels
@@ -141,37 +138,9 @@ def test_rounding_differs_without_exact(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.logits > found.rows / 4 and found.kept > 0  # 23 of 48 without AVX-512, more with it
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_kernels_are_batch_invariant_by_default(dtype: torch.dtype) -> None:
-    found = compare(Target(tiny_model("llama").to(dtype), exact="tokens"), TEXTS)
-    assert (found.logits, found.states, found.kept) == (0, 0, 0)
-
-
-@needs_kernels
-def test_exact_is_kept_as_given() -> None:
-    assert Target(tiny_model("llama").bfloat16()).exact == "tokens"
-    assert Target(tiny_model("llama").bfloat16(), exact="bits").exact == "bits"
-    with pytest.raises(UserError, match="Did you mean 'bits'"):
-        Target(tiny_model("llama"), exact="bit")  # type: ignore[arg-type]  # a typo
-
-
-@pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Simulate a machine without a compiler and without cached libraries."""
-    caches = (cpu_attention._compiled, prepacked._compiled)
+@pytest.mark.filterwarnings("ignore:No C compiler")
+def test_exact_bits_without_a_compiler_are_refused(nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "_WARNED", {"compiler"})
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
-
-
-@pytest.mark.usefixtures("nothing_compiled")
-def test_exact_bits_without_a_compiler_are_refused() -> None:
     target = Target(tiny_model("llama").bfloat16())
     with pytest.raises(UserError) as refused:
         target.exact = "bits"
@@ -214,6 +183,7 @@ def test_released_model_computes_as_before() -> None:
     model = tiny_model("llama").bfloat16()
     before = [dict(vars(module)) for module in model.modules()]
     target = Target(model, exact="bits")
+    assert target.exact == "bits"
     first = compare(target, TEXTS[:2], rounds=1)
     target.release()
     assert [vars(module).get("forward") for module in model.modules()] == [own.get("forward") for own in before]
@@ -281,7 +251,7 @@ def test_prefill_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", max_length=400))
     largest: list[int] = []
     cache = target.new_cache(2, 310)
-    kept = {store.untyped_storage().data_ptr() for store in cache._stores}
+    kept = {store.untyped_storage().data_ptr() for store in cache.stores}
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -37,6 +37,8 @@ AUX_LAYERS = (0, 2, FINAL)
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 ROUNDING = 1e-5
 """For logits of size 1, float32 sums of up to 100 products in another order."""
+CLOSE = {torch.float32: {"rtol": ROUNDING, "atol": ROUNDING}, torch.bfloat16: {"rtol": 0.02, "atol": 0.02}}
+"""In bfloat16 a sum in another order may round to a neighbouring number, in each of 3 layers."""
 
 
 @contextmanager
@@ -49,7 +51,7 @@ def through_modules(target: Target) -> Iterator[None]:
         target._recorded = recorded
 
 
-def captured_by(target: Target) -> Replay:
+def replay_of(target: Target) -> Replay:
     target.record()
     assert target._recorded.replay is not None, target.eager
     return target._recorded.replay
@@ -79,8 +81,7 @@ def check_replay(target: Target, rows: int, width: int) -> None:
     replayed = rounds(target, rows, width)
     with through_modules(target):
         expected = rounds(target, rows, width)
-    for ours, theirs in zip(replayed, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+    torch.testing.assert_close(replayed, expected, atol=ROUNDING, rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -106,37 +107,29 @@ def test_replay_runs_no_modules() -> None:
     assert called == ["Linear", "Linear"], "only the LM head"
 
 
-def test_foreign_hooks_are_called() -> None:
-    """They were added after the recording."""
-    target = Target(tiny_model("llama"))
-    target.record()
-    called: list[nn.Module] = []
-    target.model.model.layers[1].register_forward_hook(lambda module, args, output: called.append(module))
-    target.prefill(target.new_cache(1, 20), [[1, 2, 3]])
-    assert called and target.eager is not None and "hooks" in target.eager
-
-
 @pytest.mark.parametrize("before", [True, False], ids=["before it is recorded", "after it was"])
-@pytest.mark.parametrize("hooked", [True, False], ids=["a hook", "a forward"])
-def test_foreign_hooks_on_the_whole_model_are_called(hooked: bool, before: bool) -> None:
+@pytest.mark.parametrize("where", ["a hook", "a forward", "a layer's hook"])
+def test_foreign_hooks_are_called(where: str, before: bool) -> None:
     target, called = Target(tiny_model("llama")), list[int]()
     if not before:
         target.record()
     model, forward = target.model, target.model.forward
-    if hooked:
-        model.register_forward_pre_hook(lambda module, args: called.append(1))
-    else:
+    if where == "a forward":
         model.forward = lambda *args, **kwargs: called.append(1) or forward(*args, **kwargs)
+    else:
+        hooked = model if where == "a hook" else model.model.layers[1]
+        hooked.register_forward_pre_hook(lambda module, args: called.append(1))
     cache = target.new_cache(1, 20)
     called.clear()
     target.prefill(cache, [[1, 2, 3]])
-    assert called and target.eager is not None and "LlamaForCausalLM has hooks" in target.eager
+    name = "model.layers.1" if where == "a layer's hook" else "LlamaForCausalLM"
+    assert called and target.eager is not None and f"{name} has hooks" in target.eager
 
 
 def test_long_texts_run_through_the_modules() -> None:
     target = Target(tiny_model("llama", max_length=2 * MAX_ROWS))
-    captured = captured_by(target)
-    assert captured.serves(MAX_ROWS, False) and not captured.serves(MAX_ROWS + 1, False)
+    replay = replay_of(target)
+    assert replay.serves(MAX_ROWS, False) and not replay.serves(MAX_ROWS + 1, False)
     text = [1 + i % 100 for i in range(MAX_ROWS + 5)]
     read = target.prefill(target.new_cache(1, len(text)), [text]).logits_BTV
     torch.testing.assert_close(read[0, 0], target.model(torch.tensor([text])).logits[0, -1], atol=1e-4, rtol=1e-4)
@@ -338,7 +331,7 @@ def test_second_thread_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) 
     with ThreadPoolExecutor(2) as pool:
         decoded = [pool.submit(DecodeLoop(target).generate, [TEXTS[0]], DecodeOptions(8)) for _ in range(2)]
     assert decoded[0].result()[0].tokens == decoded[1].result()[0].tokens
-    assert len(begun) == 1 and captured_by(target)
+    assert len(begun) == 1 and replay_of(target)
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from headstart.model.model import Target
 from headstart.replay import products, recorded, rewrites
 from headstart.replay.recorder import call, compile_graph, record
 from headstart.tree.tree import TreeBatch
-from tests.replay.test_recorded import TEXTS, captured_by, check_replay, rounds, through_modules
+from tests.replay.test_recorded import CLOSE, TEXTS, check_replay, replay_of, rounds, through_modules
 from tests.spies import spy
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
@@ -78,11 +78,8 @@ def test_operators_around_products_are_fused(kind: str, calls: tuple[int, ...], 
     on_torch = Target(tiny_model(kind).to(dtype))
     with mock.patch.object(rewrites, "_replace_matches"):
         on_torch.record()
-    # In bfloat16 a sum in another order may round to a neighbouring number, in each of 3 layers.
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
     for rows, width in ((1, 1), (1, 7), (3, 5)):
-        for one, other in zip(rounds(in_c, rows, width), rounds(on_torch, rows, width), strict=True):
-            torch.testing.assert_close(one, other, **close)
+        torch.testing.assert_close(rounds(in_c, rows, width), rounds(on_torch, rows, width), **CLOSE[dtype])
 
 
 def called_by(target: Target) -> list[tuple[Any, Any]]:
@@ -105,8 +102,9 @@ def test_norm_is_one_operator_on_a_gpu(kind: str, norms: int) -> None:
         assert called.count(rewrites.rms_norm_cuda) == norms * target.num_layers + 1
         assert not [function for function in called if getattr(function, "func", None) is rewrites.inverse_rms]
         there = rounds(target, 2, 3)
-    for one, other in zip(there, rounds(Target(tiny_model(kind)), 2, 3), strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        [one.cpu() for one in there], rounds(Target(tiny_model(kind)), 2, 3), rtol=1e-5, atol=1e-5
+    )
 
 
 @needs_compiler
@@ -178,11 +176,11 @@ def test_rotations_differ_by_their_tables() -> None:
 
 def test_layers_with_one_input_are_merged() -> None:
     target = Target(tiny_model("llama"))
-    captured = captured_by(target)
+    replay = replay_of(target)
     if not can_pack(torch.zeros(32, 32)):
-        assert not captured.products
+        assert not replay.products
         return
-    assert [product.sizes for product in captured.products[:4]] == [[64, 32, 32], [64], [96, 96], [64]]
+    assert [product.sizes for product in replay.products[:4]] == [[64, 32, 32], [64], [96, 96], [64]]
 
 
 def test_large_layers_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:

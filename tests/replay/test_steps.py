@@ -17,7 +17,7 @@ from headstart.model.model import Target
 from headstart.replay.steps import Steps
 from headstart.support.compiled import compiler
 from headstart.tree.tree import Tree, TreeBatch
-from tests.replay.test_recorded import TEXTS, captured_by, rounds, through_modules
+from tests.replay.test_recorded import CLOSE, TEXTS, replay_of, rounds, through_modules
 from tests.spies import spy
 from tests.tiny import tiny_model
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @contextmanager
-def taken_steps() -> Iterator[list[int]]:
+def logged_calls() -> Iterator[list[int]]:
     """Log the number of steps of each joined call."""
     with pytest.MonkeyPatch.context() as patch:
         yield spy(patch, Steps, "__call__", lambda steps, *_: len(steps))
@@ -49,25 +49,22 @@ def taken_steps() -> Iterator[list[int]]:
 def test_joined_steps_match_the_operators_on_torch(kind: str, calls: list[int], dtype: torch.dtype) -> None:
     """Logits and states of all layers, for a token, a tree, and rows of several lengths."""
     in_steps, alone = (Target(tiny_model(kind).to(dtype)) for _ in range(2))
-    (replay,) = captured_by(in_steps)._replays.values()
+    (replay,) = replay_of(in_steps)._replays.values()
     assert list(map(len, replay.steps)) == calls
     for rows, width in ((1, 1), (1, 7), (3, 5)):
-        with taken_steps() as taken:
+        with logged_calls() as taken:
             found = rounds(in_steps, rows, width)
         with mock.patch("headstart.replay.recorded.group_steps", return_value=[]):
             expected = rounds(alone, rows, width)
         assert len(taken) == 4 * len(calls), "prefill included"
-        # torch sums norms in another order; in bfloat16 a sum may round to a neighbouring number, in each of 3 layers.
-        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, **close)
+        torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
 def test_wide_forwards_run_step_by_step() -> None:
     target = Target(tiny_model("llama"))
     cache = target.new_cache(1, 300)
     target.prefill(cache, [[1, 2, 3]])
-    with taken_steps() as taken:
+    with logged_calls() as taken:
         assert target.forward_tree(cache, TreeBatch.of([Tree.chain_of([5] * 257)])).logits_BTV.isfinite().all()
     assert not taken, "torch attends over so wide a tree"
 
@@ -128,7 +125,7 @@ def test_layers_of_other_shapes_and_dtypes(how: str) -> None:
     for layer in model.model.layers:
         layer.mlp = Other(layer.mlp.float(), how).eval()
     target = Target(model)
-    with taken_steps() as taken:
+    with logged_calls() as taken:
         found = rounds(target, 1, 7)
     assert target.eager is None and taken
     with through_modules(target):
@@ -149,8 +146,7 @@ def test_replaced_layer_is_released() -> None:
     found = rounds(target, 1, 4)
     with through_modules(target):
         expected = rounds(target, 1, 4)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_replays_share_one_copy_of_the_weights() -> None:
@@ -208,5 +204,4 @@ def test_caches_that_shrink_or_grow() -> None:
 
     found = read(Target(tiny_model("mistral")))
     with mock.patch("headstart.replay.recorded.group_steps", return_value=[]):
-        for one, other in zip(found, read(Target(tiny_model("mistral"))), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, read(Target(tiny_model("mistral"))), rtol=1e-5, atol=1e-5)

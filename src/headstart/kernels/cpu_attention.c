@@ -3,16 +3,16 @@
 #include "panels.h"
 #if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2
 #include "tiles.h"
-#define LONGEST 512 /* numbers of a key */
+#define LONGEST 512 /* elements of a key */
 #define BY_TILES(size) ((size) % TILE == 0 && (size) <= LONGEST)
 #else
 #define BY_TILES(size) 0
 #endif
 
-#define WIDE (2 * VECTORS) /* vectors of a value accumulated at once for few queries */
-#define WORTH_THREADS 30000 /* numbers to rotate and write */
+#define WIDE (2 * VECTORS) /* vectors of a value to accumulate together if there are few queries */
+#define WORTH_THREADS 30000 /* elements to rotate and write */
 #define SLOTS_AHEAD 16 /* prefetch distance in values */
-#define LEAST 4 /* queries worth their own pass over the keys, if threads would idle otherwise */
+#define MIN_QUERIES 4 /* per pass over the keys, when queries are split so that no thread idles */
 
 #if LANES == 16
 /* Transpose sixteen vectors of sixteen floats, or pairs. */
@@ -88,7 +88,7 @@ typedef struct {
     float scaling, *scores; /* [MOST, room] */
     int64_t room;
     number *panels; /* of keys */
-    int64_t apart;  /* numbers between panels; 0: they share a buffer */
+    int64_t apart;  /* elements between panels; 0: they share a buffer */
     int transposed; /* whether panels are filled already */
 } kv_view;
 
@@ -115,7 +115,7 @@ static void score_by_tiles(const kv_view *of, int64_t count, const float *x) {
         _tile_zero(0);
         for (int64_t i = 0; i < of->size; i += TILE) {
             _tile_loadd(4, keys + i, of->size * sizeof *keys);
-            _tile_loadd(6, x + i / STEP * count, count * sizeof *x); /* columns after the last query are whatever */
+            _tile_loadd(6, x + i / STEP * count, count * sizeof *x); /* columns after the last query are garbage */
             _tile_dpbf16ps(0, 4, 6);
         }
         _tile_stored(0, found, OF_TILE * sizeof *found);
@@ -215,7 +215,7 @@ int attend(const number *queries, const int64_t *query_strides, const number *ke
            const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens, int64_t size,
            int64_t out_size, int64_t first, int64_t window, float scaling, int threads) {
     int64_t pairs = rows * heads, all = groups * tokens, parts = (all + MOST - 1) / MOST, room = 0;
-    while (pairs * parts % threads && (parts + 1) * LEAST <= all) parts++;
+    while (pairs * parts % threads && (parts + 1) * MIN_QUERIES <= all) parts++;
     for (int64_t row = 0; row < rows; row++) room = slots[row] > room ? slots[row] : room;
     room = (room + PANEL - 1) / PANEL * PANEL;
     int complete = 1;

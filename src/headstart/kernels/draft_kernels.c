@@ -175,8 +175,8 @@ static inline void add(const number *x, float share, int64_t size, float *sums) 
 }
 
 /* New entries. Outputs are computed for entry `last[row]` of each of `requested` rows with equally many entries, or for all
-   entries if NULL. An entry has its row, slot, position, the number of leading slots that it sees, and `further` slots.
-   Angles are [positions, size]; keys and values are contiguous per row and head. */
+   entries if `last` is NULL. The fields of an entry are its row, slot, position, the number of leading slots that it sees,
+   and `further` slots. Angles are [positions, size]; keys and values are contiguous per row and head. */
 typedef struct {
     const number *cos, *sin;
     number *keys, *values;
@@ -192,8 +192,8 @@ static inline int64_t angle_of(const kv_view *of, const int64_t *entry) {
     return (entry[POSITION] < of->positions ? entry[POSITION] : of->positions - 1) * of->size;
 }
 
-/* Write keys and values of all entries, and attend: out [requested, heads * size]. qkv has joined queries, keys and values of an
-   entry. The first `own` key heads return their own value: qkv has no queries and keys of them, and the cache nothing. */
+/* Write keys and values of all entries, and attend: out [requested, heads * size]. A row of `qkv` has an entry's queries,
+   keys and values. The first `own` key heads return their own value: they have no queries and keys, and no cache. */
 static int attend_entries(int64_t own, const number *qkv, const kv_view *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;

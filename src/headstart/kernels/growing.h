@@ -3,8 +3,8 @@
 
 #define DEEPEST 16 /* levels, as in calibration.py */
 
-/* Acceptance probability by log-probability, linear between the knots of a depth, which begin at its `starts`; `reached`:
-   probability that a node of each level has an accepted child. */
+/* Acceptance probability as a function of log-probability, linear between knots; the knots of a depth begin at
+   `starts[depth]`. `reached`: probability that a node of each level has an accepted child. */
 typedef struct {
     const double *knots, *shares, *reached;
     const int64_t *starts;
@@ -30,7 +30,7 @@ typedef struct {
 } choice;
 
 /* By descending probability, then by index. */
-static int in_order_of_worth(const void *left, const void *right) {
+static int compare_choices(const void *left, const void *right) {
     const choice *a = left, *b = right;
     if (a->prob != b->prob) return a->prob > b->prob ? -1 : 1;
     return a->index < b->index ? -1 : 1;
@@ -55,7 +55,7 @@ int64_t grow(const recurrent *heads, const growth *how, kv_view *at, const int64
     int64_t of_level[most], columns[most], entries[most * (FURTHER + DEEPEST)], renumbered[2 * most];
     leaf leaves[most], next[most];
     choice choices[most * (ranks + 1)];
-    double wanted[most * ranks];
+    double chosen[most * ranks];
     int64_t of_table = 3 * most * ranks * sizeof(int32_t);
     int64_t bytes = of_table + most * (heads->lm_head.inputs + heads->lm_head.outputs) * sizeof(number);
     int32_t *table = thread_scratch(5, bytes);
@@ -97,22 +97,22 @@ int64_t grow(const recurrent *heads, const growth *how, kv_view *at, const int64
                 if (!(prob >= how->threshold && prob > 0)) break;
                 choices[count++] = (choice){prob, m * ranks + rank};
             }
-        qsort(choices, count, sizeof *choices, in_order_of_worth);
-        memset(wanted, 0, sizeof wanted);
-        for (int64_t c = 0; c < count && c < how->most_children; c++) wanted[choices[c].index] = choices[c].prob;
+        qsort(choices, count, sizeof *choices, compare_choices);
+        memset(chosen, 0, sizeof chosen);
+        for (int64_t c = 0; c < count && c < how->most_children; c++) chosen[choices[c].index] = choices[c].prob;
         int64_t children = 0;
         for (int64_t k = 0; k < width * ranks; k++)
-            if (wanted[k]) {
+            if (chosen[k]) {
                 leaf *child = next + children++;
                 *child = leaves[k / ranks];
                 child->node = nodes, child->above = k / ranks;
                 if (k % ranks) child->off_best = 1;
                 tokens[nodes] = table[2 * width * ranks + k], parents[nodes] = leaves[k / ranks].node;
-                probs[nodes++] = wanted[k];
+                probs[nodes++] = chosen[k];
             }
         if (nodes > most) { /* keep the best, parents before children */
             for (int64_t m = 1; m < nodes; m++) choices[m - 1] = (choice){probs[m], m}, renumbered[m] = 0;
-            qsort(choices, nodes - 1, sizeof *choices, in_order_of_worth);
+            qsort(choices, nodes - 1, sizeof *choices, compare_choices);
             for (int64_t m = 0; m < most - 1; m++) renumbered[choices[m].index] = 1;
             renumbered[0] = 0;
             for (int64_t m = 1, kept = 1; m < nodes; m++)

@@ -1,4 +1,4 @@
-/* Tensor elements: bfloat16 if BFLOAT16 is defined, else float32. Sums are float32 in either case. */
+/* `number`: a tensor element, bfloat16 if BFLOAT16 is defined, else float32. Sums are float32 in either case. */
 
 #include <stdint.h>
 #include <string.h>

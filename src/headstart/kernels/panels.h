@@ -78,8 +78,8 @@ static inline void write_rounded(lanes x, number *to) {
 }
 
 /* Storage of a panel's weights. */
-#define FULL 0  /* in full */
-#define HALVES 1 /* upper halves of floats with zero lower halves */
+#define FULL 0   /* as elements */
+#define HALVES 1 /* float32 as its upper half, which is bfloat16, if all lower halves are zero */
 
 #if STEP == 2
 typedef __m512i of_panel;

@@ -13,8 +13,8 @@ typedef int attender(void *qkv, const void *query_norm, const void *key_norm, fl
                      int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,
                      float scaling, int threads);
 
-/* Tensors are numbered: first `tensors`, then `scratch`; -1 is NULL. A step with heads is attention. Keys and
-   values are (store, index). */
+/* A product, or attention if there are heads. A tensor is an index, first into `tensors`, then into `scratch`, or -1 for
+   NULL. `keys` and `values` are (store, index in the store). */
 typedef struct {
     int64_t x, out, added, cos, sin;
     const void *norm, *key_norm, *weights, *bias;
@@ -22,19 +22,20 @@ typedef struct {
     float eps, scaling;
 } step;
 
-/* Keys or values of several layers: bytes per layer, and strides of rows and heads in numbers. */
+/* Keys or values of several layers: bytes per layer, and strides of rows and heads in elements. */
 typedef struct {
     char *start;
     int64_t layer, strides[2];
 } store;
 
-/* Visible slots of a token. */
+/* Slots that tokens see: a mask from slot `first` on, or without a mask the last `window` slots, or all if 0. */
 typedef struct {
     const void *mask;
     int64_t strides[2], first, window;
 } visible_range;
 
-/* `visible`: for layers without and with a sliding window. `starts`: bytes per token before each tensor in `scratch`. */
+/* `visible`: for layers without and with a sliding window. `starts`: offset of each tensor in `scratch`, in bytes per
+   token. */
 typedef struct {
     char *const *tensors, *scratch;
     const int64_t *starts, *slots;

@@ -1,7 +1,7 @@
-/* Tiles of bfloat16 (AMX): up to sixteen rows by sixteen columns, in steps of TILE numbers, hardly slower than one row. The
-   order of sums does not depend on the place in a tile: even and odd numbers of TILE, then both, then the total. */
+/* Tiles of bfloat16 (AMX): up to sixteen rows by sixteen columns, in steps of TILE elements, hardly slower than one row. The
+   order of sums does not depend on the place in a tile: even and odd elements of TILE, then both, then the total. */
 
-#define TILE 32    /* numbers of a row */
+#define TILE 32    /* elements of a row */
 #define OF_TILE 16 /* rows, or columns */
 
 /* Configure a thread's tiles for at most `rows` rows; `end` releases them. Tiles 0 and 2 are sums of the first sixteen

@@ -1,6 +1,6 @@
 """Find, hash and merge a target's peft adapter.
 
-Merging costs nothing at decoding. Packed layers keep the adapter unmerged, since merging would round it away.
+A merged adapter has no overhead at decoding. Quantised layers keep it unmerged, as merging would round it away.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headstart.support.hub_errors import explained
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
-_OF_NO_WEIGHT = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type", "auto_mapping"}
+_IRRELEVANT = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type", "auto_mapping"}
 """Config fields that do not affect the adapted model."""
 
 
@@ -47,7 +47,7 @@ def read_adapter(spec: str, token: str | bool | None = None) -> Adapter:
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch or save the adapter again.")
-    known = {key: value for key, value in config.items() if key not in _OF_NO_WEIGHT}
+    known = {key: value for key, value in config.items() if key not in _IRRELEVANT}
     digest = hashlib.sha256(json.dumps(_sorted(known), sort_keys=True).encode())
     with (folder / WEIGHTS).open("rb") as file:
         digest.update(hashlib.file_digest(file, "sha256").digest())

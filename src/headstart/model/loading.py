@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
@@ -83,13 +82,13 @@ def load_target(
     check_quantization(quantization, where)
     kind = pick_dtype(dtype, where)
     # Adapters are merged on the host, since a GPU rounds sums differently.
-    straight = where.type == "cuda" and known_adapter is None
+    loads_on_gpu = where.type == "cuda" and known_adapter is None
     if device == SPREAD and known_adapter is not None:
         raise UserError(
             "An adapter can only be merged into a target on one device, and `all` spreads the target over several.",
             "Save it with its adapter merged (target.save in Python), and load that folder without the adapter.",
         )
-    places = {"device_map": "balanced" if device == SPREAD else {"": where}} if straight else {}
+    places = {"device_map": "balanced" if device == SPREAD else {"": where}} if loads_on_gpu else {}
     model, tokenizer = _read(spec, kind, revision, access, **places)
     if device == SPREAD:
         _check_places(model, spec)
@@ -103,8 +102,8 @@ def load_target(
     if kind == torch.float16:
         _check_range(model, spec)
     # Models that were saved quantised are on their device already.
-    if not straight and not getattr(model, "hf_device_map", None):
-        # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
+    if not loads_on_gpu and not getattr(model, "hf_device_map", None):
+        # Only the device: a cast would round the rotary frequencies, which stay in float32, to bfloat16.
         try:
             model = model.to(where)
         except RuntimeError as error:
@@ -183,15 +182,15 @@ def refuse_code(spec: str, error: Exception) -> None:
 
 
 def known_folder(folder: str, revision: str | None, token: str | bool | None = None) -> tuple[str, dict[str, Any]]:
-    """Resolve a folder or hub id for transformers, with its options; falls back to the cached copy if the hub cannot be
+    """Resolve a folder or hub id for transformers, with its options; fall back to the cached copy if the hub cannot be
     reached. Raises UserError if there is neither."""
     if Path(folder).is_dir() or (problem := absent(folder, "config.json", revision, token)) is None:
-        given = {"revision": revision, "token": token}
-        return folder, {key: value for key, value in given.items() if value is not None}
-    kept = try_to_load_from_cache(folder, "config.json", revision=revision)
-    if not isinstance(kept, str):
+        options = {"revision": revision, "token": token}
+        return folder, {key: value for key, value in options.items() if value is not None}
+    cached = try_to_load_from_cache(folder, "config.json", revision=revision)
+    if not isinstance(cached, str):
         raise problem
-    return str(Path(kept).parent), {}
+    return str(Path(cached).parent), {}
 
 
 @contextmanager
@@ -267,16 +266,16 @@ def tensor_files(folder: str, revision: str | None = None) -> dict[str, str]:
 
 
 def gguf_library() -> Any:
-    """Import `gguf` with its `quants`; raises UserError if it is not installed."""
+    """Import `gguf` with its `quants`; raise UserError if it is not installed."""
     try:
-        importlib.import_module("gguf.quants")
-        return importlib.import_module("gguf")
+        import gguf.quants
     except ImportError:
         raise UserError("GGUF files need the package gguf.", "Run: pip install gguf") from None
+    return gguf
 
 
 def read_gguf(file: Path) -> Any:
-    """Memory-map a GGUF file; raises UserError if it is truncated or damaged."""
+    """Memory-map a GGUF file; raise UserError if it is truncated or damaged."""
     try:
         return gguf_library().GGUFReader(file)
     except UserError:
@@ -286,8 +285,8 @@ def read_gguf(file: Path) -> Any:
 
 
 def _dequantised(folder: Path, gguf: str) -> Path:
-    """Convert a GGUF file to a float32 model folder in the user's cache, once: the file takes 15 s to read, the folder
-    one."""
+    """Convert a GGUF file to a float32 model folder in the user's cache, once: reading the file takes 15 s, the folder
+    1 s."""
     file = folder / gguf
     stamp = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "gguf"
@@ -398,7 +397,7 @@ def _fast_bfloat16(device: torch.device) -> bool:
 
 
 def _locate(spec: str) -> tuple[str, str | None]:
-    """(folder or hub id, GGUF file name in it or None)."""
+    """Return the folder or hub id, and the name of the GGUF file in it or None."""
     if spec in PACKAGED:
         packaged = PACKAGED[spec]
         module = importlib.util.find_spec(packaged.module)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -81,7 +80,7 @@ class Target(FrozenModel):
         self._recorded = Recorded()
         self.chains_only = has_linear_attention(self.config)
         self._patch = ModelPatch(self.decoder, self.layers, model.get_output_embeddings())
-        self._recomputes = self._patch.limit is not None and _recomputes_cache(model, self.config)
+        self._recompute_limit = self._patch.limit if _recomputes_cache(model, self.config) else None
         try:
             self.kv_layers, self.dtype = self._probe()
             check_tree(self)
@@ -205,15 +204,14 @@ class Target(FrozenModel):
             out = self._read_tree(cache, TreeBatch.text(tokens_BT), aux_layers, logits_at=last, ends=ends)
             cache.commit([range(length) for length in lengths])
             return out
-        if self._recomputes:
-            self._recompute_rows(cache, ends)
+        if self._recompute_limit is not None:
+            self._recompute_rows(cache, ends, self._recompute_limit)
         longest, (before, *_) = max(lengths), cache.lengths
         states: dict[int, Tensor] = {}
         logits_of: dict[int, Tensor] = {}  # by row, [1, V]
         for start in range(0, longest, CHUNK):
-            unfinished = _runs([length > start for length in lengths])
-            left = [min(length - start, CHUNK) for length in lengths]
-            for first, stop in ((a + b, a + c) for a, z in unfinished for b, c in group_by_length(left[a:z])):
+            left = [min(max(length - start, 0), CHUNK) for length in lengths]
+            for first, stop in group_by_length(left):
                 part = cache.slice_rows(first, stop)
                 part.lengths = [before + start] * (stop - first)
                 end = min(start + CHUNK, max(lengths[first:stop]))
@@ -294,7 +292,7 @@ class Target(FrozenModel):
         graphs = self._graphs
         if graphs is not None and graphs.refused is None:
             return graphs.new_cache(rows, capacity, (*self.model.parameters(), *self.model.buffers()))
-        return TreeCache(self.kv_layers, rows, capacity, self._recomputes)
+        return TreeCache(self.kv_layers, rows, capacity, keep_tokens=self._recompute_limit is not None)
 
     def _read_causal(
         self,
@@ -349,8 +347,8 @@ class Target(FrozenModel):
         `depth` is the batch's, for length-dependent rotary frequencies. Only texts have `logits_at` and `ends`; trees
         count as read token by token.
         """
-        if self._recomputes:
-            self._recompute_rows(cache, ends or [length + 1 for length in cache.lengths])
+        if self._recompute_limit is not None:
+            self._recompute_rows(cache, ends or [length + 1 for length in cache.lengths], self._recompute_limit)
         width = batch.size
         seen = max(cache.lengths) + width
         lengths_B1 = cache.lengths_B1(self.device)
@@ -384,7 +382,7 @@ class Target(FrozenModel):
         forward.int8 = self._int8
         if cache is not None:
             cache.begin(tokens_BT.shape[1])
-            if self._recomputes:
+            if self._recompute_limit is not None:
                 cache.write_tokens(tokens_BT)
         replay = self._recorded.replay
         if replay is not None and cache is not None and replay.serves(tokens_BT.numel(), forward.batch_invariant):
@@ -434,14 +432,13 @@ class Target(FrozenModel):
     def max_depth(self, cache: TreeCache) -> int | None:
         """Return the maximum depth of the next tree; None for no limit. Phi-3 recomputes its cache with other rotary
         frequencies once a text passes a limit, so nodes past the limit are valid only after that."""
-        if not self._recomputes or self._patch.limit is None:
+        limit = self._recompute_limit
+        if limit is None:
             return None
-        return min((left for length in cache.lengths if (left := self._patch.limit - length - 1) >= 0), default=None)
+        return min((left for length in cache.lengths if (left := limit - length - 1) >= 0), default=None)
 
-    def _recompute_rows(self, cache: TreeCache, ends: Sequence[int]) -> None:
+    def _recompute_rows(self, cache: TreeCache, ends: Sequence[int], limit: int) -> None:
         """Recompute the cache of rows that pass the limit of their rotary frequencies in this forward."""
-        limit = self._patch.limit
-        assert limit is not None, "only such models recompute"
         for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
             if 0 < length <= limit < end:
                 fresh = self._empty_cache(1, length)
@@ -502,30 +499,25 @@ class Target(FrozenModel):
         return layers, forward.states[FINAL].dtype
 
 
-def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """Find runs of True, as (start, stop).
-
-    >>> _runs([True, True, False, True])
-    [(0, 2), (3, 4)]
-    """
-    bounds = [0, *(row for row in range(1, len(flags)) if flags[row] != flags[row - 1]), len(flags)]
-    return [(start, stop) for start, stop in pairwise(bounds) if flags[start]]
-
-
 def group_by_length(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Group neighbouring rows of similar length, as (start, stop), to limit padding.
+    """Group neighbouring rows of similar length, as (start, stop), to limit padding. Rows of length 0 are left out.
 
-    >>> group_by_length([1, 1, 2, 100, 100, 120, 300]), group_by_length([2, 300, 2, 2])
-    ([(0, 3), (3, 6), (6, 7)], [(0, 1), (1, 2), (2, 4)])
+    >>> group_by_length([1, 1, 2, 100, 100, 120, 300]), group_by_length([2, 300, 0, 2, 2])
+    ([(0, 3), (3, 6), (6, 7)], [(0, 1), (1, 2), (3, 5)])
     """
     groups: list[tuple[int, int]] = []
     start = 0
-    for row in range(len(lengths)):
-        group = lengths[start : row + 1]
-        if len(group) * max(group) - sum(group) > max(_MAX_PADDING, 0.1 * sum(group)):
-            groups.append((start, row))
-            start = row
-    return [*groups, (start, len(lengths))]
+    for row in range(len(lengths) + 1):
+        ends = row == len(lengths) or lengths[row] == 0
+        if ends or _padding_excess(lengths[start : row + 1]):
+            if start < row:
+                groups.append((start, row))
+            start = row + ends
+    return groups
+
+
+def _padding_excess(lengths: Sequence[int]) -> bool:
+    return len(lengths) * max(lengths) - sum(lengths) > max(_MAX_PADDING, 0.1 * sum(lengths))
 
 
 def _recomputes_cache(model: Any, config: Any) -> bool:

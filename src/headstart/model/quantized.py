@@ -21,7 +21,7 @@ _GROUP = 32
 
 
 def check_quantization(kind: str, device: torch.device) -> None:
-    """Refuse an unknown kind, one without a benefit on this device, or a missing torchao, before loading."""
+    """Refuse an unknown kind, a kind without a benefit on this device, or a missing torchao, before loading."""
     if kind not in get_args(Quantization):
         raise UserError(f"Unknown quantization {kind!r}.", nearest(kind, get_args(Quantization)))
     if kind == "int4" and device.type == "cuda":
@@ -37,7 +37,7 @@ def quantize(model: Any, kind: str) -> None:
     """Quantise a model's linear layers in place.
 
     Raises:
-        UserError: as `check_quantization`, or the model is already quantised, or torchao cannot pack it.
+        UserError: as `check_quantization`, the model is quantised already, or torchao cannot quantise it.
     """
     check_quantization(kind, next(model.parameters()).device)
     if getattr(model, "is_quantized", False):
@@ -49,14 +49,14 @@ def quantize(model: Any, kind: str) -> None:
         from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 
         kind4 = torch.int4  # type: ignore[attr-defined]  # torch has it
-        four = IntxWeightOnlyConfig(weight_dtype=kind4, granularity=PerGroup(_GROUP))
+        int4 = IntxWeightOnlyConfig(weight_dtype=kind4, granularity=PerGroup(_GROUP))
         lm_head = model.get_output_embeddings()
 
-        def chosen(module: nn.Module, _name: str) -> bool:
+        def is_selected(module: nn.Module, _name: str) -> bool:
             return isinstance(module, nn.Linear) and module is not lm_head
 
         try:
-            quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else four, filter_fn=chosen)
+            quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else int4, filter_fn=is_selected)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"torchao cannot put this target into {kind}: {(str(error).splitlines() or ['no reason'])[0]}",

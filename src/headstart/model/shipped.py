@@ -1,4 +1,4 @@
-"""Read the multi-token-prediction modules of a target's checkpoint, which transformers skips.
+"""Read the multi-token-prediction (MTP) modules of a target's checkpoint, which transformers skips.
 
 A module has a norm of the token's embedding, a norm of the state before it, a linear map of both, one decoder layer of
 the target's kind, and a final norm. Heads run it (see `headstart.heads.parts.native_module`). Published arrangements:
@@ -44,8 +44,8 @@ class Arrangement:
         parts: names of embedding norm, state norm, joining map and last norm.
         layer: prefix of the decoder layer within a module.
         once: whether modules share everything but their layers.
-        state_first: whether the joining map takes the state before the embedding.
-        final: whether the state is taken after the target's final norm.
+        state_first: whether the input of the joining map is the state, then the embedding.
+        final: whether the state is the target's after its final norm.
     """
 
     name: str
@@ -98,46 +98,46 @@ class ShippedFiles:
 
     @property
     def state_layer(self) -> int:
-        """Target layer that provides a module's states."""
+        """Layer of the target with the states that a module reads."""
         return FINAL if self.arrangement.final else self.target.num_layers
 
-    def head(self, number: int) -> str:
-        """Name prefix of a module's parts."""
+    def prefix(self, number: int) -> str:
+        """Return the name prefix of a module's parts."""
         return self.joins[number].removesuffix(f"{self.arrangement.parts[2]}.weight")
 
-    def below(self, number: int) -> str:
-        """Name prefix of a module's layer."""
-        return self.head(number) + self.arrangement.layer.format(number=number)
+    def layer_prefix(self, number: int) -> str:
+        """Return the name prefix of a module's layer."""
+        return self.prefix(number) + self.arrangement.layer.format(number=number)
 
     def layer_config(self, number: int) -> Any:
-        """Config of a one-layer model for a module."""
-        sparse = any(name.startswith(f"{self.below(number)}mlp.experts.") for name in self.file_of)
+        """Return the config of a one-layer model for a module."""
+        sparse = any(name.startswith(f"{self.layer_prefix(number)}mlp.experts.") for name in self.file_of)
         return _config(self.target.config, sparse)
 
     def parts(self, number: int) -> list[Tensor]:
-        """Norm of the embedding, norm of the state, joining map and last norm."""
-        names = [f"{self.head(number)}{part}.weight" for part in self.arrangement.parts]
+        """Read a module's embedding norm, state norm, joining map and last norm."""
+        names = [f"{self.prefix(number)}{part}.weight" for part in self.arrangement.parts]
         tensors = self._read(names)
         return [tensors[name] for name in names]
 
     def layer(self, number: int) -> dict[str, Tensor]:
-        """Tensors of a module's layer, by name within it."""
-        below, others = self.below(number), (*_SHARED, *(f"{part}.weight" for part in self.arrangement.parts))
+        """Read the tensors of a module's layer, by name within the layer."""
+        below, others = self.layer_prefix(number), (*_SHARED, *(f"{part}.weight" for part in self.arrangement.parts))
         names = [name for name in self.file_of if name.startswith(below) and name.removeprefix(below) not in others]
         return {name.removeprefix(below): tensor for name, tensor in self._read(names).items()}
 
     def other_weights(self) -> list[Tensor | None]:
-        """A module's LM head and embeddings, each None if equal to the target's."""
+        """Read the modules' LM head and embeddings, each None if equal to the target's."""
         shared: dict[str, Tensor] = {}
         for number in range(len(self.joins)):
-            names = {f"{self.below(number)}{name}": name for name in _SHARED}
+            names = {f"{self.layer_prefix(number)}{name}": name for name in _SHARED}
             tensors = self._read([name for name in names if name in self.file_of])
             shared |= {names[name]: tensor for name, tensor in tensors.items()}
         of_target = (self.target.lm_head_weight, self.target.embedding_weight)
         return [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
 
     def _read(self, wanted: Sequence[str]) -> dict[str, Tensor]:
-        """Read tensors by name; raises UserError if any is missing, packed or unreadable."""
+        """Read tensors by name; raise UserError if any is missing, quantised or unreadable."""
         if missing := sorted(set(wanted) - self.file_of.keys()):
             raise UserError(
                 f"The checkpoint of {self.target.name} lacks {missing[0]} of its multi-token-prediction modules.",
@@ -154,10 +154,10 @@ class ShippedFiles:
                     f"The file {file} of {self.target.name} cannot be read: {error}", "Fetch the checkpoint again."
                 ) from error
         marks = ("_scale_inv", "_scale", ".qweight")
-        packed = [n for n, x in tensors.items() if n.endswith(marks) or x.itemsize == 1 or not x.is_floating_point()]
-        if packed:
+        quantised = [n for n, x in tensors.items() if n.endswith(marks) or x.itemsize == 1 or not x.is_floating_point()]
+        if quantised:
             raise UserError(
-                f"The multi-token-prediction modules of {self.target.name} are packed in few bits ({packed[0]}).",
+                f"The multi-token-prediction modules of {self.target.name} are quantised ({quantised[0]}).",
                 "Take the checkpoint in bfloat16.",
             )
         return tensors
@@ -190,7 +190,7 @@ def check_shipped(target: FrozenModel) -> None:
     config."""
     files, size, again = shipped_files(target), target.hidden_size, "Fetch the checkpoint again, or export it anew."
     for number in range(len(files.joins)):
-        parts, where = files.parts(number), f"{files.head(number)}* of {target.name}"
+        parts, where = files.parts(number), f"{files.prefix(number)}* of {target.name}"
         if not all(bool(tensor.isfinite().all()) for tensor in (*files.layer(number).values(), *parts)):
             raise UserError(f"{where} holds numbers that are not finite: every draft would be noise.", again)
         if [tuple(part.shape) for part in parts] != [(size,), (size,), (size, 2 * size), (size,)]:
@@ -200,7 +200,7 @@ def check_shipped(target: FrozenModel) -> None:
 
 def load_layer(files: ShippedFiles, number: int, cls: Any, config: Any, dtype: torch.dtype) -> Any:
     """Build a one-layer model of this class with a module's layer and last norm; raises UserError on failure."""
-    where, base = f"{files.below(number)}*", cls.base_model_prefix
+    where, base = f"{files.layer_prefix(number)}*", cls.base_model_prefix
     tensors = {f"{base}.layers.0.{name}": tensor for name, tensor in files.layer(number).items()}
     tensors[f"{base}.norm.weight"] = files.parts(number)[3]
     options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
@@ -240,7 +240,7 @@ def _config(known: Any, sparse: bool) -> Any:
 
 
 def _folder(target: FrozenModel) -> str:
-    """Folder or hub id of the checkpoint; "" if unknown."""
+    """Return the folder or hub id of the checkpoint; "" if unknown."""
     spec = target.spec or str(getattr(target.config, "_name_or_path", ""))
     try:
         return loadable_folder(spec) if spec else ""
@@ -264,7 +264,7 @@ def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> l
 
 
 def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Return a module's copy of the target's weights if it differs from them."""
+    """Return a module's copy of a target's weight, or None if they are equal."""
     if shipped is None or weight.is_meta or (shipped.shape == weight.shape and torch.equal(shipped.to(weight), weight)):
         return None
     return shipped.to(weight)

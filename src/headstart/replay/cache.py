@@ -70,17 +70,25 @@ class KVMemory(Memory):
 
 
 class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of every layer, written in place. `capacity` is in tokens per row, tree nodes included;
-    `keep_tokens` stores token ids as well, for targets that recompute their cache (see `Target.max_depth`)."""
+    """Keys and values of every layer, written in place.
+
+    Args:
+        capacity: in tokens per row, tree nodes included.
+        keep_tokens: whether to store token ids, for targets that recompute their cache (see `Target.max_depth`).
+
+    Attributes:
+        stores: keys and values [count, B, H, C, D], one tensor per shape.
+        places: each layer's place in the stores.
+    """
 
     def __init__(self, layers: Sequence[KVLayout], rows: int, capacity: int, keep_tokens: bool = False) -> None:
         super().__init__(layers=[])
         self.capacity = capacity
         self.lengths: list[int] = [0] * rows
-        self._stores, self._places = _allocate(layers, rows, capacity)
+        self.stores, self.places = _allocate(layers, rows, capacity)
         if keep_tokens:  # one more store, so that they are committed, moved and selected like keys
-            where = self._stores[0].device
-            self._stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
+            where = self.stores[0].device
+            self.stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
         self.memory: KVMemory | None = None
         self._new_tokens = 0
         self._check: Callable[[], None] | None = None
@@ -94,8 +102,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def of(cls, memory: KVMemory, rows: int) -> TreeCache:
         """Create a cache on reused memory."""
         cache = cls((), rows, memory.capacity)
-        cache.memory, cache._places = memory, memory.places
-        cache._stores = [store[:, :rows] for store in memory.stores]
+        cache.memory, cache.places = memory, memory.places
+        cache.stores = [store[:, :rows] for store in memory.stores]
         return cache
 
     @property
@@ -128,36 +136,31 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values [B, H, T, D]; return views of all visible slots."""
-        (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
+        (key_store, key_index), (value_store, value_index) = self.places[layer_idx]
         if not self._ragged:
             if not self._new:  # one view of all layers, unbound, is faster than views of each
                 first, seen = self._seen - self._new_tokens, self._seen
-                self._new = [store[:, :, :, first:seen].unbind() for store in self._stores]
-                self._visible = [store[:, :, :, :seen].unbind() for store in self._stores]
+                self._new = [store[:, :, :, first:seen].unbind() for store in self.stores]
+                self._visible = [store[:, :, :, :seen].unbind() for store in self.stores]
             self._new[key_store][key_index].copy_(key_states)
             self._new[value_store][value_index].copy_(value_states)
             return self._visible[key_store][key_index], self._visible[value_store][value_index]
-        keys = self._stores[key_store][key_index]
-        values = self._stores[value_store][value_index]
+        keys = self.stores[key_store][key_index]
+        values = self.stores[value_store][value_index]
         rows_B1, slots_BT = self._rows_and_slots(keys.device)
         keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
         values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
         return keys[:, :, : self._seen], values[:, :, : self._seen]
 
-    @property
-    def layout(self) -> tuple[Sequence[Tensor], Sequence[Place]]:
-        """Return the stores [count, B, H, C, D], and each layer's places in them."""
-        return self._stores, self._places
-
     def write_tokens(self, tokens_BT: Tensor) -> None:
         """Write the token ids of this forward, for `committed_tokens`."""
-        store_BC = self._stores[-1][0, :, 0, :, 0]
+        store_BC = self.stores[-1][0, :, 0, :, 0]
         rows_B1, slots_BT = self._rows_and_slots(store_BC.device)
         store_BC[rows_B1, slots_BT] = tokens_BT.to(store_BC.device)
 
     def committed_tokens(self, row: int) -> Tensor:
         """Return the committed tokens of a row, [1, T]."""
-        return self._stores[-1][0, row, 0, : self.lengths[row], 0][None]
+        return self.stores[-1][0, row, 0, : self.lengths[row], 0][None]
 
     def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._slots:
@@ -180,19 +183,19 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             # Padding moves garbage to slots past the new length.
             starts_B1 = self.lengths_B1(paths_BP.device)
             index_BP = starts_B1 + torch.arange(paths_BP.shape[1], device=paths_BP.device)
-            for store in self._stores:
+            for store in self.stores:
                 sources = (starts_B1 + paths_BP).to(store.device)
                 rows_B1 = torch.arange(self.rows, device=store.device)[:, None]
                 store[:, rows_B1, :, index_BP.to(store.device)] = store[:, rows_B1, :, sources]
         elif 0 < len(moved) <= _ONE_BY_ONE:
             # In order, no move overwrites the source of a later one.
-            for store in self._stores:
+            for store in self.stores:
                 for row, source, index in moved:
                     store[:, row, :, index] = store[:, row, :, source]
         elif moved:
             columns = torch.tensor(moved).T
-            placed = {device: upload(columns, device) for device in {store.device for store in self._stores}}
-            for store in self._stores:
+            placed = {device: upload(columns, device) for device in {store.device for store in self.stores}}
+            for store in self.stores:
                 rows, sources, indices = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
                 store[:, rows, :, indices] = store[:, rows, :, sources]
@@ -219,15 +222,15 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         for row, source in enumerate(rows):
             if row != source:
                 length = self.lengths[source]
-                for store in self._stores:
+                for store in self.stores:
                     store[:, row, :, :length] = store[:, source, :, :length]
-        self._stores = [store[:, : len(rows)] for store in self._stores]
+        self.stores = [store[:, : len(rows)] for store in self.stores]
         self.lengths = [self.lengths[row] for row in rows]
 
     def slice_rows(self, start: int, stop: int) -> TreeCache:
         """Return a view of some rows. It has its own lengths, which the caller copies back after a commit."""
         part = copy.copy(self)
-        part._stores = [store[:, start:stop] for store in self._stores]
+        part.stores = [store[:, start:stop] for store in self.stores]
         part.lengths = self.lengths[start:stop]
         part._slots, part._lengths, part.memory = {}, {}, None
         part._new, part._visible = [], []
@@ -246,14 +249,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def copy_row(self, row: int, length: int) -> TreeCache:
         """Copy the first `length` tokens of a row into memory of its own."""
         alone = self.slice_rows(row, row + 1)
-        alone._stores = [store[:, :, :, :length].clone() for store in alone._stores]
+        alone.stores = [store[:, :, :, :length].clone() for store in alone.stores]
         alone.capacity, alone.lengths = length, [length]
         return alone
 
     def load_row(self, row: int, other: TreeCache) -> None:
         """Copy the only row of another cache into a row."""
         length = self.lengths[row] = other.lengths[0]
-        for store, source in zip(self._stores, other._stores, strict=True):
+        for store, source in zip(self.stores, other.stores, strict=True):
             store[:, row, :, :length] = source[:, 0, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -257,7 +257,7 @@ class Steps:
         """Whether a forward is supported: attention in C, and a cache in the steps' dtype."""
         if forward.slots_B is None:
             return False
-        stores = forward.cache.layout[0] if self._attends else ()
+        stores = forward.cache.stores if self._attends else ()
         return all(
             (store.dtype, store.device.type) == (self._dtype, "cpu") for store in stores if store.is_floating_point()
         )
@@ -266,22 +266,23 @@ class Steps:
         """Run the steps on the forward's cache; return the outputs, [1, M, ..] each."""
         forward = current_forward()
         assert forward is not None and forward.slots_B is not None and forward.weights is not None, "see `serves`"
-        rows, (stores, places), weights = forward.cache.rows, forward.cache.layout, forward.weights
+        cache, weights = forward.cache, forward.weights
         prepared = self._prepared
-        if prepared is None or prepared[1]() is not weights or prepared[2] != places:
-            self._prepared = prepared = self._prepare(weights, places), ref(weights), places
+        if prepared is None or prepared[1]() is not weights or prepared[2] != cache.places:
+            self._prepared = prepared = self._prepare(weights, cache.places), ref(weights), cache.places
         inputs = tuple(part.contiguous() for part in inputs)
         count = inputs[0].numel() // self._first_width
         outputs = [inputs[0].new_empty(1, count, *shape) for shape in self._output_shapes]
+        tokens = count // cache.rows
         scratch = inputs[0].new_empty(count * self._scratch)
-        visible = (visible_range(forward, scratch, count // rows, sliding) for sliding in (False, True))
+        visible = (visible_range(forward, scratch, tokens, sliding) for sliding in (False, True))
         ranges = (_VisibleRange(*mask_arguments(mask), first, window or 0) for mask, first, window in visible)
         tensors = array("Q", [part.data_ptr() for part in (*inputs, *outputs)])
         c_forward = _Forward(
             *(tensors.buffer_info()[0], scratch.data_ptr(), self._starts.buffer_info()[0], forward.slots_B.data_ptr()),
-            (_Store * len(stores))(*map(_store, stores)),
+            (_Store * len(cache.stores))(*map(_store, cache.stores)),
             (_VisibleRange * 2)(*ranges),
-            *(len(tensors), rows, count // rows),
+            *(len(tensors), cache.rows, tokens),
             *(prepacked.product_address(self._dtype, self._int8), attention_address(self._dtype)),
             torch.get_num_threads(),
         )

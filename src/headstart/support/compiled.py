@@ -1,6 +1,6 @@
 """Just-in-time compilation of our C and C++, cached in `$XDG_CACHE_HOME/headstart/compiled` (`~/.cache` by default).
 
-A library's name has hashes of source, flags and processor, of the compiler's command, and of its own content.
+A library's file name has hashes of source, flags and processor, of the compiler's command, and of its own content.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _WIDE = "-mprefer-vector-width=512"
 _THREADED = "-Wl,-z,defs -Wl,-Bsymbolic"
 """Linker options with threads (Linux only); they fail with a compiler for another OpenMP."""
 _VECTORS = ("AVX2", "AVX512")
-_COMPILING = 60.0
-"""Timeout of a compiler in seconds."""
+_TIMEOUT = 60.0
+"""Timeout of the compiler in seconds."""
 _HASH = 16
 """Digits of the content hash in a name."""
 
@@ -42,31 +42,31 @@ _HASH = 16
 def compiler() -> list[str]:
     """Return the command of the C compiler: $CC, or the first of gcc, cc and clang in PATH; empty if there is none."""
     commands = [["gcc"], ["cc"], ["clang"]]
-    if asked := os.environ.get("CC"):
+    if cc := os.environ.get("CC"):
         try:
-            commands = [shlex.split(asked)]
+            commands = [shlex.split(cc)]
         except ValueError:  # an unbalanced quote
-            commands = [[asked]]
+            commands = [[cc]]
     return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
 def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> ctypes.CDLL | None:
     """Compile a source with these macros defined, or load it from the cache.
 
-    `threads` uses torch's OpenMP threads, which must be GNU's. Returns None, with a warning, if torch uses others, or
-    there is neither a cached library nor a working compiler.
+    With `threads`, uses torch's OpenMP threads, which must be GNU's. Returns None, with a warning, if torch uses other
+    threads, or there is neither a cached library nor a working compiler.
     """
     program, runtime = compiler(), torch_threads() if threads else None
     is_clang = bool(program) and "clang" in os.path.realpath(shutil.which(program[0]) or "")
     if threads and (runtime is None or is_clang):
-        whose = shlex.join(program) if runtime else "torch"
-        _warn("threads", f"{whose} does not use GNU OpenMP (libgomp){_SLOWER}Install gcc, and torch with pip.")
+        culprit = shlex.join(program) if runtime else "torch"
+        _warn("threads", f"{culprit} does not use GNU OpenMP (libgomp){_SLOWER}Install gcc, and torch with pip.")
         return None
     flags = [*_FLAGS.split(), *([_WIDE] if platform.machine() == "x86_64" else []), *(["-fopenmp"] if threads else [])]
     compiling = [*flags, *(f"-D{name}" for name in names), "-c", str(source)]
     linking = ["-shared", *(_THREADED.split() if threads else [])]
     libraries = [*([str(runtime)] if runtime else []), "-lm", "-pthread"]
-    return _loaded(source, program, compiling, linking, libraries)
+    return _load_or_compile(source, program, compiling, linking, libraries)
 
 
 def torch_library(source: Path) -> ctypes.CDLL | None:
@@ -75,22 +75,20 @@ def torch_library(source: Path) -> ctypes.CDLL | None:
     if not (folder / "include" / "c10").is_dir():
         return None
     compiling = ["-x", "c++", "-std=c++20", "-O2", "-fPIC", f"-I{folder / 'include'}", "-c", str(source)]
-    return _loaded(source, compiler(), compiling, ["-shared"], [str(folder / "lib" / "libc10.so")])
+    return _load_or_compile(source, compiler(), compiling, ["-shared"], [str(folder / "lib" / "libc10.so")])
 
 
-def _loaded(
+def _load_or_compile(
     source: Path, program: Sequence[str], compiling: Sequence[str], linking: Sequence[str], libraries: Sequence[str]
 ) -> ctypes.CDLL | None:
-    """Load a library from the cache, or compile it while other processes wait.
-
-    Without a compiler, a cached library of any compiler is loaded.
-    """
+    """Load a library from the cache, or compile it under a lock. Without a compiler, loads a cached library of any
+    compiler."""
     texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
-    how = repr([compiling, linking, libraries, torch.__version__, _processor()])
-    key = hashlib.sha256(b"\0".join([how.encode(), *texts])).hexdigest()[:16]
-    kept, by = _kept(), hashlib.sha256(repr(program).encode()).hexdigest()[:8] if program else "*"
-    name = f"{source.stem}-{key}-{by}"
-    found = _sound(kept, name)
+    settings = repr([compiling, linking, libraries, torch.__version__, _processor()])
+    key = hashlib.sha256(b"\0".join([settings.encode(), *texts])).hexdigest()[:16]
+    by = hashlib.sha256(repr(program).encode()).hexdigest()[:8] if program else "*"
+    cache, name = _cache_folder(), f"{source.stem}-{key}-{by}"
+    found = _load_intact(cache, name)
     if not found and not program:
         tried = f"CC={os.environ['CC']}" if os.environ.get("CC") else "gcc, cc, clang"
         _warn("compiler", f"No C compiler found ({tried}){_SLOWER}Install gcc, or set CC to a C compiler.")
@@ -98,31 +96,31 @@ def _loaded(
         return found
     try:
         with ExitStack() as stack:
-            if kept:
+            if cache:
                 with suppress(OSError):  # a folder without write access, as in an image
-                    stack.enter_context(one_at_a_time(kept / "lock"))
-            if found := _sound(kept, name):
+                    stack.enter_context(one_at_a_time(cache / "lock"))
+            if found := _load_intact(cache, name):
                 return found
             folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-            made = Path(folder, "made.so")
-            for command in ([*compiling, "-o", f"{made}.o"], [*linking, f"{made}.o", *libraries, "-o", str(made)]):
+            built = Path(folder, "built.so")
+            for command in ([*compiling, "-o", f"{built}.o"], [*linking, f"{built}.o", *libraries, "-o", str(built)]):
                 run = [*program, *command]
-                subprocess.run(run, check=True, capture_output=True, text=True, timeout=_COMPILING)
-            if kept:
-                file = kept / f"{name}-{file_hash(made)[:_HASH]}.so"
+                subprocess.run(run, check=True, capture_output=True, text=True, timeout=_TIMEOUT)
+            if cache:
+                file = cache / f"{name}-{file_hash(built)[:_HASH]}.so"
                 with suppress(OSError):  # the disk is full, or mounted noexec
-                    write_atomic(file, partial(shutil.copyfile, made))
+                    write_atomic(file, partial(shutil.copyfile, built))
                     return ctypes.CDLL(str(file))
-            return ctypes.CDLL(str(made))
+            return ctypes.CDLL(str(built))
     except (OSError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines() or [""]
-        said = shorten(next((line for line in lines if "error" in line), lines[-1]), 200)
-        remedy = "Install g++." if "cc1plus" in said else "Set CC to another compiler."
-        _warn(source.suffix, f"{shlex.join(program)} cannot compile {source.name} ({said}){_SLOWER}{remedy}")
+        reason = shorten(next((line for line in lines if "error" in line), lines[-1]), 200)
+        remedy = "Install g++." if "cc1plus" in reason else "Set CC to another compiler."
+        _warn(source.suffix, f"{shlex.join(program)} cannot compile {source.name} ({reason}){_SLOWER}{remedy}")
         return None
 
 
-def _sound(folder: Path | None, name: str) -> ctypes.CDLL | None:
+def _load_intact(folder: Path | None, name: str) -> ctypes.CDLL | None:
     """Load a library from the cache if it matches the hash in its name; a damaged one would crash the process."""
     for file in sorted(folder.glob(f"{name}-*.so")) if folder else []:
         with suppress(OSError):
@@ -150,7 +148,7 @@ def vector_library(source: Path, dtype: torch.dtype, *names: str) -> Any:
 
 
 def why_no_vectors() -> tuple[str, str]:
-    """Return the reason for `vector_library` to return None on this machine, and a remedy."""
+    """Explain a None of `vector_library` on this machine; return the reason and a remedy."""
     if torch.backends.cpu.get_cpu_capability() not in _VECTORS:
         return "this processor has no AVX2", "Use another processor"
     if not (program := compiler()):
@@ -161,12 +159,12 @@ def why_no_vectors() -> tuple[str, str]:
 @cache
 def may_use_tiles() -> bool:
     """Request permission for bfloat16 AMX tiles from Linux, once for all threads; return whether they are usable."""
-    ask = getattr(torch.cpu, "_init_amx", None)
-    return bool(torch.cpu.get_capabilities().get("amx_bf16") and ask and ask())
+    init_amx = getattr(torch.cpu, "_init_amx", None)
+    return bool(torch.cpu.get_capabilities().get("amx_bf16") and init_amx and init_amx())
 
 
-def _kept() -> Path | None:
-    """Return the folder of the cache; None if it cannot be made, or another user may write there: its files are run."""
+def _cache_folder() -> Path | None:
+    """Return the cache's folder; None if it cannot be made, or other users can write there: its files are executed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headstart" / "compiled"
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -189,14 +187,14 @@ def torch_threads() -> Path | None:
         return None
     mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines if "/libgomp" in line}
     folder = Path(torch.__file__).parent
-    beside = [path for path in mapped if {folder, folder.with_name("torch.libs")} & {*path.parents}]
-    found = beside or list(mapped)
+    of_torch = [path for path in mapped if {folder, folder.with_name("torch.libs")} & {*path.parents}]
+    found = of_torch or list(mapped)
     return found[0] if len(found) == 1 else None
 
 
 @cache
 def _processor() -> str:
-    """Describe the processor as far as -march=native depends on it."""
+    """Describe the processor's properties that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Thread counts that follow the cores other programs leave free.
+"""Thread counts that adapt to the load of other programs.
 
-Between two operators GNU's OpenMP threads spin. A thread that spins on a core another program needs delays both: with
-one of two cores busy, decoding with two threads runs at a quarter of its speed, with one thread at two thirds.
+GNU's OpenMP threads spin between operators. A thread that spins on a busy core delays both programs: with one of two
+cores busy, decoding with two threads runs at a quarter of its speed, with one thread at two thirds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from headstart.support.compiled import torch_threads
 
 _WINDOW = 0.25
 """Seconds between two readings. Linux counts in hundredths of a second."""
-_TAKE, _RETURN = 0.35, 0.2
-"""Fractions of a core in other programs' use above which a thread is given up, and below which it comes back."""
+_REDUCE_ABOVE, _RESTORE_BELOW = 0.35, 0.2
+"""Load by other programs, in cores, above which the thread count goes down by one, and below which it goes up again."""
 
 
 class FreeCores:
-    """Limits the calling thread's compute threads to the cores that other programs leave free.
+    """Limit of the calling thread's compute threads: the cores that other programs leave free.
 
-    Other programs' share is the time Linux counts on this process's cores minus this process's own, while a `limited`
+    The load by other programs is the busy time of this process's cores minus this process's own time, while a `limited`
     block runs. Does nothing outside Linux, or without GNU's OpenMP.
     """
 
@@ -35,7 +35,7 @@ class FreeCores:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self._free: float = len(self._cores)
         self._seen = (0.0, 0.0, 0.0)
-        self._here = threading.local()  # of the block this thread is in: its own thread count, and its last reading
+        self._here = threading.local()  # `own` thread count and `last` reading of this thread's block
 
     @contextmanager
     def limited(self) -> Iterator[None]:
@@ -66,11 +66,11 @@ class FreeCores:
         free = len(self._cores) - max(0.0, busy - ours) / elapsed
         threads = torch.get_num_threads()
         # Between the two bounds nothing changes.
-        wanted = max(threads_for(free + _RETURN, own), min(threads, threads_for(free + _TAKE, own)))
-        if wanted != threads:
-            self._free = wanted if wanted < own else len(self._cores)
-            torch.set_num_threads(wanted)  # of MKL, too
-        return wanted != threads
+        limit = max(threads_for(free + _RESTORE_BELOW, own), min(threads, threads_for(free + _REDUCE_ABOVE, own)))
+        if limit != threads:
+            self._free = limit if limit < own else len(self._cores)
+            torch.set_num_threads(limit)  # MKL's, too
+        return limit != threads
 
     def _add(self) -> None:
         now = self._read()
@@ -79,12 +79,12 @@ class FreeCores:
         self._seen, self._here.last = (elapsed, busy, ours), now
 
     def _read(self) -> tuple[float, float, float]:
-        """Seconds now, seconds this process's cores were busy, and seconds of them in this process."""
+        """Return wall time, busy time of this process's cores, and CPU time of this process, in seconds."""
         return perf_counter(), busy_seconds(Path("/proc/stat"), self._cores), process_time()
 
 
 def threads_for(free: float, most: int) -> int:
-    """Compute threads for this many free cores.
+    """Return the compute threads for this many free cores.
 
     >>> [threads_for(free, 4) for free in (-1.0, 0.7, 2.3, 12.0)]
     [1, 1, 2, 4]
@@ -93,7 +93,7 @@ def threads_for(free: float, most: int) -> int:
 
 
 def busy_seconds(stat: Path, cores: list[int]) -> float:
-    """Seconds since boot that these cores were busy, from a file like /proc/stat."""
+    """Return the busy seconds of these cores since boot, from a file like /proc/stat."""
     try:
         lines = stat.read_text().splitlines()
     except OSError:

@@ -89,7 +89,7 @@ class NativeSettings:
             )
         settings = json.loads(config.to_json_string(use_diff=False)) | {"model_type": known}
         layer = {name: value for name, value in settings.items() if name not in _OF_THE_FILES}
-        return cls(files.arrangement.name, files.head(0), files.state_layer, layer)
+        return cls(files.arrangement.name, files.prefix(0), files.state_layer, layer)
 
     @property
     def arranged(self) -> Arrangement:
