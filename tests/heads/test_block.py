@@ -19,11 +19,10 @@ from headstart.heads.parts.block import BlockHead
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks
 from headstart.model.model import Target
 from tests.heads.test_contract import batch_of, build, shake
+from tests.heads.test_text_attention import GROUPS, KV_HEADS, LENGTH, ROWS, SINGLE, STARTS, WIDTH
 from tests.tiny import tiny_model, tiny_tokenizer
 
-ROWS, KV_HEADS, GROUPS, SLOTS, WIDTH, LENGTH = 2, 2, 3, 4, 8, 50
-SINGLE = {"rtol": 1e-5, "atol": 1e-5}
-STARTS = torch.tensor([[0] * 20 + [20] * 5 + [25] * 25, [0] * 40 + [40] * 10])
+SLOTS = 4
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:

@@ -63,14 +63,26 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(name: str, target: FrozenModel, seed: int = 0) -> DraftHead:
+def started(settings: dict[str, Any], target: FrozenModel, seed: int = 0) -> Any:
+    """Return warm-started heads; a draft vocabulary is the tokens from 7 on."""
     torch.manual_seed(seed)
-    config = make_config(CASES[name], target)
+    config = make_config(settings, target)
     heads = family(config.family)(config)
     if config.draft_vocab_size:
         heads.set_draft_vocabulary(torch.arange(7, 7 + config.draft_vocab_size))
     heads.warm_start(target)
     return heads
+
+
+def build(name: str, target: FrozenModel, seed: int = 0) -> DraftHead:
+    heads: DraftHead = started(CASES[name], target, seed)
+    return heads
+
+
+def prefilled(heads: DraftHead, target: Target, texts: list[list[int]]) -> Any:
+    """Return a session after these texts."""
+    cache = target.new_cache(len(texts), max(map(len, texts)))
+    return heads.prefill(texts, target.prefill(cache, texts, heads.aux_layers).aux_hidden_states)
 
 
 def shake(heads: DraftHead) -> DraftHead:
@@ -174,8 +186,7 @@ def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target
     heads = shake(build(name, target))
     text = [3, 9, 14, 27, 33, 8, 40, 12]
     for read in (2, 4, 6):
-        states = target.prefill(target.new_cache(1, read), [text[:read]], heads.aux_layers).aux_hidden_states
-        session = heads.prefill([text[:read]], states)
+        session = prefilled(heads, target, [text[:read]])
         chain, level = [text[read]], torch.zeros(1, 1, dtype=torch.long)
         drafted = []
         for depth in range(heads.draft_steps):
@@ -246,12 +257,10 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
     texts = [[3, 9, 14, 27, 33], [8, 40, 12]]
     shape = TreeShape.from_paths([(0, 0), (1, 0)])
     roots = [6, 7]
-    session = heads.prefill(texts, target.prefill(target.new_cache(2, 5), texts, heads.aux_layers).aux_hidden_states)
+    session = prefilled(heads, target, texts)
     together = draft(heads, session, roots, shape)
     for row, text in enumerate(texts):
-        alone = heads.prefill(
-            [text], target.prefill(target.new_cache(1, 5), [text], heads.aux_layers).aux_hidden_states
-        )
+        alone = prefilled(heads, target, [text])
         assert draft(heads, alone, roots[row : row + 1], shape)[0] == together[row]
     heads.reorder(session, [1])
     assert draft(heads, session, roots[1:], shape)[0] == together[1]
@@ -273,11 +282,8 @@ def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target: Target) -> None:
     heads = shake(build(name, target))
-    session = heads.prefill(
-        [[3, 9]], target.prefill(target.new_cache(1, 2), [[3, 9]], heads.aux_layers).aux_hidden_states
-    )
-    drafted = draft(heads, session, [5], TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
-    tokens = drafted[0]
+    shape = TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
+    (tokens,) = draft(heads, prefilled(heads, target, [[3, 9]]), [5], shape)
     assert tokens[0] == 5
     assert len(set(tokens[1:4])) == 3
     assert len(set(tokens[4:6])) == 2
