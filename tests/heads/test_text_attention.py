@@ -106,7 +106,7 @@ def test_parts_skip_positions_that_no_query_sees(in_parts: None) -> None:
         Part(slice(7, 14), slice(0, 34)),
     ]
     packed = VisibleRange(index_BA, LENGTH, torch.tensor([[20] * 5 + [25] * 9]))
-    assert [part.seen for part in packed.parts(1)] == [slice(20, 27), slice(25, 34)]
+    assert [part.positions for part in packed.parts(1)] == [slice(20, 27), slice(25, 34)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -119,7 +119,7 @@ def test_in_bfloat16_on_a_cpu_shapes_are_few(packed: bool, in_parts: None, monke
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(attend(queries, keys, values, sights[1], chain), wanted, **SINGLE)
         index_BA, real_BA = by_row(torch.arange(45, 65), torch.Size([2, LENGTH]))
-    ends = {end for part in sights[1].parts(KV_HEADS * GROUPS) for end in (part.seen.start, part.seen.stop)}
+    ends = {end for part in sights[1].parts(KV_HEADS * GROUPS) for end in (part.positions.start, part.positions.stop)}
     assert ends <= {0, 16, 32, 48, LENGTH} and ends & {16, 32, 48}
     assert index_BA.shape[1] == 16 and index_BA[0].tolist() == [45, 46, 47, 48, *[49] * 12]
     assert real_BA.sum(1).tolist() == [5, 15] and index_BA[1].tolist() == [*range(15), 14]

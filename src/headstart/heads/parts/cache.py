@@ -74,9 +74,9 @@ class Entries:
         rows, width, further = self.further_BWK.shape
         if rows == width == 1 and int(self.fields_BWF[0, 0, 3]) + further == self.stop:
             return None
-        seen_BWX = upload(torch.from_numpy(self.fields_BWF[..., 3:]), device)
+        visible_BWX = upload(torch.from_numpy(self.fields_BWF[..., 3:]), device)
         slots_S = torch.arange(self.stop, device=device)
-        return (slots_S < seen_BWX[..., :1]).scatter_(2, seen_BWX[..., 1:], True)
+        return (slots_S < visible_BWX[..., :1]).scatter_(2, visible_BWX[..., 1:], True)
 
 
 class LayerCache:
@@ -168,8 +168,8 @@ def text_attention(
         return causal_attention(queries_BNGWd.flatten(1, 2), keys, values).view(queries_BNGWd.shape)
     slots_S = torch.arange(slots, device=index_BW.device)
     parts = [
-        cached_attention(queries, kv, slots, slots_S <= seen_BC[:, :, None])
-        for queries, seen_BC in zip(
+        cached_attention(queries, kv, slots, slots_S <= last_BC[:, :, None])
+        for queries, last_BC in zip(
             torch.split(queries_BNGWd, _QUERIES, 3), torch.split(index_BW, _QUERIES, 1), strict=True
         )
     ]

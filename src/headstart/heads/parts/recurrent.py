@@ -92,7 +92,7 @@ class RecurrentHead(GraphedHead):
         """Select the head's inputs [..., X] from the target's states."""
 
     @abstractmethod
-    def project(self, seen: Tensor) -> Tensor:
+    def project(self, states: Tensor) -> Tensor:
         """Map the selected states to the size of the feedback, [..., E]."""
 
     @abstractmethod
@@ -411,10 +411,12 @@ class RecurrentHead(GraphedHead):
         base_B1, entries = np.array(session.root_slots)[:, None], session.next_entries(parents_BW)
         starts_B1 = entries.slots_BW[:, :1]
         # Pad with the root's slot, which is visible anyway.
-        seen_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
-        seen_BWK[:, :width, : depths.start] = entries.further_BWK
+        visible_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
+        visible_BWK[:, :width, : depths.start] = entries.further_BWK
         nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
-        inputs_BX = np.concatenate([*nodes, seen_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1)
+        inputs_BX = np.concatenate(
+            [*nodes, visible_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1
+        )
         above = session.feedback_BWE.shape[1]
         memory.fed_BWE[:rows, :above] = session.feedback_BWE
         session.feedback_BWE = memory.feedback_BWE[:rows, :width]
@@ -435,17 +437,17 @@ class RecurrentHead(GraphedHead):
         return Level(inputs_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
 
     def draft_level(self, memory: RecurrentMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        after_first, width, seen = sizes
+        after_first, width, slots = sizes
         rows, device = len(inputs_BX), inputs_BX.device
         rows_B1, index_W = torch.arange(rows, device=device)[:, None], torch.arange(width, device=device)
-        slots_S, last_B = torch.arange(seen, device=device), None
+        slots_S, last_B = torch.arange(slots, device=device), None
         if after_first:
             parts = [width, width, width * self.draft_steps, 1, 1, 1]
-            tokens_BW, parents_BW, seen_BX, base_B1, start_B1, position_B1 = torch.split(inputs_BX, parts, dim=1)
+            tokens_BW, parents_BW, visible_BX, base_B1, start_B1, position_B1 = torch.split(inputs_BX, parts, dim=1)
             feedback_BWE = memory.fed_BWE[rows_B1, parents_BW]
             slots_BW, positions_BW = start_B1 + index_W, position_B1.expand(-1, width)
             allowed_BWS = (slots_S <= base_B1)[:, None].repeat(1, width, 1)
-            allowed_BWS.scatter_(2, seen_BX.view(rows, width, -1), True)
+            allowed_BWS.scatter_(2, visible_BX.view(rows, width, -1), True)
         else:
             tokens_BW, (count_B, length_B) = inputs_BX[:, :width], inputs_BX[:, width:].unbind(1)
             last_B = count_B - 1
@@ -458,7 +460,7 @@ class RecurrentHead(GraphedHead):
 
         def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
             allowed = allowed_BWS if rows_B is None else allowed_BWS[rows_B, last_B][:, None]
-            return cached_attention(queries, memory.layer(number), seen, allowed)
+            return cached_attention(queries, memory.layer(number), slots, allowed)
 
         rotary = angles(memory.rotary, positions_BW)
         stream_BWE = self._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)

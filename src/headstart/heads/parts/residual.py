@@ -128,7 +128,7 @@ def head_hidden(input_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, b
 def principal_outputs(map_EI: Tensor, gram_II: Tensor, rank: int) -> Tensor:
     """Return the output directions of a linear map with the largest variance, [E, rank]; `gram_II` are the second
     moments of its inputs."""
-    axes_EE = torch.linalg.eigh((map_EI @ gram_II @ map_EI.T).double())[1].flip(1).to(map_EI)
+    axes_EE: Tensor = torch.linalg.eigh((map_EI @ gram_II @ map_EI.T).double())[1].flip(1).to(map_EI)
     return axes_EE[:, :rank]
 
 
