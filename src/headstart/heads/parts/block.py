@@ -33,9 +33,9 @@ from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, nearly_equal
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.block_layer import LAYERS, BlockConfig, BlockLayer
-from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.cache import LayerCache, WriteKV, cached_attention
 from headstart.heads.parts.graphed import GraphedHead, IntArray
-from headstart.heads.parts.layer import Rotary, angles, aux_layers_error, rms_norm, start_from_last_layers
+from headstart.heads.parts.layer import Angles, Rotary, angles, aux_layers_error, rms_norm, start_from_last_layers
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks, by_row, positions_of
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
@@ -250,11 +250,7 @@ class BlockHead(GraphedHead):
         return mask_BKC & (slot_C > positions_BK[:, :, None] - layer.window) if layer.window else mask_BKC
 
     def _run_layers(
-        self,
-        stream_BKE: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        put: Callable[[int, Tensor, Tensor], None],
-        mix: Callable[[int, Tensor], Tensor],
+        self, stream_BKE: Tensor, rotary: Angles, put: WriteKV, mix: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
         """Return the LM head inputs of a block, [B, S, E]. `put` writes keys and values, `mix` attends."""
         for number, layer in enumerate(self.layers):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.parts.layer import (
+    Angles,
     DraftLayer,
     LayerConfig,
     aux_layers_error,
@@ -130,7 +131,7 @@ class BlockLayer(DraftLayer):
         self.window = config.window(number)
         self.causal = config.causal and self.window == config.sliding_window
 
-    def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def context(self, context_BTE: Tensor, rotary: Angles) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, N, T, d] of the context."""
         config = self.config
         queries = config.num_attention_heads * config.head_dim

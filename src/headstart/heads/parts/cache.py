@@ -7,7 +7,7 @@ heads per key head, d head size.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,6 +23,8 @@ from headstart.replay.attention import causal_attention
 from headstart.replay.cache import KeyMemory, LayerKeys
 from headstart.support.uploads import upload
 
+WriteKV = Callable[[int, Tensor, Tensor], None]
+"""Function that writes a layer's new keys and values."""
 _SPARE = 256
 """Initial cache slots beyond the prompt."""
 _QUERIES = 512
@@ -38,24 +40,27 @@ class Entries:
             visible prefix, and K further visible slots.
         shape: (B, W, F) of `fields`.
         stop: required number of slots.
+        last: the only entry of each row that the last layer queries; None for all.
     """
 
     fields: array[int]
     shape: tuple[int, int, int]
     stop: int
+    last: array[int] | None = None
 
     @classmethod
-    def of_text(cls, lengths: Sequence[int], width: int) -> Entries:
+    def of_text(cls, lengths: Sequence[int], width: int, last: Sequence[int]) -> Entries:
         """Return the next entries of each row, causally masked."""
         texts = (range(length, length + width) for length in lengths)
-        return cls.of([[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)])
+        entries = [[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)]
+        return cls.of(entries, array("q", last))
 
     @classmethod
-    def of(cls, entries: Sequence[Sequence[Sequence[int]]]) -> Entries:
+    def of(cls, entries: Sequence[Sequence[Sequence[int]]], last: array[int] | None = None) -> Entries:
         """Build from the fields of each entry, by row."""
         fields = array("q", chain.from_iterable(chain.from_iterable(entries)))
         shape = (len(entries), len(entries[0]), len(entries[0][0]))
-        return cls(fields, shape, 1 + max(of_row[-1][1] for of_row in entries))
+        return cls(fields, shape, 1 + max(row[-1][1] for row in entries), last)
 
     @property
     def fields_BWF(self) -> IntArray:
