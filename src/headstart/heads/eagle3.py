@@ -77,13 +77,13 @@ class Eagle3Config(RecurrentConfig):
     init: Literal["target", "transition", "random"] = Field(
         "target",
         description="target: start from the target's last layer, norm and LM head. transition: from a linear map to "
-        "the next final state, solved from the data and held by added attention heads. random: from random numbers.",
+        "the next final state, fitted to the data and stored in added attention heads. random: from random numbers.",
     )
     feedback: Literal["pre_norm", "post_norm"] = Field(
-        "pre_norm", description="Feed back the layer's output as it is or, as EAGLE-3.1 does, normed."
+        "pre_norm", description="Feed back the layer's output before or, as EAGLE-3.1 does, after the final norm."
     )
     norm_before_residual: bool = Field(
-        False, description="Add to the normed fused state instead of the fused state; not supported by SGLang."
+        False, description="Start the residual stream after the hidden norm; not supported by SGLang."
     )
 
     @classmethod

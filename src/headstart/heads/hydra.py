@@ -52,7 +52,7 @@ from headstart.support.uploads import upload
 class HydraConfig(ResidualConfig):
     family: str = "hydra"
     init: Literal["target", "random"] = Field(
-        "target", description="Start from the target's weights and a linear guess, or from random numbers."
+        "target", description="Start from the target's weights and fitted linear maps, or from random numbers."
     )
 
 

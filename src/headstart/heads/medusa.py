@@ -55,8 +55,8 @@ class MedusaConfig(ResidualConfig):
     family: str = "medusa"
     see_root: bool = Field(
         False,
-        description="Heads also read the embedding of token t + 1, which the target has decided when they draft "
-        "(Hydra's first step, Ankner et al., arXiv 2402.05109); false is Medusa-1.",
+        description="Heads also read the embedding of the root, token t + 1 (Hydra's first step, Ankner et al., "
+        "arXiv 2402.05109); false is Medusa-1.",
     )
     input_map: bool = Field(
         True,

@@ -44,8 +44,8 @@ class MtpConfig(RecurrentConfig):
     family: str = "mtp"
     init: Literal["target", "random", "native"] = Field(
         "target",
-        description="Start from the target's last layer and a linear guess, from random numbers, or with the "
-        "multi-token-prediction module that the target ships (native), which keeps its own kind of layer.",
+        description="target: start from the target's last layer and a fitted linear map. random: from random numbers. "
+        "native: train the target's own multi-token-prediction module, with its own layer type.",
     )
     native: Annotated[NativeSettings | None, FromTarget(settable=False)] = Field(
         None, description="With init=native, the architecture of the target's module."

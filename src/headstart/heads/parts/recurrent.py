@@ -65,8 +65,8 @@ _MOST_READ = 1024
 class RecurrentConfig(LayerConfig):
     """Settings of heads that feed their own state back."""
 
-    draft_steps: int = Field(5, ge=1, le=DEEPEST, description="Drafts in a row, in training and in decoding.")
-    init: str = Field("target", description="Initial weights, see each family.")
+    draft_steps: int = Field(5, ge=1, le=DEEPEST, description="Draft steps, in training and in decoding.")
+    init: str = Field("target", description="Initial weights; see each family.")
 
 
 class RecurrentHead(GraphedHead):

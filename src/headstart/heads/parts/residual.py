@@ -31,7 +31,7 @@ _ENOUGH = 12
 class ResidualConfig(HeadConfig):
     """Settings of K stacks of residual blocks."""
 
-    num_heads: int = Field(4, ge=1, le=16, description="How many tokens ahead the heads look.")
+    num_heads: int = Field(4, ge=1, le=16, description="Number of heads, one per draft step.")
     num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head.")
     shared_lm_head: bool = Field(
         False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
