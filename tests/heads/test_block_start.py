@@ -1,4 +1,4 @@
-"""Linear starts of blocks: heads that attend to the right place, and maps that draft untrained."""
+"""Linear starts of blocks: positional heads, and output maps that draft untrained."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_pattern_is_highest_at_its_position_from_every_slot(at_root: bool) -> 
         assert best - torch.cat(others).max() > 0.9 * one.margin > 0
 
 
-def test_heads_look_at_the_newest_state_and_at_the_root(target: Target, batches: list[HeadBatch]) -> None:
-    """The first head of each kind attends to that place from every slot, whatever token is there."""
+def test_positional_heads_attend_to_the_newest_state_and_the_root(target: Target, batches: list[HeadBatch]) -> None:
+    """The first head of each kind, from every slot, for any token."""
     heads = fitted("dflash", target, batches, head_dim=32)
     layer, batch = heads.layers[0], batches[0]
     for origin in (4, 20, 33):
@@ -68,10 +68,10 @@ def test_heads_look_at_the_newest_state_and_at_the_root(target: Target, batches:
         at = origin + 1 + torch.arange(BLOCK)[None]
         queries, own_keys, own_values = layer.read(block_1KE, heads._rotary.at(at, torch.float32, 50))
         size = heads.config.head_dim
-        for kind, place in ((0, origin), (1, origin + 1)):
-            every = torch.cat([keys, own_keys], dim=2)[0, kind]
-            shares_KS = (queries[0, kind, 0] @ every.T / size**0.5).softmax(-1)
-            assert float(shares_KS[:, place].min()) > 0.9
+        for head, position in ((0, origin), (1, origin + 1)):
+            every = torch.cat([keys, own_keys], dim=2)[0, head]
+            weights_KS = (queries[0, head, 0] @ every.T / size**0.5).softmax(-1)
+            assert float(weights_KS[:, position].min()) > 0.9
         assert torch.cat([values, own_values], dim=2).isfinite().all()
 
 
@@ -95,16 +95,16 @@ def test_the_solution_predicts_coming_states(name: str, layers: int, target: Tar
 
 
 def test_all_other_heads_are_the_targets(target: Target) -> None:
-    """They are one per key head of the target, each with the first of its queries."""
+    """One per key head of the target, each with its first query head."""
     heads = started({"family": "dflash", **LINEAR}, target)
     layer, size = target.layers[-1].self_attn, heads.config.head_dim
     kv_heads = target.kv_shapes[-1][0][0]
     first = layer.q_proj.weight.view(kv_heads, -1, size, 64)[:, 0].flatten(0, 1)
-    looking = heads.config.num_attention_heads - kv_heads
+    added = heads.config.num_attention_heads - kv_heads
     assert heads.config.num_key_value_heads == heads.config.num_attention_heads
     queries, keys, values = heads.layers[0].qkv.weight.chunk(3)
     for own, given in ((queries, first), (keys, layer.k_proj.weight), (values, layer.v_proj.weight)):
-        assert torch.equal(own[looking * size :], given)
+        assert torch.equal(own[added * size :], given)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])

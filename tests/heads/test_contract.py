@@ -152,7 +152,6 @@ def test_a_teacher_replaces_the_target_in_training(name: str, target: Target, tm
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_with_too_few_supervised_tokens_predict_nothing(name: str, target: Target) -> None:
-    """A step that needs more supervised tokens than the text has is empty."""
     heads = shake(build(name, target))
     for supervised in (0, 1, 2):
         steps = list(heads.unroll(batch_of(target, heads, [[3, 9, 14, 27, 33]], prompt=5 - supervised)))
@@ -161,7 +160,6 @@ def test_texts_with_too_few_supervised_tokens_predict_nothing(name: str, target:
 
 @pytest.mark.parametrize("name", CASES)
 def test_subsampling_leaves_the_other_predictions_unchanged(name: str, target: Target) -> None:
-    """A subsampled batch predicts the same as the complete one at its remaining places."""
     heads = shake(build(name, target))
     random = torch.Generator().manual_seed(5)
     texts = [torch.randint(3, target.vocab_size, (length,), generator=random).tolist() for length in (30, 22, 9)]
@@ -182,7 +180,7 @@ def test_subsampling_leaves_the_other_predictions_unchanged(name: str, target: T
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target) -> None:
-    """Unrolling a drafted chain as in training gives the logits that drafted it. Breaking this lowers acceptance."""
+    """A mismatch between training and drafting would lower acceptance."""
     heads = shake(build(name, target))
     text = [3, 9, 14, 27, 33, 8, 40, 12]
     for read in (2, 4, 6):
@@ -223,7 +221,7 @@ def test_commits_in_rounds_equal_one_prefill(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("drafting", [True, False])
 def test_uneven_commits_equal_one_prefill(name: str, drafting: bool, target: Target) -> None:
-    """Two rows that accept different lengths, with or without a draft in each round (drafting pauses)."""
+    """Two rows accept different lengths, with a draft in each round or with drafting paused."""
     heads = shake(build(name, target))
     texts = [[3, 9, 14, 27, 33, 8, 40], [8, 40, 12, 5, 51, 22, 19, 2]]
     shape = TreeShape.from_paths([(0, 0), (1,)])
@@ -292,7 +290,7 @@ def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target
 
 @pytest.mark.parametrize("name", CASES)
 def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
-    """Products of panels, which torch cannot see, are counted too."""
+    """Including products of the C kernels, which torch does not count."""
     heads = build(name, target)
     lm_head = 2 * heads.config.draft_width * heads.config.hidden_size
     weights = 2 * sum(parameter.numel() for parameter in heads.parameters())

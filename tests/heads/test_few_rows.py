@@ -132,7 +132,7 @@ def test_best_drafts_are_torchs(dtype: torch.dtype, ranks: int, kernel_calls: li
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_choice_is_torchs(dtype: torch.dtype) -> None:
+def test_argmax_equals_torchs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 9, 5000).to(dtype)
     logits[0, 0], logits[0, 1] = -logits[0, 0].abs(), float("-inf")
@@ -148,7 +148,7 @@ def test_the_choice_is_torchs(dtype: torch.dtype) -> None:
 
 
 def test_an_outlier_does_not_spoil_distant_groups() -> None:
-    """Residual streams have outliers, and rows are multiplied in 16 bits, group by group."""
+    """Residual streams have outliers; rows are quantized to 16 bits per group."""
     torch.manual_seed(0)
     layer, x = Linear(2048, 256, bias=False).bfloat16(), torch.randn(1, 2048).bfloat16()
     with torch.no_grad():
@@ -277,7 +277,6 @@ def test_trees_grown_in_one_call_equal_levels(
     heads_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also of levels computed in C."""
     monkeypatch.setitem(CASES, "deep", {**CASES["eagle3-deep-normed"], "aux_norms": False, "draft_steps": 5})
     monkeypatch.setattr(draft_kernels, "ROWS", 40)  # wide levels as well
     heads = heads_of(name).to(dtype)
@@ -343,32 +342,32 @@ def test_bfloat16_rounds_no_worse_than_torchs(
 def test_own_heads_skip_queries(
     with_direction: Target, monkeypatch: pytest.MonkeyPatch, kernel_calls: list[str]
 ) -> None:
-    """While training leaves them as they were made, their queries and keys are not computed at all."""
+    """The kernels do not compute queries and keys of untrained own-position heads."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     layer, own = heads.layers[0], heads.config.own_heads
 
-    def left() -> int:
+    def own_heads() -> int:
         to_int8(heads)
         return heads.own_heads(layer, torch.ones(1, 1))
 
     with torch.no_grad():
         rows_3HdI = layer.qkv.weight.view(3, -1, heads.config.head_dim, layer.qkv.in_features)
-        for learnt in (rows_3HdI[:2, own:], rows_3HdI[2], layer.o.weight, layer.down.weight, heads.fc.weight):
-            learnt.add_(0.3 * torch.randn_like(learnt))
+        for weight in (rows_3HdI[:2, own:], rows_3HdI[2], layer.o.weight, layer.down.weight, heads.fc.weight):
+            weight.add_(0.3 * torch.randn_like(weight))
         torchs = rounds(heads, with_direction, PROMPTS, packed=True)
     with torch.inference_mode():
         found = rounds(heads, with_direction, PROMPTS, packed=True)
-    assert kernel_calls == ["enter"] * 9 and left() == own == 4
+    assert kernel_calls == ["enter"] * 9 and own_heads() == own == 4
     # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
     assert_levels_close(found, torchs, 5e-3)
     with torch.no_grad():
-        rows_3HdI[:2, 3, 2, -1].add_(1)  # alike, and not of the embedding alone
-        assert left() == 3
-        layer.qkv.weight[2 * heads.config.head_dim + 3, 5].add_(1)  # a query that is not its key
-        assert left() == 2
-        rows_3HdI[:2, 1].mul_(1e-3)  # it looks at all alike
-        assert left() == 1
+        rows_3HdI[:2, 3, 2, -1].add_(1)  # query equals key, but also reads the state
+        assert own_heads() == 3
+        layer.qkv.weight[2 * heads.config.head_dim + 3, 5].add_(1)  # query differs from key
+        assert own_heads() == 2
+        rows_3HdI[:2, 1].mul_(1e-3)  # uniform attention
+        assert own_heads() == 1
 
 
 def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,8 +375,8 @@ def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     with torch.no_grad():
-        for learnt in (heads.layers[0].o.weight, heads.layers[0].down.weight, heads.fc.weight):
-            learnt.add_(0.3 * torch.randn_like(learnt))
+        for weight in (heads.layers[0].o.weight, heads.layers[0].down.weight, heads.fc.weight):
+            weight.add_(0.3 * torch.randn_like(weight))
     to_int8(heads)
     (states,) = with_direction.hidden_states([[5, 6, 7, 8]], heads.aux_layers)
 
@@ -412,8 +411,8 @@ def test_attention_with_more_queries_than_one_pass_takes(kernel_calls: list[str]
     qkv = (2 * torch.randn(2, 2, heads + 2, size)).bfloat16()
     angles = torch.ones(16, size).bfloat16(), torch.zeros(16, size).bfloat16()
     entries = Entries.of([[(row, slot, 3, 4, slot) for slot in (5 + 2 * row, 6 + 2 * row)] for row in range(2)])
-    sight = draft_kernels.KVView((entries.fields, entries.shape), None, (keys, values), angles, heads)
-    found = draft_kernels.attend(draft_kernels.compiled(torch.bfloat16), qkv, sight)
+    view = draft_kernels.KVView((entries.fields, entries.shape), None, (keys, values), angles, heads)
+    found = draft_kernels.attend(draft_kernels.compiled(torch.bfloat16), qkv, view)
     assert torch.equal(keys[0, 0, 5], qkv[0, 0, heads]) and torch.equal(values[1, 0, 8], qkv[1, 1, heads + 1])
     for row in range(2):
         for node in range(2):

@@ -1,4 +1,4 @@
-"""The induction start: an untrained layer that finds a token's earlier occurrence and copies its successor."""
+"""Closed-form induction heads: an untrained layer copies the successor of a token's earlier occurrence."""
 
 from __future__ import annotations
 

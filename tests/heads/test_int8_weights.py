@@ -1,4 +1,4 @@
-"""Weights as drafts read them, prepacked or in int8: close to the full ones, and never stale."""
+"""Prepacked and int8 weights for drafting: close to the full weights, and never stale."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def guesses(heads: DraftHead, batch: HeadBatch) -> list[Tensor]:
 
 
 def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
-    """All other weights get the gradients that they would get otherwise."""
+    """Without changing the gradients of other weights."""
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, started(START, target))
     heads.fit([batch])
@@ -166,7 +166,7 @@ def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
     assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(64, 128), slice(192, 256), slice(256, 384)]
 
 
-def test_own_heads_that_look_elsewhere_are_trained(target: Target) -> None:
+def test_own_heads_that_attend_elsewhere_are_trained(target: Target) -> None:
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
     heads = cast(Eagle3Head, started(START, target))
     heads.before_training([batch])

@@ -146,7 +146,7 @@ def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
 
 @pytest.mark.parametrize("name", ["hydra", "eagle3", "dspark"])
 def test_drafts_along_the_best_path_are_noticed(name: str, exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: all nodes of a level are drafted as if each were the first one."""
+    """Mutant: every node of a level is drafted as the first one."""
     honest = family(CASES[name]["family"]).draft_step
 
     def first(self: Any, state: Any, tokens_BW: torch.Tensor, parents_BW: torch.Tensor, depth: int) -> torch.Tensor:

@@ -230,9 +230,7 @@ class Eagle3Head(RecurrentHead):
         if self.config.init == "random":
             return
         before = self.config.hidden_size  # the embedding comes first
-        start_from_last_layers(
-            target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before
-        )
+        start_from_last_layers(target, self.layers, self.fc, self.hidden_norm, self.norm, before)
         self.lm_head.weight.copy_(self.first_lm_head(target))
         if self.config.init == "transition":  # `fit` sets the outputs
             self.layers[0].zero_init()

@@ -124,7 +124,7 @@ class BlockHead(GraphedHead):
         self.bind(target)
         if self.config.init == "random":
             return
-        start_from_last_layers(target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
+        start_from_last_layers(target, self.layers, self.fc, self.hidden_norm, self.norm)
 
     def fuse_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """Return the context, [..., E]."""
