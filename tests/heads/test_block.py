@@ -19,11 +19,10 @@ from headstart.heads.parts.block import BlockHead
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks
 from headstart.model.model import Target
 from tests.heads.test_contract import batch_of, build, shake
+from tests.heads.test_text_attention import GROUPS, KV_HEADS, LENGTH, ROWS, SINGLE, STARTS, WIDTH
 from tests.tiny import tiny_model, tiny_tokenizer
 
-ROWS, KV_HEADS, GROUPS, SLOTS, WIDTH, LENGTH = 2, 2, 3, 4, 8, 50
-SINGLE = {"rtol": 1e-5, "atol": 1e-5}
-STARTS = torch.tensor([[0] * 20 + [20] * 5 + [25] * 25, [0] * 40 + [40] * 10])
+SLOTS = 4
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ def test_parts_equal_one_table(
     monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool, window: int, causal: bool
 ) -> None:
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
-    sight = VisibleRange(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None, (window, SLOTS))
+    visible = VisibleRange(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None, (window, SLOTS))
     torch.manual_seed(0)
     count = index_BA.shape[1]
     shapes = [
@@ -104,14 +103,14 @@ def test_parts_equal_one_table(
     ]
     every = [torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True) for shape in shapes]
     queries, keys, values, *own = every
-    wanted = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)
+    wanted = attend_blocks(queries, keys, values, visible, (own[0], own[1]), causal)
     weights = torch.randn(wanted.shape, dtype=wanted.dtype)
     gradients = torch.autograd.grad((wanted * weights).sum(), every)
     monkeypatch.setattr(text_attention, "_MAX_SCORES", 0)
     monkeypatch.setattr(text_attention, "_MAX_ROWS", 5 * GROUPS * SLOTS)
     monkeypatch.setattr(text_attention, "block_attention", kernel)
-    assert len(sight.parts(KV_HEADS, GROUPS * SLOTS)) == 5
-    found = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)
+    assert len(visible.parts(KV_HEADS, GROUPS * SLOTS)) == 5
+    found = attend_blocks(queries, keys, values, visible, (own[0], own[1]), causal)
     torch.testing.assert_close(found, wanted, **SINGLE)
     for one, other in zip(torch.autograd.grad((found * weights).sum(), every), gradients, strict=True):
         torch.testing.assert_close(one, other, **SINGLE)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headstart.heads.parts.cache import cached_attention, text_attention
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, TreeBatch
-from tests.heads.test_contract import build
+from tests.heads.test_contract import build, prefilled
 from tests.tiny import tiny_model
 from tests.train.test_long_texts import Largest
 
@@ -34,8 +34,7 @@ def test_the_first_draft_after_a_long_prompt_makes_no_table_of_all_pairs() -> No
     target = Target(tiny_model("llama", vocab_size=61, max_length=8192))
     heads, length = build("eagle3", target).eval(), 4096
     prompt = [1 + number % 60 for number in range(length)]
-    states = target.prefill(target.new_cache(1, length), [prompt], heads.aux_layers).aux_hidden_states
-    session = heads.prefill([prompt], states)
+    session = prefilled(heads, target, [prompt])
     roots = TreeBatch.roots([5])
     with Largest() as largest:
         heads.draft_step(session, roots.tokens_BN, torch.zeros_like(roots.tokens_BN), 0)

@@ -63,14 +63,26 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(name: str, target: FrozenModel, seed: int = 0) -> DraftHead:
+def started(settings: dict[str, Any], target: FrozenModel, seed: int = 0) -> Any:
+    """Return warm-started heads; a draft vocabulary is the tokens from 7 on."""
     torch.manual_seed(seed)
-    config = make_config(CASES[name], target)
+    config = make_config(settings, target)
     heads = family(config.family)(config)
     if config.draft_vocab_size:
         heads.set_draft_vocabulary(torch.arange(7, 7 + config.draft_vocab_size))
     heads.warm_start(target)
     return heads
+
+
+def build(name: str, target: FrozenModel, seed: int = 0) -> DraftHead:
+    heads: DraftHead = started(CASES[name], target, seed)
+    return heads
+
+
+def prefilled(heads: DraftHead, target: Target, texts: list[list[int]]) -> Any:
+    """Return a session after these texts."""
+    cache = target.new_cache(len(texts), max(map(len, texts)))
+    return heads.prefill(texts, target.prefill(cache, texts, heads.aux_layers).aux_hidden_states)
 
 
 def shake(heads: DraftHead) -> DraftHead:
@@ -140,7 +152,6 @@ def test_a_teacher_replaces_the_target_in_training(name: str, target: Target, tm
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_with_too_few_supervised_tokens_predict_nothing(name: str, target: Target) -> None:
-    """A step that needs more supervised tokens than the text has is empty."""
     heads = shake(build(name, target))
     for supervised in (0, 1, 2):
         steps = list(heads.unroll(batch_of(target, heads, [[3, 9, 14, 27, 33]], prompt=5 - supervised)))
@@ -149,7 +160,6 @@ def test_texts_with_too_few_supervised_tokens_predict_nothing(name: str, target:
 
 @pytest.mark.parametrize("name", CASES)
 def test_subsampling_leaves_the_other_predictions_unchanged(name: str, target: Target) -> None:
-    """A subsampled batch predicts the same as the complete one at its remaining places."""
     heads = shake(build(name, target))
     random = torch.Generator().manual_seed(5)
     texts = [torch.randint(3, target.vocab_size, (length,), generator=random).tolist() for length in (30, 22, 9)]
@@ -170,12 +180,11 @@ def test_subsampling_leaves_the_other_predictions_unchanged(name: str, target: T
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafting_equals_the_unrolled_training_forward(name: str, target: Target) -> None:
-    """Unrolling a drafted chain as in training gives the logits that drafted it. Breaking this lowers acceptance."""
+    """A mismatch between training and drafting would lower acceptance."""
     heads = shake(build(name, target))
     text = [3, 9, 14, 27, 33, 8, 40, 12]
     for read in (2, 4, 6):
-        states = target.prefill(target.new_cache(1, read), [text[:read]], heads.aux_layers).aux_hidden_states
-        session = heads.prefill([text[:read]], states)
+        session = prefilled(heads, target, [text[:read]])
         chain, level = [text[read]], torch.zeros(1, 1, dtype=torch.long)
         drafted = []
         for depth in range(heads.draft_steps):
@@ -212,7 +221,7 @@ def test_commits_in_rounds_equal_one_prefill(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("drafting", [True, False])
 def test_uneven_commits_equal_one_prefill(name: str, drafting: bool, target: Target) -> None:
-    """Two rows that accept different lengths, with or without a draft in each round (drafting pauses)."""
+    """Two rows accept different lengths, with a draft in each round or with drafting paused."""
     heads = shake(build(name, target))
     texts = [[3, 9, 14, 27, 33, 8, 40], [8, 40, 12, 5, 51, 22, 19, 2]]
     shape = TreeShape.from_paths([(0, 0), (1,)])
@@ -246,12 +255,10 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
     texts = [[3, 9, 14, 27, 33], [8, 40, 12]]
     shape = TreeShape.from_paths([(0, 0), (1, 0)])
     roots = [6, 7]
-    session = heads.prefill(texts, target.prefill(target.new_cache(2, 5), texts, heads.aux_layers).aux_hidden_states)
+    session = prefilled(heads, target, texts)
     together = draft(heads, session, roots, shape)
     for row, text in enumerate(texts):
-        alone = heads.prefill(
-            [text], target.prefill(target.new_cache(1, 5), [text], heads.aux_layers).aux_hidden_states
-        )
+        alone = prefilled(heads, target, [text])
         assert draft(heads, alone, roots[row : row + 1], shape)[0] == together[row]
     heads.reorder(session, [1])
     assert draft(heads, session, roots[1:], shape)[0] == together[1]
@@ -273,11 +280,8 @@ def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target: Target) -> None:
     heads = shake(build(name, target))
-    session = heads.prefill(
-        [[3, 9]], target.prefill(target.new_cache(1, 2), [[3, 9]], heads.aux_layers).aux_hidden_states
-    )
-    drafted = draft(heads, session, [5], TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
-    tokens = drafted[0]
+    shape = TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
+    (tokens,) = draft(heads, prefilled(heads, target, [[3, 9]]), [5], shape)
     assert tokens[0] == 5
     assert len(set(tokens[1:4])) == 3
     assert len(set(tokens[4:6])) == 2
@@ -286,7 +290,7 @@ def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target
 
 @pytest.mark.parametrize("name", CASES)
 def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
-    """Products of panels, which torch cannot see, are counted too."""
+    """Including products of the C kernels, which torch does not count."""
     heads = build(name, target)
     lm_head = 2 * heads.config.draft_width * heads.config.hidden_size
     weights = 2 * sum(parameter.numel() for parameter in heads.parameters())

@@ -9,15 +9,14 @@ import torch
 from headstart.heads.dspark import DSparkHead
 from headstart.heads.int8_weights import linear
 from headstart.model.model import Target
-from tests.heads.test_contract import batch_of, build, shake
+from tests.heads.test_contract import batch_of, build, prefilled, shake
 
 TEXT = [3, 9, 14, 27, 33]
 
 
 def drafting(name: str, target: Target) -> tuple[DSparkHead, Any]:
     heads = cast(DSparkHead, shake(build(name, target)))
-    states = target.prefill(target.new_cache(1, 8), [TEXT], heads.aux_layers).aux_hidden_states
-    return heads, heads.prefill([TEXT], states)
+    return heads, prefilled(heads, target, [TEXT])
 
 
 def test_drafts_after_a_node_depend_on_its_token_alone(target: Target) -> None:

@@ -11,13 +11,13 @@ import torch
 import transformers as tf
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch, family, make_config
+from headstart.heads.base import DraftHead, HeadBatch, make_config
 from headstart.heads.parts.cache import cached_attention
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.text_attention import chain_attention
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from tests.heads.test_contract import CASES
+from tests.heads.test_contract import CASES, started
 from tests.tiny import KINDS, tiny_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -31,9 +31,7 @@ TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
 
 def build(settings: dict[str, Any], target: Target) -> DraftHead:
-    torch.manual_seed(0)
-    heads = family(settings["family"])(make_config(settings, target))
-    heads.warm_start(target)
+    heads: DraftHead = started(settings, target)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # little, so that attention looks everywhere
@@ -87,9 +85,7 @@ PUBLISHED = {**CASES["eagle3-transition"], "draft_steps": 2, "aux_layers": (3,)}
 @torch.no_grad()
 def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Target) -> None:
     """For states that rotate at each token, the start drafts them correctly, in the second step as in the first."""
-    torch.manual_seed(0)
-    heads = family(settings["family"])(make_config(settings, target))
-    heads.warm_start(target)
+    heads = started(settings, target)
     rotation = torch.linalg.qr(torch.randn(64, 64)).Q
     states = [torch.nn.functional.rms_norm(torch.randn(40, 64), (64,))]
     for _ in range(9):
@@ -119,9 +115,7 @@ def test_qk_norm_barely_changes_the_warm_start(settings: dict[str, Any]) -> None
     target, drafted = Target(model), list[torch.Tensor]()
     texts = torch.randint(3, 61, (16, 64), generator=torch.Generator().manual_seed(2)).tolist()
     for qk_norm, blind in ((False, False), (True, False), (True, True)):
-        config = make_config({"family": "eagle3", "draft_steps": 2, "qk_norm": qk_norm, **settings}, target)
-        heads = family("eagle3")(config)
-        heads.warm_start(target)
+        heads = started({"family": "eagle3", "draft_steps": 2, "qk_norm": qk_norm, **settings}, target)
         rows = target.hidden_states(texts, LAYERS)
         states = {layer: torch.stack([row[layer] for row in rows]) for layer in LAYERS}
         heads.fit([batch := HeadBatch(torch.tensor(texts), torch.ones(16, 64, dtype=torch.bool), states)])
@@ -138,22 +132,12 @@ def test_a_qwen3_layer_is_taken_over_with_its_norms() -> None:
     target = Target(tiny_model("qwen3", vocab_size=61))
     attention = target.layers[-1].self_attn
     attention.q_norm.weight.copy_(torch.linspace(0.5, 1.5, 16))
-    heads = family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 3), "qk_norm": True}, target))
-    heads.warm_start(target)
+    heads = started({"family": "eagle3", "aux_layers": (1, 3), "qk_norm": True}, target)
     states = {layer: torch.randn(4, 32, 64) for layer in (1, 3, FINAL)}
     heads.fit([HeadBatch(torch.randint(3, 61, (4, 32)), torch.ones(4, 32, dtype=torch.bool), states)])
     layer = heads.layers[0]
     torch.testing.assert_close(layer.q_norm.weight, attention.q_norm.weight)  # not as large as queries are without
     assert torch.equal(layer.o.weight, attention.o_proj.weight)
-
-
-def test_aux_layers_must_differ(target: Target) -> None:
-    with pytest.raises(UserError, match=r"would read layers \[2, 1, 0\].*heads\.aux_layers=\[1,2,3\]"):
-        family("eagle3")(make_config({"family": "eagle3"}, target))
-    with pytest.raises(UserError, match=r"layers \[1, 1\]"):
-        family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 1)}, target))
-    with pytest.raises(UserError, match=r"layers \[\]"):
-        family("eagle3")(make_config({"family": "eagle3", "aux_layers": ()}, target))
 
 
 def test_settings_follow_from_the_target(target: Target) -> None:
@@ -209,13 +193,11 @@ ALIKE = {
 def test_warm_start_copies_attention_and_mlp_only_if_built_alike(kind: str) -> None:
     """A part that is built alike computes what the target's does; any other starts without effect."""
     target = Target(tiny_model(kind, vocab_size=61) if kind in KINDS else other_model(kind))
-    heads = family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 2)}, target))
-    heads.warm_start(target)
+    heads = started({"family": "eagle3", "aux_layers": (1, 2)}, target)
     drafted = logits_of(heads, batch_of(heads))
     assert {step for step, _ in drafted} == set(range(heads.draft_steps))
     assert all(logits.isfinite().all() for logits in drafted.values())
     config = heads.config
-    assert isinstance(config, LayerConfig)
     layer = DraftLayer(config, config.hidden_size)
     layer.warm_start(target)
     assert (bool(layer.o.weight.any()), bool(layer.down.weight.any())) == ALIKE[kind]
@@ -255,12 +237,14 @@ def test_settings_unlike_the_targets_start_without_effect(name: str, target: Tar
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "positions need a positive number as factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "factor can only be 1"),
         ({"family": "eagle3", "aux_layers": (1, 2), "num_layers": 4}, r"num_layers is 4 and the target has 3 layers"),
+        ({"family": "eagle3"}, r"would read layers \[2, 1, 0\].*heads\.aux_layers=\[1,2,3\]"),
+        ({"family": "eagle3", "aux_layers": (1, 1)}, r"layers \[1, 1\]"),
+        ({"family": "eagle3", "aux_layers": ()}, r"layers \[\]"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str, target: Target) -> None:
-    settings = {"family": "eagle", **settings}
     with pytest.raises(UserError, match=message):
-        family(settings["family"])(make_config(settings, target)).warm_start(target)
+        started({"family": "eagle", **settings}, target)
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
@@ -281,9 +265,7 @@ def test_every_accepted_rope_type_is_computed(kind: str, target: Target) -> None
 
 @pytest.mark.parametrize("settings", [*FAMILIES.values(), {"family": "hydra", "num_heads": 1}])
 def test_a_linear_start_stops_reading_once_it_has_enough(settings: dict[str, Any], target: Target) -> None:
-    torch.manual_seed(0)
-    heads = family(settings["family"])(make_config(settings, target))
-    heads.warm_start(target)
+    heads = started(settings, target)
     looked = []
 
     def batches() -> Iterator[HeadBatch]:
@@ -300,12 +282,8 @@ def test_a_linear_start_stops_reading_once_it_has_enough(settings: dict[str, Any
     "settings", [*FAMILIES.values(), {"family": "hydra"}, {"family": "hydra", "shared_lm_head": True}]
 )
 def test_a_random_start_takes_nothing_from_the_target(settings: dict[str, Any], target: Target) -> None:
-    made = []
-    for model in (target, Target(tiny_model("llama", seed=1, vocab_size=61))):
-        torch.manual_seed(0)
-        made.append(family(settings["family"])(make_config({**settings, "init": "random"}, model)))
-        made[-1].warm_start(model)
-    heads, other = made
+    targets = target, Target(tiny_model("llama", seed=1, vocab_size=61))
+    heads, other = (started({**settings, "init": "random"}, model) for model in targets)
     heads.fit(pytest.fail(f"batch {number} is read") for number in range(2))
     assert all(torch.equal(one, two) for one, two in zip(heads.parameters(), other.parameters(), strict=True))
     matrices = [weight for name, weight in heads.named_parameters() if weight.dim() == 2 and "bias" not in name]
@@ -317,10 +295,8 @@ def test_a_random_start_takes_nothing_from_the_target(settings: dict[str, Any], 
 @pytest.mark.parametrize("name", ["eagle", "hydra", "medusa"])
 def test_a_frozen_lm_head_is_not_copied(name: str, target: Target) -> None:
     settings = {"family": name} if name == "eagle" else {"family": name, "shared_lm_head": True}
-    heads = family(name)(make_config(settings, target))
-    heads.bind(target)
-    lm_head_DE: Any = heads.lm_head_DE
-    assert lm_head_DE.data_ptr() == target.lm_head_weight.data_ptr()
+    heads = started(settings, target)
+    assert heads.lm_head_DE.data_ptr() == target.lm_head_weight.data_ptr()
 
 
 @torch.no_grad()

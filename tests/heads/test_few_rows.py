@@ -49,32 +49,37 @@ def with_direction() -> Target:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the C functions that are called."""
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the called C functions."""
     names: list[str] = []
 
-    def noted(owner: Any, name: str, shown: str) -> None:
+    def record(owner: Any, name: str) -> None:
         real = getattr(owner, name)
 
-        def call(*given: Any) -> Tensor:
-            names.append(shown)
-            found: Tensor = real(*given)
-            return found
+        def call(*given: Any) -> Any:
+            names.append(name)
+            return real(*given)
 
         monkeypatch.setattr(owner, name, call)
 
     for name in ("read", "enter"):
-        noted(draft_kernels.Recurrent, name, name)
+        record(draft_kernels.Recurrent, name)
     for name in ("product", "norms", "attend", "best_drafts"):
-        noted(draft_kernels, name, name)
+        record(draft_kernels, name)
     return names
+
+
+def assert_levels_close(found: list[Tensor], wanted: list[Tensor], share: float) -> None:
+    """Compare logits level by level, with a tolerance relative to the largest."""
+    for mine, torchs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=0, atol=share * float(torchs.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products_use_the_rounded_weights(
-    dtype: torch.dtype, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+    dtype: torch.dtype, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch, kernel_calls: list[str]
 ) -> None:
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     torch.set_num_threads(threads)
@@ -93,11 +98,11 @@ def test_products_use_the_rounded_weights(
         off = x.double().abs().amax(-1, keepdim=True) / 32767 / 2 * weight.abs().sum(1)
         off = off + (2**-7 * wanted.abs() + 2**-8 if dtype == torch.bfloat16 else 1e-5)
         assert ((found.double() - wanted).abs() <= off).all()
-    assert asked == ["product"] * 3
+    assert kernel_calls == ["product"] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_are_torchs(dtype: torch.dtype, asked: list[str]) -> None:
+def test_norms_are_torchs(dtype: torch.dtype, kernel_calls: list[str]) -> None:
     torch.manual_seed(0)
     norm, x = torch.nn.RMSNorm(72, eps=1e-3), (0.1 * torch.randn(2, 3, 72)).to(dtype)
     norm.weight.data.normal_()
@@ -105,19 +110,19 @@ def test_norms_are_torchs(dtype: torch.dtype, asked: list[str]) -> None:
     with torch.inference_mode():
         found = rms_norm(norm, x)
         rms_norm(norm, torch.randn(13, 72))  # too many rows
-    assert asked == ["norms"]
+    assert kernel_calls == ["norms"]
     torch.testing.assert_close(found.double(), wanted, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_best_drafts_are_torchs(dtype: torch.dtype, ranks: int, asked: list[str]) -> None:
+def test_best_drafts_are_torchs(dtype: torch.dtype, ranks: int, kernel_calls: list[str]) -> None:
     torch.manual_seed(0)
     logits = torch.stack([8 * torch.randn(200), torch.linspace(-90, 90, 200), torch.linspace(90, -90, 200)])[None]
     logits, tokens = logits.to(dtype), 3 * torch.arange(200)
     with torch.inference_mode():
         found = best_drafts(logits, ranks, tokens)
-    assert asked == ["best_drafts"] and found.dtype == torch.int32
+    assert kernel_calls == ["best_drafts"] and found.dtype == torch.int32
     log_probs = logits.double().log_softmax(-1)
     torch.testing.assert_close(  # of equal logits either may come first
         found[0].view(torch.float32).double(), log_probs.topk(ranks).values, rtol=1e-5, atol=1e-5
@@ -127,7 +132,7 @@ def test_best_drafts_are_torchs(dtype: torch.dtype, ranks: int, asked: list[str]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_choice_is_torchs(dtype: torch.dtype) -> None:
+def test_argmax_equals_torchs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 9, 5000).to(dtype)
     logits[0, 0], logits[0, 1] = -logits[0, 0].abs(), float("-inf")
@@ -143,7 +148,7 @@ def test_the_choice_is_torchs(dtype: torch.dtype) -> None:
 
 
 def test_an_outlier_does_not_spoil_distant_groups() -> None:
-    """Residual streams have outliers, and rows are multiplied in 16 bits, group by group."""
+    """Residual streams have outliers; rows are quantized to 16 bits per group."""
     torch.manual_seed(0)
     layer, x = Linear(2048, 256, bias=False).bfloat16(), torch.randn(1, 2048).bfloat16()
     with torch.no_grad():
@@ -227,20 +232,18 @@ RECURRENT = [name for name in CASES if name.startswith(("eagle", "mtp"))]
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_drafts_equal_torchs(
-    name: str, rows: int, packed: bool, target: Target, heads_of: Callable[..., Any], asked: list[str]
+    name: str, rows: int, packed: bool, target: Target, heads_of: Callable[..., Any], kernel_calls: list[str]
 ) -> None:
     heads = heads_of(name)
     with torch.no_grad():
         torchs = rounds(heads, target, PROMPTS[-rows:], packed)
-    assert not asked
+    assert not kernel_calls
     with torch.inference_mode():
         found = rounds(heads, target, PROMPTS[-rows:], packed)
     levels = {"enter"} if name.startswith("eagle3") else {"read", "product"}
-    assert set(asked) >= (levels if packed else {"norms", "attend"})
-    for mine, wanted in zip(found, torchs, strict=True):
-        # float32 sums in another order, and with 8 bits what is multiplied in 16, enlarged by random layers that feed
-        # each other, up to twelve deep.
-        torch.testing.assert_close(mine, wanted, rtol=0, atol=(2e-2 if packed else 5e-4) * float(wanted.abs().max()))
+    assert set(kernel_calls) >= (levels if packed else {"norms", "attend"})
+    # float32 sums in another order, and int8 products with 16-bit rows, amplified by up to twelve random layers.
+    assert_levels_close(found, torchs, 2e-2 if packed else 5e-4)
 
 
 CURVES = Calibration(
@@ -274,7 +277,6 @@ def test_trees_grown_in_one_call_equal_levels(
     heads_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also of levels computed in C."""
     monkeypatch.setitem(CASES, "deep", {**CASES["eagle3-deep-normed"], "aux_norms": False, "draft_steps": 5})
     monkeypatch.setattr(draft_kernels, "ROWS", 40)  # wide levels as well
     heads = heads_of(name).to(dtype)
@@ -308,7 +310,7 @@ def test_trees_grown_in_one_call_equal_levels(
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-deep-normed", "mtp"])
 def test_bfloat16_rounds_no_worse_than_torchs(
-    name: str, packed: bool, target: Target, heads_of: Callable[..., Any], asked: list[str]
+    name: str, packed: bool, target: Target, heads_of: Callable[..., Any], kernel_calls: list[str]
 ) -> None:
     found, torchs, wanted = list[Tensor](), list[Tensor](), list[Tensor]()
     for seed in range(4):
@@ -324,7 +326,7 @@ def test_bfloat16_rounds_no_worse_than_torchs(
             torchs += rounds(heads, target, PROMPTS, packed)
         with torch.inference_mode():
             found += rounds(heads, target, PROMPTS, packed)
-    assert set(asked) & ({"read", "enter"} if packed else {"attend"})
+    assert set(kernel_calls) & ({"read", "enter"} if packed else {"attend"})
     # A single draft may be closer either way; over all drafts the rounding errors are alike.
     ours, theirs, all_of_it = (
         float(torch.cat([level.float().flatten() for level in some]).square().mean().sqrt())
@@ -337,34 +339,35 @@ def test_bfloat16_rounds_no_worse_than_torchs(
     assert ours < 1.3 * theirs < 0.2 * all_of_it, (ours, theirs, all_of_it)
 
 
-def test_own_heads_skip_queries(with_direction: Target, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
-    """While training leaves them as they were made, their queries and keys are not computed at all."""
+def test_own_heads_skip_queries(
+    with_direction: Target, monkeypatch: pytest.MonkeyPatch, kernel_calls: list[str]
+) -> None:
+    """The kernels do not compute queries and keys of untrained own-position heads."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     layer, own = heads.layers[0], heads.config.own_heads
 
-    def left() -> int:
+    def own_heads() -> int:
         to_int8(heads)
         return heads.own_heads(layer, torch.ones(1, 1))
 
     with torch.no_grad():
         rows_3HdI = layer.qkv.weight.view(3, -1, heads.config.head_dim, layer.qkv.in_features)
-        for learnt in (rows_3HdI[:2, own:], rows_3HdI[2], layer.o.weight, layer.down.weight, heads.fc.weight):
-            learnt.add_(0.3 * torch.randn_like(learnt))
+        for weight in (rows_3HdI[:2, own:], rows_3HdI[2], layer.o.weight, layer.down.weight, heads.fc.weight):
+            weight.add_(0.3 * torch.randn_like(weight))
         torchs = rounds(heads, with_direction, PROMPTS, packed=True)
     with torch.inference_mode():
         found = rounds(heads, with_direction, PROMPTS, packed=True)
-    assert asked == ["enter"] * 9 and left() == own == 4
-    for mine, wanted in zip(found, torchs, strict=True):
-        # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
-        torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-3 * float(wanted.abs().max()))
+    assert kernel_calls == ["enter"] * 9 and own_heads() == own == 4
+    # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
+    assert_levels_close(found, torchs, 5e-3)
     with torch.no_grad():
-        rows_3HdI[:2, 3, 2, -1].add_(1)  # alike, and not of the embedding alone
-        assert left() == 3
-        layer.qkv.weight[2 * heads.config.head_dim + 3, 5].add_(1)  # a query that is not its key
-        assert left() == 2
-        rows_3HdI[:2, 1].mul_(1e-3)  # it looks at all alike
-        assert left() == 1
+        rows_3HdI[:2, 3, 2, -1].add_(1)  # query equals key, but also reads the state
+        assert own_heads() == 3
+        layer.qkv.weight[2 * heads.config.head_dim + 3, 5].add_(1)  # query differs from key
+        assert own_heads() == 2
+        rows_3HdI[:2, 1].mul_(1e-3)  # uniform attention
+        assert own_heads() == 1
 
 
 def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,8 +375,8 @@ def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()
     with torch.no_grad():
-        for learnt in (heads.layers[0].o.weight, heads.layers[0].down.weight, heads.fc.weight):
-            learnt.add_(0.3 * torch.randn_like(learnt))
+        for weight in (heads.layers[0].o.weight, heads.layers[0].down.weight, heads.fc.weight):
+            weight.add_(0.3 * torch.randn_like(weight))
     to_int8(heads)
     (states,) = with_direction.hidden_states([[5, 6, 7, 8]], heads.aux_layers)
 
@@ -389,19 +392,18 @@ def test_torch_levels_continue_from_c_levels(with_direction: Target, monkeypatch
     with torch.inference_mode():
         found = drafted()
     assert heads.own_heads(heads.layers[0], torch.ones(1, 1)) == 4
-    for mine, wanted in zip(found, torchs, strict=True):
-        # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
-        torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-3 * float(wanted.abs().max()))
+    # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
+    assert_levels_close(found, torchs, 5e-3)
 
 
-def test_autocast_runs_on_torch(target: Target, heads_of: Callable[..., Any], asked: list[str]) -> None:
+def test_autocast_runs_on_torch(target: Target, heads_of: Callable[..., Any], kernel_calls: list[str]) -> None:
     """Its dtype differs from the weights' and the caches'."""
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         rounds(heads_of("eagle3"), target, PROMPTS[:1], packed=True)
-    assert not asked
+    assert not kernel_calls
 
 
-def test_attention_with_more_queries_than_one_pass_takes(asked: list[str]) -> None:
+def test_attention_with_more_queries_than_one_pass_takes(kernel_calls: list[str]) -> None:
     """Twenty query heads of one key head, in bfloat16, with slots that one entry sees and another does not."""
     torch.manual_seed(0)
     heads, size, slots = 20, 24, 9
@@ -409,8 +411,8 @@ def test_attention_with_more_queries_than_one_pass_takes(asked: list[str]) -> No
     qkv = (2 * torch.randn(2, 2, heads + 2, size)).bfloat16()
     angles = torch.ones(16, size).bfloat16(), torch.zeros(16, size).bfloat16()
     entries = Entries.of([[(row, slot, 3, 4, slot) for slot in (5 + 2 * row, 6 + 2 * row)] for row in range(2)])
-    sight = draft_kernels.KVView((entries.fields, entries.shape), None, (keys, values), angles, heads)
-    found = draft_kernels.attend(draft_kernels.compiled(torch.bfloat16), qkv, sight)
+    view = draft_kernels.KVView((entries.fields, entries.shape), None, (keys, values), angles, heads)
+    found = draft_kernels.attend(draft_kernels.compiled(torch.bfloat16), qkv, view)
     assert torch.equal(keys[0, 0, 5], qkv[0, 0, heads]) and torch.equal(values[1, 0, 8], qkv[1, 1, heads + 1])
     for row in range(2):
         for node in range(2):

@@ -10,11 +10,12 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, family, make_config
+from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.train.losses import LOSSES
 from headstart.train.summing import Teacher, logits_by_block, sum_losses, sum_losses_plain
+from tests.heads.test_contract import started
 
 BASE: dict[str, Any] = {
     "vocab_size": 71,
@@ -47,29 +48,21 @@ def tiny(kind: str) -> Target:
     return Target(model.float().eval(), None, kind)
 
 
-def build(target: Target, settings: dict[str, Any], draft_vocab_size: int) -> DraftHead:
-    config = make_config({**settings, "draft_vocab_size": draft_vocab_size}, target)
-    heads = family(config.family)(config)
-    if draft_vocab_size:
-        heads.set_draft_vocabulary(torch.arange(draft_vocab_size) * 2)
-    heads.warm_start(target)
-    return heads
-
-
-def batch_of(target: Target, heads: DraftHead) -> HeadBatch:
+def started_on_text(kind: str, settings: dict[str, Any], draft_vocab_size: int) -> tuple[Target, DraftHead, HeadBatch]:
+    """Return a target, heads started from it, and a text with its states."""
+    target = tiny(kind)
+    heads = started({**settings, "draft_vocab_size": draft_vocab_size}, target)
     text = [(11 * index * index + 5) % 71 for index in range(14)]
     states = target.hidden_states([text], sorted({*heads.aux_layers, FINAL}))[0]
     rows = {layer: state[None] for layer, state in states.items()}
-    return HeadBatch(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.bool), rows)
+    return target, heads, HeadBatch(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.bool), rows)
 
 
 @pytest.mark.parametrize("draft_vocab_size", [0, 24])
 @pytest.mark.parametrize("settings", FROZEN, ids=[str(settings["family"]) for settings in FROZEN])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_frozen_lm_heads_give_the_targets_logits(kind: str, settings: dict[str, Any], draft_vocab_size: int) -> None:
-    target = tiny(kind)
-    heads = build(target, settings, draft_vocab_size)
-    batch = batch_of(target, heads)
+    target, heads, batch = started_on_text(kind, settings, draft_vocab_size)
     teacher_logits = Teacher(target, heads.draft_to_target_D).logits(batch)
     with torch.no_grad():
         steps = list(heads.unroll(batch))
@@ -93,9 +86,7 @@ def test_frozen_lm_heads_give_the_targets_logits(kind: str, settings: dict[str, 
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_losses_differentiate_through_bias_scale_and_cap(kind: str) -> None:
-    target = tiny(kind)
-    heads = build(target, FROZEN[0], 24)
-    batch = batch_of(target, heads)
+    target, heads, batch = started_on_text(kind, FROZEN[0], 24)
     teacher_logits = Teacher(target, heads.draft_to_target_D).logits(batch)
     gradients: list[Tensor] = []
     for total in (sum_losses, sum_losses_plain):
@@ -113,9 +104,8 @@ def test_losses_differentiate_through_bias_scale_and_cap(kind: str) -> None:
 @pytest.mark.parametrize("settings", TRAINED, ids=[str(settings["family"]) for settings in TRAINED])
 @pytest.mark.parametrize("kind", ["granite", "cohere"])
 def test_trained_lm_heads_start_with_the_targets_scale(kind: str, settings: dict[str, Any]) -> None:
-    target = tiny(kind)
-    heads = build(target, settings, 24)
+    target, heads, batch = started_on_text(kind, settings, 24)
     with torch.no_grad():
-        step = next(iter(heads.unroll(batch_of(target, heads))))
+        step = next(iter(heads.unroll(batch)))
     wanted_MD = target.lm_head(step.hidden_MH)[:, heads.draft_to_target_D]
     torch.testing.assert_close(step.logits_MD, wanted_MD, rtol=1e-4, atol=1e-5)

@@ -33,6 +33,12 @@ def streams_of(count: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(row) for row in range(count)]
 
 
+def sampling_request(nodes: int, seeds: list[int], **settings: Any) -> Request:
+    """Return a request for trees with sampled children, with one random stream per row."""
+    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return Request(nodes, sample_drafts=True, warp=SAMPLED, streams=streams, **settings)
+
+
 class TableHead(DraftHead):
     """Drafts from a table indexed by the path."""
 
@@ -43,7 +49,7 @@ class TableHead(DraftHead):
     def __init__(self, shared: bool = False, size: int = VOCAB) -> None:
         super().__init__(HeadConfig(family="table", vocab_size=VOCAB, draft_vocab_size=size))
         self.shared = shared
-        self.asked: list[list[list[tuple[int, ...]]]] = []
+        self.levels: list[list[list[tuple[int, ...]]]] = []
 
     def table(self, path: tuple[int, ...]) -> Tensor:
         seed = hash(path if not self.shared else len(path)) % (1 << 31)
@@ -51,16 +57,16 @@ class TableHead(DraftHead):
 
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth == 0:
-            self.asked = [[[()] for _ in tokens_BW]]
+            self.levels = [[[()] for _ in tokens_BW]]
         else:
-            self.asked.append(
+            self.levels.append(
                 [
-                    [(*self.asked[-1][row][above], token) for token, above in zip(tokens, parents, strict=True)]
+                    [(*self.levels[-1][row][above], token) for token, above in zip(tokens, parents, strict=True)]
                     for row, (tokens, parents) in enumerate(zip(tokens_BW.tolist(), parents_BW.tolist(), strict=True))
                 ]
             )
         columns = slice(0, 1) if self.shared else slice(None)
-        return torch.stack([torch.stack([self.table(path) for path in row[columns]]) for row in self.asked[-1]])
+        return torch.stack([torch.stack([self.table(path) for path in row[columns]]) for row in self.levels[-1]])
 
     def warm_start(self, target: Any) -> None: ...
     def unroll(self, batch: Any) -> Any: ...
@@ -77,8 +83,8 @@ def grown(
     shape: TreeShape | None = None,
     max_rank: int = 8,
 ) -> list[Tree]:
-    asked = replace(request, calibration=calibration, shape=shape)
-    return grow(heads, None, TreeBatch.roots(roots), asked, max_rank)
+    request = replace(request, calibration=calibration, shape=shape)
+    return grow(heads, None, TreeBatch.roots(roots), request, max_rank)
 
 
 def probs_of(tree: Tree) -> list[float]:
@@ -176,9 +182,9 @@ def test_paths_that_leave_the_best_one_are_believed_less() -> None:
 
 
 def test_a_sampled_first_child_may_have_left_the_best_path() -> None:
-    """With the probability that the heads sample another token than their best one, whichever token is sampled."""
-    heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
-    request = Request(3, chain=True, sample_drafts=True, warp=SAMPLED, streams=streams)
+    """With the probability that the heads draw another token than their best one, whichever token is sampled."""
+    heads = TableHead()
+    request = sampling_request(3, [2], chain=True)
     (tree,) = grown(heads, [3], request, LEFT)
     assert LEFT.off_best is not None
     best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[1],))]
@@ -189,13 +195,12 @@ def test_a_sampled_first_child_may_have_left_the_best_path() -> None:
     assert tree.accept_probs == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_drawn_node_is_never_pushed_out_and_leaves_room_below() -> None:
+def test_a_sampled_node_is_never_pushed_out_and_leaves_room_below() -> None:
     """The root has the same children whatever is sampled, and nodes expected below them keep their room."""
     heads = TableHead()
     counts = set()
     for seed in range(20):
-        streams = [torch.Generator().manual_seed(seed)]
-        (tree,) = grown(heads, [3], Request(9, sample_drafts=True, warp=SAMPLED, streams=streams), LEFT)
+        (tree,) = grown(heads, [3], sampling_request(9, [seed]), LEFT)
         assert tree.size <= 9 and tree.depth == 3
         counts.add(tree.parents.count(0))
     assert len(counts) == 1
@@ -211,14 +216,12 @@ def test_rows_of_different_size_are_padded_and_room_is_kept() -> None:
 
 
 @pytest.mark.parametrize("shape", [None, TreeShape.from_paths([(0, 0), (0, 1), (1, 0), (2,)])])
-def test_drawn_children_are_described_and_distinct(shape: TreeShape | None) -> None:
+def test_sampled_children_are_described_and_distinct(shape: TreeShape | None) -> None:
     heads = TableHead(size=8)
     heads.set_draft_vocabulary(torch.arange(4, 12))
     counts = []
     for seed in range(20):
-        stream = torch.Generator().manual_seed(seed)
-        request = Request(12, 0.04, sample_drafts=True, warp=SAMPLED, streams=[stream])
-        (tree,) = grown(heads, [3], request, Calibration(), shape)
+        (tree,) = grown(heads, [3], sampling_request(12, [seed], threshold=0.04), Calibration(), shape)
         with_children = [own for own in tree.children if own]
         assert sorted(tree.sampled) == sorted(own[-1] for own in with_children), "every parent has a sampled child"
         for *fixed, sampled in with_children:
@@ -247,14 +250,10 @@ def test_children_are_added_for_what_they_bring_together() -> None:
 
 
 def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it() -> None:
-    def request(rows: list[int]) -> Request:
-        streams = [torch.Generator().manual_seed(row) for row in rows]
-        return Request(9, 0.03, sample_drafts=True, warp=SAMPLED, streams=streams)
-
-    together = grown(TableHead(), [3, 4, 5], request([0, 1, 2]), Calibration())
+    together = grown(TableHead(), [3, 4, 5], sampling_request(9, [0, 1, 2], threshold=0.03), Calibration())
     assert len({tuple(tree.tokens) for tree in together}) == 3
     for row, tree in enumerate(together):
-        (alone,) = grown(TableHead(), [3 + row], request([row]), Calibration())
+        (alone,) = grown(TableHead(), [3 + row], sampling_request(9, [row], threshold=0.03), Calibration())
         assert (alone.tokens, alone.parents) == (tree.tokens, tree.parents)
 
 
@@ -266,31 +265,36 @@ class OnceHead(TableHead, OneForwardHead):
         return level.expand(len(root_B), -1, -1).to(root_B.device)
 
 
+BUSHY = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
+
+
+def assert_same_samples(tree: Tree, other: Tree) -> None:
+    assert (tree.parents, list(tree.sampled)) == (other.parents, list(other.sampled))
+    for node, sampled in tree.sampled.items():
+        torch.testing.assert_close(sampled.q_draft_D.cpu(), other.sampled[node].q_draft_D)
+
+
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_sampling_all_levels_at_once_gives_the_same_trees(top_k: int) -> None:
     """On a device one read serves all levels; nodes that turn out to be empty go, with their subtrees."""
-    shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(roots: TreeBatch) -> list[Tree]:
-        request = Request(shape.size, sample_drafts=True, warp=warper, streams=streams_of(3), shape=shape)
+        request = Request(BUSHY.size, sample_drafts=True, warp=warper, streams=streams_of(3), shape=BUSHY)
         return grow(heads, None, roots, request)
 
     heads = OnceHead(shared=True)
     expected = trees(TreeBatch.roots([3, 4, 5]))
-    assert all((tree.size < shape.size) == (top_k == 2) for tree in expected)
+    assert all((tree.size < BUSHY.size) == (top_k == 2) for tree in expected)
     with StandIn() as device:
         heads.to(CUDA)
         roots, before = TreeBatch.roots([3, 4, 5], CUDA), device.counts
         found = trees(roots)
         assert (device.counts - before).waits == 2, "the best drafts, and the sampled ones"
     for tree, other in zip(found, expected, strict=True):
-        assert tree.parents == other.parents
         if not top_k:  # else nodes that went took random numbers here, and had none there
             assert tree.tokens == other.tokens
-        assert list(tree.sampled) == list(other.sampled)
-        for node, own in tree.sampled.items():
-            torch.testing.assert_close(own.q_draft_D.cpu(), other.sampled[node].q_draft_D)
+        assert_same_samples(tree, other)
 
 
 class PlacedHead(TableHead):
@@ -304,14 +308,11 @@ class PlacedHead(TableHead):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top_k: int) -> None:
-    """On a device samples are read with the drafts of the next level; empty nodes go then."""
-    shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
+    """On a device draws are read with the drafts of the next level; empty nodes go then."""
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(device: torch.device | str) -> list[Tree]:
-        request = Request(
-            9, 0.01, sample_drafts=True, warp=warper, streams=streams_of(3), shape=shape if static else None
-        )
+        request = Request(9, 0.01, sample_drafts=True, warp=warper, streams=streams_of(3), shape=BUSHY if static else None)
         return grow(heads, None, TreeBatch.roots([3, 4, 5], device), request)
 
     heads = PlacedHead(shared)
@@ -321,13 +322,12 @@ def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top
         heads.to(CUDA)
         found = trees(CUDA)
         uploads = [e for e in device.events if e.where.startswith("support/uploads") and e.kind == "upload"]
-        # The roots, which the loop has there; nodes of two levels with the numbers for sampling them; the last sample.
+        # The roots, which the loop has there; nodes of two levels with the numbers for drawing them; the last draw.
         assert len(uploads) == 1 + 2 + 1
     for tree, other in zip(found, expected, strict=True):
-        assert (tree.tokens, tree.parents, list(tree.sampled)) == (other.tokens, other.parents, list(other.sampled))
+        assert tree.tokens == other.tokens
         assert tree.accept_probs == (other.accept_probs and pytest.approx(other.accept_probs))
-        for node, own in tree.sampled.items():
-            torch.testing.assert_close(own.q_draft_D.cpu(), other.sampled[node].q_draft_D)
+        assert_same_samples(tree, other)
 
 
 @pytest.mark.parametrize("sampling", [False, True])
@@ -356,15 +356,15 @@ def test_work_of_the_host_grows_with_nodes_alone(sampling: bool) -> None:
 def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
     """With several rows, and with nodes that share their drafts, q is the node's own without the guesses."""
     heads = TableHead(shared)
-    request = Request(9, 0.05, sample_drafts=True, warp=SAMPLED, streams=streams_of(3))
+    request = sampling_request(9, [0, 1, 2], threshold=0.05)
     for tree in grown(heads, [3, 4, 5], request, Calibration()):
         paths = [(), *tree.paths]
         assert len(tree.sampled) > 1
-        for node, own in tree.sampled.items():
+        for node, sampled in tree.sampled.items():
             parent = tree.parents[node]
             expected_V = heads.table(paths[parent]).softmax(-1)
             expected_V[[tree.tokens[child] for child in tree.children[parent] if child != node]] = 0
-            torch.testing.assert_close(own.q_draft_V(VOCAB), expected_V / expected_V.sum())
+            torch.testing.assert_close(sampled.q_draft_V(VOCAB), expected_V / expected_V.sum())
     (chain,) = grown(heads, [3], replace(request, chain=True, threshold=0.0), Calibration())
     assert chain.parents == [-1, 0, 1, 2] and list(chain.sampled) == [1, 2, 3], "a chain is sampled"
 
@@ -384,8 +384,8 @@ def test_levels_end_where_they_promise_too_little() -> None:
     def levels(level_threshold: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
         request = Request(64, threshold, level_threshold)
         trees = grown(heads, [3] * rows, request, Calibration(reached=reached), max_rank=VOCAB)
-        assert trees[0].levels == len(heads.asked)
-        return len(heads.asked)
+        assert trees[0].levels == len(heads.levels)
+        return len(heads.levels)
 
     probs = [prob for prob in heads.table(()).softmax(-1).tolist() if prob >= threshold]
     for reach in (1.0, 0.5):

@@ -1,4 +1,4 @@
-"""The induction start: an untrained layer that finds a token's earlier occurrence and copies its successor."""
+"""Closed-form induction heads: an untrained layer copies the successor of a token's earlier occurrence."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.base import HeadBatch, family, make_config
+from headstart.heads.base import HeadBatch
 from headstart.heads.parts.induction import slow_pairs, solve
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.text_attention import causal_attention
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from tests.heads.test_contract import started
 from tests.tiny import tiny_model
 
 SIZE, WIDTH, HEADS, KV_HEADS, TOKENS = 64, 32, 4, 2, 300
@@ -126,19 +127,11 @@ def test_heads_copy_before_they_are_trained() -> None:
     state after it."""
     target = Target(tiny_model("llama", vocab_size=TOKENS, layers=2))
     settings = {
-        "family": "eagle3",
-        "draft_steps": 1,
-        "aux_layers": (1, 2),
-        "init": "transition",
-        "norm_before_residual": True,
-        "head_dim": WIDTH,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "family": "eagle3", "draft_steps": 1, "aux_layers": (1, 2), "init": "transition", "norm_before_residual": True,
+        "head_dim": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }
-    torch.manual_seed(0)
-    heads = family("eagle3")(make_config(settings, target))
-    heads.warm_start(target)
+    }  # fmt: skip
+    heads = started(settings, target)
     random = torch.Generator().manual_seed(0)
     known_VE = torch.nn.functional.rms_norm(target.embedding_weight, (SIZE,))
     early_VE, final_VE = (known_VE @ torch.randn(SIZE, SIZE, generator=random) / 8 for _ in range(2))
@@ -152,9 +145,9 @@ def test_heads_copy_before_they_are_trained() -> None:
         return HeadBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), states)
 
     heads.fit(batch() for _ in range(4))
-    asked = batch()
-    (prediction,) = heads.unroll(asked)
-    true_ME = asked.states[FINAL].flatten(0, 1)[prediction.teacher_M]
+    held_out = batch()
+    (prediction,) = heads.unroll(held_out)
+    true_ME = held_out.states[FINAL].flatten(0, 1)[prediction.teacher_M]
     near_M = torch.cosine_similarity(prediction.hidden_MH.detach(), true_ME, dim=-1)
     again_M = prediction.origin_M % 60 >= 29  # the token after it stood before
     assert near_M[~again_M].mean() < 0.2

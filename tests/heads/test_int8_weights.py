@@ -1,4 +1,4 @@
-"""Weights as drafts read them, prepacked or in int8: close to the full ones, and never stale."""
+"""Prepacked and int8 weights for drafting: close to the full weights, and never stale."""
 
 from __future__ import annotations
 
@@ -63,29 +63,22 @@ def test_many_rows_take_the_full_weights() -> None:
     assert torch.equal(layer(x), full)
 
 
-def test_rows_that_are_not_contiguous() -> None:
-    layer, x = Linear(256, 256), torch.randn(1, 256, 4).transpose(1, 2)
-    full = layer(x.contiguous())
-    to_int8(layer)
-    torch.testing.assert_close(layer(x), full, rtol=0, atol=0.02)
-
-
-def test_outputs_are_padded_and_cut() -> None:
+@pytest.mark.parametrize("outputs", [320, 250], ids=["whole blocks", "padded outputs"])
+def test_rows_of_any_layout(outputs: int) -> None:
+    """Not contiguous, in two dimensions, none, and one."""
     torch.manual_seed(0)
-    layer = Linear(320, 250)
-    x = torch.randn(2, 3, 320)
-    full = layer(x)
+    layer = Linear(320, outputs)
+    inputs = [
+        torch.randn(1, 320, 4).transpose(1, 2),
+        torch.randn(2, 3, 320),
+        torch.zeros(0, 320),
+        torch.zeros(2, 0, 320),
+    ]
+    inputs.append(torch.zeros(320))
+    full = [layer(x) for x in inputs]
     to_int8(layer)
-    assert layer(x).shape == full.shape
-    torch.testing.assert_close(layer(x), full, rtol=0, atol=0.02)
-
-
-def test_no_rows_and_one_row() -> None:
-    layer = Linear(256, 256)
-    to_int8(layer)
-    assert layer(torch.zeros(0, 256)).shape == (0, 256)
-    assert layer(torch.zeros(2, 0, 256)).shape == (2, 0, 256)
-    assert layer(torch.zeros(256)).shape == (256,)
+    for x, wanted in zip(inputs, full, strict=True):
+        torch.testing.assert_close(layer(x), wanted, rtol=0, atol=0.02)
 
 
 def test_operations_are_counted() -> None:

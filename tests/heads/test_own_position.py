@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.own_position import fit_constant_probe, pair_weights, self_weights, set_own_heads, store_map
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from tests.heads.test_contract import CASES
+from tests.heads.test_contract import CASES, started
 from tests.tiny import tiny_model
 
 SIZE, TOKENS = 64, 3000
@@ -92,33 +92,34 @@ def test_own_heads_see_nothing_else(repeats: int, qk_norm: bool) -> None:
     assert own_share(layer, rotary, table_VE[text_T], 2).min() > 1 - 1e-4
 
 
+def stored(layer: DraftLayer, rotary: Rotary, heads: int, map_EI: Tensor, gram_II: Tensor, read_1TI: Tensor) -> Tensor:
+    """Store a map in an otherwise empty layer; return what its own-position heads then add, [T, E]."""
+    layer.zero_init()
+    store_map(layer, heads, map_EI, gram_II)
+    length = read_1TI.shape[1]
+    _, _, values = layer.read(read_1TI, rotary.at(torch.arange(length)[None], torch.float32, length))
+    return layer.write(torch.zeros(1, length, SIZE), values[:, :, None])[0]
+
+
 @torch.no_grad()
 def test_a_layer_holds_any_map() -> None:
     layer, rotary = layer_of(32, 1e5)
     table_VE = table_of(spread=0.5)
     set_own_heads(layer, 2, cosines(rotary, 32, 4095), *fit_constant_probe([table_VE]))
-    layer.down.weight.zero_()
-    layer.o.weight.zero_()
     map_EI, root_II = torch.randn(SIZE, 2 * SIZE), torch.randn(2 * SIZE, 2 * SIZE)
-    store_map(layer, 2, map_EI, root_II @ root_II.T)
     read_1TI = torch.cat([table_VE[:50], torch.randn(50, SIZE)], dim=-1)[None]
-    _, _, values = layer.read(read_1TI, rotary.at(torch.arange(50)[None], torch.float32, 50))
-    added_TE = layer.write(torch.zeros(1, 50, SIZE), values[:, :, None])[0]
+    added_TE = stored(layer, rotary, 2, map_EI, root_II @ root_II.T, read_1TI)
     torch.testing.assert_close(added_TE, read_1TI[0] @ map_EI.T, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
 def test_fewer_heads_hold_the_part_that_adds_most() -> None:
     layer, rotary = layer_of(32, 1e5)
-    layer.down.weight.zero_()
-    layer.o.weight.zero_()
     lead_EE = torch.linalg.qr(torch.randn(SIZE, SIZE)).Q
     sizes_E = torch.cat([torch.ones(32), torch.full((32,), 0.01)])
     map_EI = lead_EE @ torch.diag(sizes_E) @ torch.randn(SIZE, 2 * SIZE)
-    store_map(layer, 1, map_EI, torch.eye(2 * SIZE))
     read_1TI = torch.randn(1, 50, 2 * SIZE)
-    _, _, values = layer.read(read_1TI, rotary.at(torch.arange(50)[None], torch.float32, 50))
-    added_TE = layer.write(torch.zeros(1, 50, SIZE), values[:, :, None])[0]
+    added_TE = stored(layer, rotary, 1, map_EI, torch.eye(2 * SIZE), read_1TI)
     wanted_TE = read_1TI[0] @ map_EI.T
     assert (added_TE - wanted_TE).norm() < 0.05 * wanted_TE.norm()
 
@@ -135,21 +136,14 @@ def texts_of(count: int, length: int = 24) -> list[list[int]]:
     return torch.randint(3, 61, (count, length), generator=random).tolist()
 
 
-def made(settings: dict[str, Any], target: Target) -> DraftHead:
-    torch.manual_seed(0)
-    heads = family(settings["family"])(make_config(settings, target))
-    heads.warm_start(target)
-    return heads
-
-
 def guesses(heads: DraftHead, batch: HeadBatch) -> list[Tensor]:
     return [prediction.hidden_MH for prediction in heads.unroll(batch)]
 
 
 def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
-    """All other weights get the gradients that they would get otherwise."""
+    """Without changing the gradients of other weights."""
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
-    heads = cast(Eagle3Head, made(START, target))
+    heads = cast(Eagle3Head, started(START, target))
     heads.fit([batch])
     layer, own, width = heads.layers[0], heads.config.own_heads, heads.config.head_dim
     with torch.no_grad():  # all other heads attend to the text
@@ -172,9 +166,9 @@ def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
     assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(64, 128), slice(192, 256), slice(256, 384)]
 
 
-def test_own_heads_that_look_elsewhere_are_trained(target: Target) -> None:
+def test_own_heads_that_attend_elsewhere_are_trained(target: Target) -> None:
     batch = batch_of(target, texts_of(40), (1, 3, FINAL))
-    heads = cast(Eagle3Head, made(START, target))
+    heads = cast(Eagle3Head, started(START, target))
     heads.before_training([batch])
     assert heads.layers[0].own_heads == 4
     with torch.no_grad():
@@ -186,7 +180,7 @@ def test_own_heads_that_look_elsewhere_are_trained(target: Target) -> None:
 
 @torch.no_grad()
 def test_the_fusion_maps_a_shallower_state_to_the_last_one(target: Target) -> None:
-    heads = cast(Eagle3Head, made({**START, "aux_layers": (1, 2)}, target))
+    heads = cast(Eagle3Head, started({**START, "aux_layers": (1, 2)}, target))
     batch = batch_of(target, texts_of(60), (1, 2, FINAL))
     map_EE = torch.eye(64) + 0.5 * torch.randn(64, 64) / 8
     last_BTE = batch.states[2] @ map_EE.T
@@ -199,7 +193,7 @@ def test_the_fusion_maps_a_shallower_state_to_the_last_one(target: Target) -> No
 
 
 def test_without_data_the_state_passes_through(target: Target) -> None:
-    heads = made({**START, "aux_layers": (3,)}, target)
+    heads = started({**START, "aux_layers": (3,)}, target)
     batch = batch_of(target, texts_of(2), (3, FINAL))
     heads.fit([])
     for prediction in heads.unroll(batch):
@@ -207,13 +201,13 @@ def test_without_data_the_state_passes_through(target: Target) -> None:
         torch.testing.assert_close(prediction.hidden_MH, own_ME, rtol=1e-3, atol=1e-3)
 
 
-def test_the_residual_is_the_normed_state_only_where_asked(target: Target) -> None:
-    for asked in (True, False):
-        settings = {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 2), "norm_before_residual": asked}
-        heads = cast(Eagle3Head, made(settings, target))
+def test_norm_before_residual_moves_the_residual_stream(target: Target) -> None:
+    for before in (True, False):
+        settings = {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 2), "norm_before_residual": before}
+        heads = cast(Eagle3Head, started(settings, target))
         feedback, embedded = 5 * torch.randn(1, 3, 64), torch.randn(1, 3, 64)
         attended, stream = heads.layer_input(feedback, embedded)
-        assert torch.equal(stream, attended[..., 64:] if asked else feedback)
+        assert torch.equal(stream, attended[..., 64:] if before else feedback)
 
 
 def test_own_heads_need_enough_key_heads(target: Target) -> None:

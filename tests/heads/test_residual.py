@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch, family, make_config, supervised_origins
+from headstart.heads.base import HeadBatch, supervised_origins
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.parts.residual import embed_normalized
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from tests.heads.test_contract import batch_of
+from tests.heads.test_contract import batch_of, started
 
 both = pytest.mark.parametrize("name", ["medusa", "hydra"])
-
-
-def started(name: str, target: Target, **settings: Any) -> DraftHead:
-    torch.manual_seed(0)
-    heads = family(name)(make_config({"family": name, **settings}, target))
-    heads.warm_start(target)
-    return heads
 
 
 def test_positions_stay_inside_one_answer() -> None:
@@ -38,19 +29,17 @@ def test_positions_of_short_rows() -> None:
 
 @both
 def test_warm_started_heads_repeat_the_targets_own_distribution(name: str, target: Target) -> None:
-    heads, vocabulary = started(name, target, num_heads=2, draft_vocab_size=20), torch.arange(0, 60, 3)
-    heads.set_draft_vocabulary(vocabulary)
-    heads.warm_start(target)
+    heads = started({"family": name, "num_heads": 2, "draft_vocab_size": 20}, target)
     batch = batch_of(target, heads, [list(range(1, 13))], prompt=3)
     for step in heads.unroll(batch):
-        wanted = target.lm_head(batch.states[FINAL].flatten(0, 1)[step.origin_M])[:, vocabulary]
+        wanted = target.lm_head(batch.states[FINAL].flatten(0, 1)[step.origin_M])[:, heads.draft_to_target_D]
         torch.testing.assert_close(step.logits_MD, wanted)
 
 
 @both
 def test_linear_start_finds_a_linear_rule(name: str, target: Target) -> None:
     """States follow h' = h R, and for Hydra h' = .7 h R + e(token') S: head k must find the state k + 1 tokens on."""
-    heads, follows_tokens = started(name, target, num_heads=3), name == "hydra"
+    heads, follows_tokens = started({"family": name, "num_heads": 3}, target), name == "hydra"
     rotation, added = torch.linalg.qr(torch.randn(64, 64)).Q, torch.linalg.qr(torch.randn(64, 64)).Q
     tokens_BT = torch.randint(61, (8, 200))
     embedded_BTE = embed_normalized(tokens_BT, target.embedding_weight, torch.zeros(1))
@@ -68,7 +57,7 @@ def test_linear_start_finds_a_linear_rule(name: str, target: Target) -> None:
 
 @both
 def test_text_shorter_than_the_heads_look(name: str, target: Target) -> None:
-    heads = started(name, target, num_heads=4)
+    heads = started({"family": name, "num_heads": 4}, target)
     start = [parameter.clone() for parameter in heads.parameters()]
     batch = batch_of(target, heads, [[1, 2, 3, 4]], prompt=0)
     heads.fit([batch])
@@ -82,7 +71,7 @@ def test_without_input_maps_the_lm_heads_take_the_linear_start(target: Target) -
     batch = HeadBatch(tokens_BT, torch.ones_like(tokens_BT, dtype=torch.bool), {FINAL: torch.randn(4, 40, 64)})
     logits = []
     for input_map in (True, False):
-        heads = started("medusa", target, num_heads=2, input_map=input_map)
+        heads = started({"family": "medusa", "num_heads": 2, "input_map": input_map}, target)
         heads.fit([batch])
         logits.append(torch.stack([step.logits_MD[:5] for step in heads.unroll(batch)]))
     torch.testing.assert_close(*logits)
@@ -91,8 +80,8 @@ def test_without_input_maps_the_lm_heads_take_the_linear_start(target: Target) -
 
 
 def test_seeing_the_root_changes_the_draft(target: Target) -> None:
-    heads = started("medusa", target, num_heads=1, see_root=True)
-    torch.nn.init.normal_(heads.input_KEF)  # type: ignore[arg-type]  # a parameter, which torch types as a module, too
+    heads = started({"family": "medusa", "num_heads": 1, "see_root": True}, target)
+    torch.nn.init.normal_(heads.input_KEF)
     session = heads.prefill([[5]], {FINAL: torch.randn(1, 1, 64)})
     level = torch.zeros(1, 1, dtype=torch.long)
     drafted = {heads.draft_step(session, torch.tensor([[root]]), level, 0).argmax(-1).item() for root in range(9)}
@@ -103,7 +92,9 @@ def test_operations_of_a_draft(target: Target) -> None:
     size, width, steps = 64, 61, 3
     block, lm_head = size * size, width * size
     medusa = 2 * size * size + block + lm_head  # one head: the input map reads the state and the root
-    assert started("medusa", target, num_heads=steps, see_root=True).flops_per_draft() == 2 * medusa
+    settings = {"family": "medusa", "num_heads": steps, "see_root": True}
+    assert started(settings, target).flops_per_draft() == 2 * medusa
     inputs = sum(range(2, steps + 2)) * size * size  # head k of Hydra reads k + 2 vectors
     hydra = inputs + steps * (2 * block + lm_head)
-    assert started("hydra", target, num_heads=steps, num_layers=2).flops_per_draft() == 2 * hydra // steps
+    settings = {"family": "hydra", "num_heads": steps, "num_layers": 2}
+    assert started(settings, target).flops_per_draft() == 2 * hydra // steps

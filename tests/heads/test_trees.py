@@ -14,7 +14,7 @@ from headstart.heads.parts import cache
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.model.model import Target
 from headstart.tree.tree import Committed
-from tests.heads.test_contract import CASES, build, shake
+from tests.heads.test_contract import CASES, build, prefilled, shake
 from tests.tiny import tiny_model
 
 TEXTS = [[3, 9, 14, 27, 33, 8, 40], [8, 40, 12, 5, 51, 22, 19]]
@@ -102,8 +102,7 @@ def test_the_last_layer_computes_only_the_last_token(name: str, exact: Target, s
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
     calls = spy(DraftLayer, "write")
-    known = exact.prefill(exact.new_cache(1, 7), TEXTS[:1], heads.aux_layers).aux_hidden_states
-    heads.draft_step(heads.prefill(TEXTS[:1], known), torch.tensor([[5]]), torch.tensor([[0]]), 0)
+    heads.draft_step(prefilled(heads, exact, TEXTS[:1]), torch.tensor([[5]]), torch.tensor([[0]]), 0)
     assert [residual_BTE.shape[1] for _, residual_BTE, _ in calls] == ([7, 1] if name == "eagle3-deep-normed" else [1])
 
 
@@ -147,7 +146,7 @@ def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
 
 @pytest.mark.parametrize("name", ["hydra", "eagle3", "dspark"])
 def test_drafts_along_the_best_path_are_noticed(name: str, exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutant: all nodes of a level are drafted as if each were the first one."""
+    """Mutant: every node of a level is drafted as the first one."""
     honest = family(CASES[name]["family"]).draft_step
 
     def first(self: Any, state: Any, tokens_BW: torch.Tensor, parents_BW: torch.Tensor, depth: int) -> torch.Tensor:

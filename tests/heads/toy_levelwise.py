@@ -23,15 +23,13 @@ from headstart.tree.tree import Committed
 
 
 class ToyConfig(HeadConfig):
-    """Settings."""
-
     family: str = "toy-levelwise"
     num_steps: int = Field(2, ge=1, description="How many tokens ahead it looks.")
 
 
 @dataclass
 class ToySession:
-    """Drafting of a batch: the state of each row's last committed token."""
+    """State of each row's last committed token."""
 
     final_BE: Tensor
 
@@ -56,9 +54,6 @@ class ToyHead(DraftHead):
         self.bind(target)
         self.map_KEE.data.copy_(torch.eye(self.config.hidden_size).expand_as(self.map_KEE))
         self.lm_head_DE.data.copy_(self.first_lm_head(target))
-
-    def bind(self, target: Target) -> None:
-        self._embedding_VE = target.embedding_weight.detach()
 
     def mix(self, final: Tensor, tokens: Tensor, step: int) -> Tensor:
         """Return the LM head's input, [..., E]."""

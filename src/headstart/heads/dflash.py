@@ -61,12 +61,12 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
     def level(
         self, session: BlockSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level:
-        inputs_BX, seen = self.first_level(session, tokens_BW)
-        return Level(inputs_BX, len(depths), (depths.stop, seen))
+        inputs_BX, slots = self.first_level(session, tokens_BW)
+        return Level(inputs_BX, len(depths), (depths.stop, slots))
 
     def draft_level(self, memory: BlockMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        stop, seen = sizes
-        return self._logits(self.graph_block(memory, inputs_BX, seen)[:, :stop])
+        stop, slots = sizes
+        return self._logits(self.graph_block(memory, inputs_BX, slots)[:, :stop])
 
     def _logits(self, hidden_BSE: Tensor) -> Tensor:
         return self.finish_logits(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))

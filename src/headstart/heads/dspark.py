@@ -140,17 +140,17 @@ class DSparkHead(SolvedBlockHead):
         self, session: BlockSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range
     ) -> Level:
         if depths.start == 0:
-            inputs_BX, seen = self.first_level(session, tokens_BW)
-            return Level(inputs_BX, 1, (0, seen))
+            inputs_BX, slots = self.first_level(session, tokens_BW)
+            return Level(inputs_BX, 1, (0, slots))
         width = tokens_BW.shape[1]
         inputs_BX = np.pad(tokens_BW, ((0, 0), (0, next_power_of_two(width) - width)))
         return Level(inputs_BX, width, (depths.start, inputs_BX.shape[1]))
 
     def draft_level(self, memory: BlockMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        (depth, seen), rows, tokens_BW = sizes, len(inputs_BX), inputs_BX
+        (depth, slots), rows, tokens_BW = sizes, len(inputs_BX), inputs_BX
         if depth == 0:
             tokens_BW = inputs_BX[:, :1]
-            memory.hidden_BSE[:rows] = self.graph_block(memory, inputs_BX, seen)
+            memory.hidden_BSE[:rows] = self.graph_block(memory, inputs_BX, slots)
             memory.logits_BSD[:rows] = linear(memory.hidden_BSE[:rows], self.lm_head_DE, self.lm_bias_D)
         return self._correct_logits(memory.logits_BSD[:rows, depth : depth + 1], tokens_BW)
 

@@ -37,7 +37,7 @@ from headstart.model.model import Target
 class EagleConfig(RecurrentConfig):
     family: str = "eagle"
     init: Literal["target", "random"] = Field(
-        "target", description="Start from the target's last layer and a linear guess, or from random numbers."
+        "target", description="Start from the target's last layer and a fitted linear map, or from random numbers."
     )
     embedding_norm: bool = Field(
         True,

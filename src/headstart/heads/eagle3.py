@@ -77,13 +77,13 @@ class Eagle3Config(RecurrentConfig):
     init: Literal["target", "transition", "random"] = Field(
         "target",
         description="target: start from the target's last layer, norm and LM head. transition: from a linear map to "
-        "the next final state, solved from the data and held by added attention heads. random: from random numbers.",
+        "the next final state, fitted to the data and stored in added attention heads. random: from random numbers.",
     )
     feedback: Literal["pre_norm", "post_norm"] = Field(
-        "pre_norm", description="Feed back the layer's output as it is or, as EAGLE-3.1 does, normed."
+        "pre_norm", description="Feed back the layer's output before or, as EAGLE-3.1 does, after the final norm."
     )
     norm_before_residual: bool = Field(
-        False, description="Add to the normed fused state instead of the fused state; not supported by SGLang."
+        False, description="Start the residual stream after the hidden norm; not supported by SGLang."
     )
 
     @classmethod
@@ -169,13 +169,13 @@ class Eagle3Head(RecurrentHead):
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
 
-    def norm_states(self, seen: Tensor) -> Tensor:
+    def norm_states(self, states: Tensor) -> Tensor:
         if not self.config.aux_norms:
-            return seen
-        return norm_and_concat(self.aux_norms, seen.chunk(len(self.aux_norms), dim=-1))
+            return states
+        return norm_and_concat(self.aux_norms, states.chunk(len(self.aux_norms), dim=-1))
 
-    def project(self, seen: Tensor) -> Tensor:
-        fused: Tensor = self.fc(self.norm_states(seen))
+    def project(self, states: Tensor) -> Tensor:
+        fused: Tensor = self.fc(self.norm_states(states))
         return fused
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,9 +230,7 @@ class Eagle3Head(RecurrentHead):
         if self.config.init == "random":
             return
         before = self.config.hidden_size  # the embedding comes first
-        start_from_last_layers(
-            target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before
-        )
+        start_from_last_layers(target, self.layers, self.fc, self.hidden_norm, self.norm, before)
         self.lm_head.weight.copy_(self.first_lm_head(target))
         if self.config.init == "transition":  # `fit` sets the outputs
             self.layers[0].zero_init()
@@ -267,9 +265,9 @@ class Eagle3Head(RecurrentHead):
     def _match_qk_rms(self, batch: HeadBatch) -> None:
         """Set the scale of query and key norms that do not come from the target so that they preserve the RMS on a
         batch."""
-        seen_BTX = self.select_states(batch.states).float()
-        embedded_BTE = self.embed_tokens(_next_tokens(batch), seen_BTX)
-        input_BTI, stream_BTE = self.layer_input(self.project(seen_BTX), embedded_BTE)
+        states_BTX = self.select_states(batch.states).float()
+        embedded_BTE = self.embed_tokens(_next_tokens(batch), states_BTX)
+        input_BTI, stream_BTE = self.layer_input(self.project(states_BTX), embedded_BTE)
         for number, layer in enumerate(self.layers):
             if not layer.has_target_norms:
                 layer.match_qk_rms(input_BTI)
@@ -287,8 +285,8 @@ class Eagle3Head(RecurrentHead):
             return
         minimum, tokens = 1.0, 0
         for batch in batches:
-            seen_BTX = self.select_states(batch.states)[:, :_CHECK_LENGTH]
-            input_BTI = self._attention_input(seen_BTX, _next_tokens(batch)[:, :_CHECK_LENGTH])
+            states_BTX = self.select_states(batch.states)[:, :_CHECK_LENGTH]
+            input_BTI = self._attention_input(states_BTX, _next_tokens(batch)[:, :_CHECK_LENGTH])
             queries, keys, _ = self._read_layer(input_BTI)
             weight_N = own_position.self_weights(queries[:, :own], keys[:, :own]).mean((0, 2, 3))
             minimum, tokens = min(minimum, float(weight_N.min())), tokens + input_BTI.shape[1]
@@ -376,8 +374,8 @@ class Eagle3Head(RecurrentHead):
             if copies:
                 layer.o.weight[:, own_width:] = map_EJ[:, 2 * size :]
 
-    def _attention_input(self, seen_BTX: Tensor, next_BT: Tensor) -> Tensor:
-        return self.layer_input(self.project(seen_BTX), self.embed_tokens(next_BT, seen_BTX))[0]
+    def _attention_input(self, states_BTX: Tensor, next_BT: Tensor) -> Tensor:
+        return self.layer_input(self.project(states_BTX), self.embed_tokens(next_BT, states_BTX))[0]
 
     def _read_layer(self, input_BTI: Tensor, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of a layer; each row is a text."""
@@ -422,8 +420,8 @@ class Eagle3Head(RecurrentHead):
         return self._rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0]
 
     def _aux_states(self, batches: list[HeadBatch]) -> Tensor:
-        seen = (self.norm_states(self.select_states(batch.states)) for batch in batches)
-        return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
+        rows = (self.norm_states(self.select_states(batch.states)) for batch in batches)
+        return torch.cat([states_BTX.flatten(0, 1).float() for states_BTX in rows])
 
     def _fit_final_state_map(self, batches: list[HeadBatch]) -> Tensor:
         """Return the map [E, X] of aux hidden states to the state before the final norm, at the scale of the deepest

@@ -52,7 +52,7 @@ from headstart.support.uploads import upload
 class HydraConfig(ResidualConfig):
     family: str = "hydra"
     init: Literal["target", "random"] = Field(
-        "target", description="Start from the target's weights and a linear guess, or from random numbers."
+        "target", description="Start from the target's weights and fitted linear maps, or from random numbers."
     )
 
 
@@ -81,8 +81,8 @@ class HydraStep(nn.Module):
         lm_head = None if config.shared_lm_head else nn.Parameter(torch.zeros(config.draft_width, size))
         self.register_parameter("lm_head_DE", lm_head)
 
-    def forward(self, seen: Tensor) -> Tensor:
-        return head_hidden(seen, self.input_EF, self.block_weight_LEE, self.block_bias_LE)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return head_hidden(inputs, self.input_EF, self.block_weight_LEE, self.block_bias_LE)
 
 
 @register
@@ -124,8 +124,8 @@ class HydraHead(ResidualHead):
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_XE = batch.states[FINAL].flatten(0, 1)
             origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
-            seen_MF = _seen(*self._inputs(batch), origin_M, self.draft_steps - 1)
-            return seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)]
+            input_MF = _head_input(*self._inputs(batch), origin_M, self.draft_steps - 1)
+            return input_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)]
 
         maps = LinearStart(widths, size, self.target_embeddings.device).solve(batches, read)
         for head, map_EF in zip(self.heads, maps, strict=False):
@@ -135,7 +135,7 @@ class HydraHead(ResidualHead):
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self.heads):
             origin_M = origins(batch, step)
-            hidden_ME = self.run_checkpointed(head.forward, _seen(final_XE, embedded_XE, origin_M, step))
+            hidden_ME = self.run_checkpointed(head.forward, _head_input(final_XE, embedded_XE, origin_M, step))
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:
@@ -178,9 +178,9 @@ class HydraHead(ResidualHead):
         embedded_BWKE = embed_normalized(paths_BWK, self.target_embeddings, final_BWE)
         return self._logits(torch.cat([final_BWE, embedded_BWKE.flatten(2)], dim=-1), depth)
 
-    def _logits(self, seen_BWF: Tensor, depth: int) -> Tensor:
+    def _logits(self, input_BWF: Tensor, depth: int) -> Tensor:
         head = self.heads[depth]
-        return self.finish_logits(linear(head(seen_BWF), self._lm_head(head), self.lm_bias_D))
+        return self.finish_logits(linear(head(input_BWF), self._lm_head(head), self.lm_bias_D))
 
     def _lm_head(self, head: HydraStep) -> Tensor:
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE
@@ -191,6 +191,6 @@ def read_positions(origin_M: Tensor, step: int) -> Tensor:
     return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
 
 
-def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
+def _head_input(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
     """Inputs of a step's head, [M, F]: the origin's state, then the tokens' embeddings."""
     return torch.cat([final_XE[origin_M], embedded_XE[read_positions(origin_M, step)].flatten(1)], dim=-1)

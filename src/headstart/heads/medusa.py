@@ -55,8 +55,8 @@ class MedusaConfig(ResidualConfig):
     family: str = "medusa"
     see_root: bool = Field(
         False,
-        description="Heads also read the embedding of token t + 1, which the target has decided when they draft "
-        "(Hydra's first step, Ankner et al., arXiv 2402.05109); false is Medusa-1.",
+        description="Heads also read the embedding of the root, token t + 1 (Hydra's first step, Ankner et al., "
+        "arXiv 2402.05109); false is Medusa-1.",
     )
     input_map: bool = Field(
         True,
@@ -111,8 +111,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
         for batch in batches:
             final_XE = batch.states[FINAL].flatten(0, 1)
             origin_M = supervised_origins(batch.supervised_BT, self.draft_steps - 1)
-            seen_MF = self.read(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1])
-            start.add(seen_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)])
+            input_MF = self.head_input(final_XE[origin_M], batch.tokens_BT.flatten()[origin_M + 1])
+            start.add(input_MF, [final_XE[origin_M + step + 1] for step in range(self.draft_steps)])
         for step, map_EF in enumerate(start.maps()):
             if self.input_KEF is not None:
                 self.input_KEF.data[step] = map_EF
@@ -124,7 +124,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
         if not self.config.see_root:
             self._embedding_VE = None
 
-    def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
+    def head_input(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
         """Return the input of every head, [M, F]: the final state and, with `see_root`, the root's embedding."""
         if self._embedding_VE is None:
             return final_ME
@@ -145,8 +145,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
         for step, part in enumerate(self.parts()):
             origin_M = origins(batch, step)
             input_EF, weight_LEE, bias_LE, lm_head_DE = part
-            seen_MF = self.read(final_XE[origin_M], tokens_X[origin_M + 1])
-            hidden_ME = self.run_checkpointed(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
+            input_MF = self.head_input(final_XE[origin_M], tokens_X[origin_M + 1])
+            hidden_ME = self.run_checkpointed(head_hidden, input_MF, input_EF, weight_LEE, bias_LE)
             yield self.prediction(hidden_ME, lm_head_DE, origin_M, step)
 
     @property
@@ -193,7 +193,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     def depth_logits(self, session: FinalSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
-            session.inputs = self.read(session.final_BE, root_B)
+            session.inputs = self.head_input(session.final_BE, root_B)
         return self._logits(session.inputs, depths)
 
     def level(
@@ -205,11 +205,11 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     def draft_level(self, memory: FinalMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
         (stop,), rows = sizes, len(inputs_BX)
-        return self._logits(self.read(memory.final_BE[:rows], memory.root_B[:rows]), range(stop))
+        return self._logits(self.head_input(memory.final_BE[:rows], memory.root_B[:rows]), range(stop))
 
-    def _logits(self, seen_BF: Tensor, depths: range) -> Tensor:
+    def _logits(self, input_BF: Tensor, depths: range) -> Tensor:
         logits = []
         for input_EF, weight_LEE, bias_LE, lm_head_DE in self.parts()[depths.start : depths.stop]:
-            hidden_BE = head_hidden(seen_BF, input_EF, weight_LEE, bias_LE)
+            hidden_BE = head_hidden(input_BF, input_EF, weight_LEE, bias_LE)
             logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
         return self.finish_logits(torch.stack(logits, dim=1))

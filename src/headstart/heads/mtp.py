@@ -16,7 +16,7 @@ Shape suffixes: B rows, W entries, E hidden size, M predictions, D draft vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
@@ -27,10 +27,11 @@ from headstart.errors import UserError
 from headstart.heads.base import make_config, register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
+from headstart.heads.parts.cache import WriteKV
 from headstart.heads.parts.final_state import FinalStateHead
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, norm_and_concat, norm_scale
+from headstart.heads.parts.layer import Angles, DraftLayer, LayerConfig, Rotary, norm_and_concat, norm_scale
 from headstart.heads.parts.native_module import Attend, NativeModule, NativeSettings, native_fields
-from headstart.heads.parts.recurrent import RecurrentConfig
+from headstart.heads.parts.recurrent import Mix, RecurrentConfig
 from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.heads.settings import FromTarget
@@ -43,8 +44,8 @@ class MtpConfig(RecurrentConfig):
     family: str = "mtp"
     init: Literal["target", "random", "native"] = Field(
         "target",
-        description="Start from the target's last layer and a linear guess, from random numbers, or with the "
-        "multi-token-prediction module that the target ships (native), which keeps its own kind of layer.",
+        description="target: start from the target's last layer and a fitted linear map. random: from random numbers. "
+        "native: train the target's own multi-token-prediction module, with its own layer type.",
     )
     native: Annotated[NativeSettings | None, FromTarget(settable=False)] = Field(
         None, description="With init=native, the architecture of the target's module."
@@ -180,7 +181,7 @@ class MtpHead(FinalStateHead):
 
     # -- the target's own layer type -----------------------------------------------------------------------------
 
-    def run_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def run_text(self, text: UnrolledText, tokens: Tensor, rotary: Angles) -> Tensor:
         if self.native is None:
             return super().run_text(text, tokens, rotary)
         first = not text.kv
@@ -195,13 +196,7 @@ class MtpHead(FinalStateHead):
         return text.gather_origins(stream) if first else stream
 
     def _run_layers(
-        self,
-        feedback_BWE: Tensor,
-        tokens_BW: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        put: Callable[[int, Tensor, Tensor], None],
-        mix: Callable[[int, Tensor, Tensor | None], Tensor],
-        last_B: Tensor | None,
+        self, feedback_BWE: Tensor, tokens_BW: Tensor, rotary: Angles, put: WriteKV, mix: Mix, last_B: Tensor | None
     ) -> Tensor:
         if self.native is None:
             return super()._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
@@ -216,7 +211,7 @@ class MtpHead(FinalStateHead):
         return stream_BWE[torch.arange(len(last_B), device=last_B.device), last_B][:, None]
 
     def _run_native(
-        self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
+        self, feedback: Tensor, tokens: Tensor, rotary: Angles, attend: Attend
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the target's own module; returns its stream, keys and values."""
         assert self.native is not None, "the module is the target's"

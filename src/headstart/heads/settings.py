@@ -81,7 +81,7 @@ class Section(BaseModel):
 class HeadSettings(Section):
     """Settings of all head families; each family adds its own."""
 
-    family: str = Field(description="Head family; a recipe that changes it drops the settings of the one before.")
+    family: str = Field(description="Head family; a recipe that changes it drops the other family's settings.")
     draft_vocab_size: int = Field(
         0,
         ge=0,

@@ -33,9 +33,9 @@ from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, nearly_equal
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.block_layer import LAYERS, BlockConfig, BlockLayer
-from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.cache import LayerCache, WriteKV, cached_attention
 from headstart.heads.parts.graphed import GraphedHead, IntArray
-from headstart.heads.parts.layer import Rotary, angles, aux_layers_error, rms_norm, start_from_last_layers
+from headstart.heads.parts.layer import Angles, Rotary, angles, aux_layers_error, rms_norm, start_from_last_layers
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks, by_row, positions_of
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
@@ -124,12 +124,12 @@ class BlockHead(GraphedHead):
         self.bind(target)
         if self.config.init == "random":
             return
-        start_from_last_layers(target, self.layers, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
+        start_from_last_layers(target, self.layers, self.fc, self.hidden_norm, self.norm)
 
     def fuse_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """Return the context, [..., E]."""
-        seen = torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
-        return rms_norm(self.hidden_norm, self.fc(seen))
+        selected = torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
+        return rms_norm(self.hidden_norm, self.fc(selected))
 
     def block(self, roots: Tensor, like: Tensor) -> Tensor:
         """Return the first layer's input [..., K, E] for root tokens [...]: the target's raw embeddings."""
@@ -224,37 +224,33 @@ class BlockHead(GraphedHead):
         positions_BK = self._positions(cache, slots, stream_BKE.device)
         rotary = self._rotary.at(positions_BK, stream_BKE.dtype, total)
         alike = len(set(cache.lengths)) == 1
-        seen = {
-            (layer.window, layer.causal): self._seen(layer, positions_BK, total)
+        masks = {
+            (layer.window, layer.causal): self._visible_mask(layer, positions_BK, total)
             for layer in self.layers
             if layer.window or layer.causal or not alike
         }
 
         def mix(number: int, queries: Tensor) -> Tensor:
             layer, count = self.layers[number], queries.shape[3]
-            seen_BKC = seen.get((layer.window, layer.causal))
-            if seen_BKC is None:
+            mask_BKC = masks.get((layer.window, layer.causal))
+            if mask_BKC is None:
                 return cached_attention(queries, cache.kv[number], total, None)
             first = max(0, min(cache.lengths) + 1 - layer.window) if layer.window else 0
             keys, values = (part[:, :, first:] for part in cache.kv[number])
-            return cached_attention(queries, (keys, values), total - first, seen_BKC[:, -count:, first:])
+            return cached_attention(queries, (keys, values), total - first, mask_BKC[:, -count:, first:])
 
         session.hidden_BSE = self._run_layers(stream_BKE, rotary, partial(cache.put, cache.lengths), mix)
 
     @staticmethod
-    def _seen(layer: BlockLayer, positions_BK: Tensor, total: int) -> Tensor:
+    def _visible_mask(layer: BlockLayer, positions_BK: Tensor, total: int) -> Tensor:
         """Return the mask of cache slots that each block slot sees in a layer, bool [B, K, C]."""
         slot_C = torch.arange(total, device=positions_BK.device)
         last_BK = positions_BK if layer.causal else positions_BK[:, -1:].expand_as(positions_BK)
-        seen_BKC = slot_C <= last_BK[:, :, None]
-        return seen_BKC & (slot_C > positions_BK[:, :, None] - layer.window) if layer.window else seen_BKC
+        mask_BKC = slot_C <= last_BK[:, :, None]
+        return mask_BKC & (slot_C > positions_BK[:, :, None] - layer.window) if layer.window else mask_BKC
 
     def _run_layers(
-        self,
-        stream_BKE: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        put: Callable[[int, Tensor, Tensor], None],
-        mix: Callable[[int, Tensor], Tensor],
+        self, stream_BKE: Tensor, rotary: Angles, put: WriteKV, mix: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
         """Return the LM head inputs of a block, [B, S, E]. `put` writes keys and values, `mix` attends."""
         for number, layer in enumerate(self.layers):
@@ -280,22 +276,22 @@ class BlockHead(GraphedHead):
     def first_level(self, session: BlockSession, tokens_BW: IntArray) -> tuple[IntArray, int]:
         assert session.memory is not None, "captured levels have memory"
         lengths = session.cache.lengths
-        seen = bucket_slots(max(lengths) + self.config.block_size, session.memory)
-        return np.stack([tokens_BW[:, 0], lengths], axis=1), seen
+        slots = bucket_slots(max(lengths) + self.config.block_size, session.memory)
+        return np.stack([tokens_BW[:, 0], lengths], axis=1), slots
 
-    def graph_block(self, memory: BlockMemory, inputs_BX: Tensor, seen: int) -> Tensor:
+    def graph_block(self, memory: BlockMemory, inputs_BX: Tensor, slots: int) -> Tensor:
         """Run the block like `run_block`, in a CUDA graph; return its LM head inputs."""
         root_B, length_B = inputs_BX.unbind(1)
-        device, slots = inputs_BX.device, self.config.block_size
+        device, size = inputs_BX.device, self.config.block_size
         rows_B1 = torch.arange(len(root_B), device=device)[:, None]
-        slots_BK = length_B[:, None] + torch.arange(slots, device=device)
+        slots_BK = length_B[:, None] + torch.arange(size, device=device)
 
         def put(number: int, keys: Tensor, values: Tensor) -> None:
             memory.write(number, rows_B1, slots_BK, keys, values)
 
         def mix(number: int, queries: Tensor) -> Tensor:
-            seen_BKC = self._seen(self.layers[number], slots_BK, seen)[:, -queries.shape[3] :]
-            return cached_attention(queries, memory.layer(number), seen, seen_BKC)
+            mask_BKC = self._visible_mask(self.layers[number], slots_BK, slots)[:, -queries.shape[3] :]
+            return cached_attention(queries, memory.layer(number), slots, mask_BKC)
 
         stream_BKE = self.block(root_B, memory.logits_BSD)
         return self._run_layers(stream_BKE, angles(memory.rotary, slots_BK), put, mix)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.parts.layer import (
+    Angles,
     DraftLayer,
     LayerConfig,
     aux_layers_error,
@@ -36,29 +37,28 @@ class BlockConfig(LayerConfig):
     """Settings of heads that draft a block in one pass."""
 
     num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
-    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; with dflash the first one drafts nothing.")
+    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; dflash does not draft from the first one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers to read, as indices of transformers' hidden_states, ascending and below the "
         "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
     )
     mask_token_id: Annotated[int, FromTarget()] = Field(
-        -1, ge=0, description="Token that fills the slots of a block before they are drafted; no text may contain it."
+        -1, ge=0, description="Token in the slots of a block after the root; no text may contain it."
     )
     sliding_window: int = Field(
-        0, ge=0, description="Tokens up to its own place that a slot sees, more than a block has; 0 for the whole text."
+        0, ge=0, description="Tokens that a slot attends to, itself included; more than block_size, or 0 for all."
     )
     full_layers: tuple[int, ...] = Field(
-        (), description="Layers, counted from 0, exempt from heads.sliding_window: their slots see the whole text."
+        (), description="Layers, counted from 0, that attend to the whole text despite heads.sliding_window."
     )
     causal: bool = Field(
-        False, description="A slot does not see those after it; with heads.sliding_window, in the layers that have one."
+        False, description="Causal attention inside a block; with heads.sliding_window, only in the layers with one."
     )
     init: Literal["target", "linear", "random"] = Field(
         "target",
-        description="target: start from the target's last layers and norm. linear: from these, with added attention "
-        "heads that look at the newest state and the root, and output maps solved from the data. random: from "
-        "random numbers.",
+        description="target: start from the target's last layers and norm. linear: also add attention heads for the "
+        "newest state and the root, and fit the output maps to the data. random: start from random numbers.",
     )
 
     @classmethod
@@ -130,7 +130,7 @@ class BlockLayer(DraftLayer):
         self.window = config.window(number)
         self.causal = config.causal and self.window == config.sliding_window
 
-    def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def context(self, context_BTE: Tensor, rotary: Angles) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, N, T, d] of the context."""
         config = self.config
         queries = config.num_attention_heads * config.head_dim

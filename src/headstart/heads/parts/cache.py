@@ -7,7 +7,7 @@ heads per key head, d head size.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -23,6 +23,8 @@ from headstart.replay.attention import causal_attention
 from headstart.replay.cache import KVLayout, KVMemory
 from headstart.support.uploads import upload
 
+WriteKV = Callable[[int, Tensor, Tensor], None]
+"""Function that writes a layer's new keys and values."""
 _SPARE = 256
 """Initial cache slots beyond the prompt."""
 _QUERIES = 512
@@ -38,24 +40,27 @@ class Entries:
             visible prefix, and K further visible slots.
         shape: (B, W, F) of `fields`.
         stop: required number of slots.
+        last: the only entry of each row that the last layer queries; None for all.
     """
 
     fields: array[int]
     shape: tuple[int, int, int]
     stop: int
+    last: array[int] | None = None
 
     @classmethod
-    def of_text(cls, lengths: Sequence[int], width: int) -> Entries:
+    def of_text(cls, lengths: Sequence[int], width: int, last: Sequence[int]) -> Entries:
         """Return the next entries of each row, causally masked."""
         texts = (range(length, length + width) for length in lengths)
-        return cls.of([[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)])
+        entries = [[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)]
+        return cls.of(entries, array("q", last))
 
     @classmethod
-    def of(cls, entries: Sequence[Sequence[Sequence[int]]]) -> Entries:
+    def of(cls, entries: Sequence[Sequence[Sequence[int]]], last: array[int] | None = None) -> Entries:
         """Build from the fields of each entry, by row."""
         fields = array("q", chain.from_iterable(chain.from_iterable(entries)))
         shape = (len(entries), len(entries[0]), len(entries[0][0]))
-        return cls(fields, shape, 1 + max(of_row[-1][1] for of_row in entries))
+        return cls(fields, shape, 1 + max(row[-1][1] for row in entries), last)
 
     @property
     def fields_BWF(self) -> IntArray:
@@ -74,9 +79,9 @@ class Entries:
         rows, width, further = self.further_BWK.shape
         if rows == width == 1 and int(self.fields_BWF[0, 0, 3]) + further == self.stop:
             return None
-        seen_BWX = upload(torch.from_numpy(self.fields_BWF[..., 3:]), device)
+        visible_BWX = upload(torch.from_numpy(self.fields_BWF[..., 3:]), device)
         slots_S = torch.arange(self.stop, device=device)
-        return (slots_S < seen_BWX[..., :1]).scatter_(2, seen_BWX[..., 1:], True)
+        return (slots_S < visible_BWX[..., :1]).scatter_(2, visible_BWX[..., 1:], True)
 
 
 class LayerCache:
@@ -168,8 +173,8 @@ def text_attention(
         return causal_attention(queries_BNGWd.flatten(1, 2), keys, values).view(queries_BNGWd.shape)
     slots_S = torch.arange(slots, device=index_BW.device)
     parts = [
-        cached_attention(queries, kv, slots, slots_S <= seen_BC[:, :, None])
-        for queries, seen_BC in zip(
+        cached_attention(queries, kv, slots, slots_S <= last_BC[:, :, None])
+        for queries, last_BC in zip(
             torch.split(queries_BNGWd, _QUERIES, 3), torch.split(index_BW, _QUERIES, 1), strict=True
         )
     ]

@@ -85,8 +85,8 @@ class FinalStateHead(RecurrentHead):
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
         return states[self.aux_layers[0]]
 
-    def project(self, seen: Tensor) -> Tensor:
-        return seen
+    def project(self, states: Tensor) -> Tensor:
+        return states
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         stream: Tensor = self.joining_map(self.joining_inputs(feedback, embedded))

@@ -33,6 +33,8 @@ from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import is_quantized
 
+Angles = tuple[Tensor, Tensor]
+"""(cos, sin) of rotary positions."""
 _ROTARY: dict[str, set[str]] = {
     "default": {"rope_theta"},
     "linear": {"rope_theta", "factor"},
@@ -112,13 +114,13 @@ class Rotary:
 
     def __init__(self, config: LayerConfig, build: Callable[[], nn.Module] | None = None) -> None:
         self._config, self._build = config, build or partial(_llama_rotary, config)
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], Angles] = {}
 
-    def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
+    def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> Angles:
         """(cos, sin) [B, T, d] of positions below `stop`, clamped to the longest context."""
         return angles(self.table(stop, positions_BT.device, dtype), positions_BT)
 
-    def table(self, stop: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def table(self, stop: int, device: torch.device, dtype: torch.dtype) -> Angles:
         """(cos, sin) [P, d] of at least the positions below `stop`, up to the longest context."""
         key = (device, dtype)
         needed = min(stop, self._config.max_position_embeddings)
@@ -129,7 +131,7 @@ class Rotary:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> Angles:
         size = min(self._config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
         cos, sin = self._build()(torch.zeros(1), torch.arange(size)[None])
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
@@ -147,7 +149,7 @@ def _llama_rotary(config: LayerConfig) -> nn.Module:
     return rotary
 
 
-def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+def angles(table: Angles, positions_BT: Tensor) -> Angles:
     """(cos, sin) [B, T, d] of the positions, clamped to the end of the table."""
     cos, sin = table
     positions_BT = positions_BT.clamp(max=len(cos) - 1)
@@ -194,9 +196,7 @@ class DraftLayer(nn.Module):
         """Number of query heads that share a key head."""
         return self.config.num_attention_heads // self.config.num_key_value_heads
 
-    def read(
-        self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], trained_RI: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, x_BTI: Tensor, rotary: Angles, trained_RI: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]. With the rows from
         `trained_qkv`, queries and keys exclude the `own_heads`."""
         kv_heads = self.config.num_key_value_heads - (0 if trained_RI is None else self.own_heads)

@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headstart.errors import UserError
+from headstart.heads.parts.layer import Angles
 from headstart.model.frozen import FrozenModel
 from headstart.model.shipped import ARRANGEMENTS, Arrangement, load_layer, shipped_files
 
@@ -153,7 +154,7 @@ class NativeModule(nn.Module):
         joined: Tensor = self.eh_proj(torch.cat(parts[::-1] if self.settings.arranged.state_first else parts, dim=-1))
         return joined
 
-    def run(self, joined_BWE: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def run(self, joined_BWE: Tensor, rotary: Angles, attend: Attend) -> Tensor:
         """Run the layer; returns its stream, [B, W, E]."""
         output = self.layer(joined_BWE, position_embeddings=rotary, attention_mask=None, attend=attend)
         stream: Tensor = output[0] if isinstance(output, tuple) else output

@@ -41,9 +41,9 @@ from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import in_panels, linear
-from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
+from headstart.heads.parts.cache import Entries, LayerCache, WriteKV, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, IntArray, Level
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, rms_norm
+from headstart.heads.parts.layer import Angles, DraftLayer, LayerConfig, Rotary, angles, rms_norm
 from headstart.heads.parts.recurrent_session import RecurrentMemory, RecurrentSession
 from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.heads.parts.unrolled_text import UnrolledText
@@ -54,6 +54,8 @@ from headstart.support.uploads import upload
 from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
+Mix = Callable[[int, Tensor, Tensor | None], Tensor]
+"""Attention of a layer's queries over the cache; with row indices, the queries are those of each row's last entry."""
 _FEW_PENDING = 8
 """Minimum padded number of pending entries, over all rows: otherwise each count would need its own graph."""
 _MOST_READ = 1024
@@ -63,8 +65,8 @@ _MOST_READ = 1024
 class RecurrentConfig(LayerConfig):
     """Settings of heads that feed their own state back."""
 
-    draft_steps: int = Field(5, ge=1, le=DEEPEST, description="Drafts in a row, in training and in decoding.")
-    init: str = Field("target", description="Initial weights, see each family.")
+    draft_steps: int = Field(5, ge=1, le=DEEPEST, description="Draft steps, in training and in decoding.")
+    init: str = Field("target", description="Initial weights; see each family.")
 
 
 class RecurrentHead(GraphedHead):
@@ -92,7 +94,7 @@ class RecurrentHead(GraphedHead):
         """Select the head's inputs [..., X] from the target's states."""
 
     @abstractmethod
-    def project(self, seen: Tensor) -> Tensor:
+    def project(self, states: Tensor) -> Tensor:
         """Map the selected states to the size of the feedback, [..., E]."""
 
     @abstractmethod
@@ -130,7 +132,7 @@ class RecurrentHead(GraphedHead):
     # -- training ------------------------------------------------------------------------------------------------
 
     def _read_first_layer(
-        self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
+        self, feedback: Tensor, tokens: Tensor, rotary: Angles, learning: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         attended, stream = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
         return *self.layers[0].read(attended, rotary, learning), stream
@@ -151,7 +153,7 @@ class RecurrentHead(GraphedHead):
             feature_ME = text.feedback_BAE[text.real_BA] if self.drafts_features else None
             yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
 
-    def run_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def run_text(self, text: UnrolledText, tokens: Tensor, rotary: Angles) -> Tensor:
         """Run the layers over the next training step of every origin and append keys and values to `text`. Returns the
         last layer's stream, [B, A, E]."""
         first, index_BA = not text.kv, text.visible.index_BA
@@ -198,10 +200,9 @@ class RecurrentHead(GraphedHead):
                 check()
             read, tokens = session.next_piece(CHUNK)
             tokens_BW = upload(tokens, session.pending_BPX.device)
-            entries = Entries.of_text(session.cache.lengths, CHUNK)
+            entries = Entries.of_text(session.cache.lengths, CHUNK, [max(count, 1) - 1 for count in read])
             session.cache.reserve(entries.stop)
-            feedback_BWE = self.project(session.pending_BPX[:, :CHUNK])
-            self._run(session, feedback_BWE, tokens_BW, entries, [max(count, 1) - 1 for count in read])
+            self._run(session, self.project(session.pending_BPX[:, :CHUNK]), tokens_BW, entries)
             session.drop_pending(read)
 
     def _kernel_heads(self, like: Tensor) -> draft_kernels.Recurrent | None:
@@ -219,14 +220,11 @@ class RecurrentHead(GraphedHead):
         )
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        last = None
         if depth == 0:
             session.begin_round()
             pending, last = max(session.counts), [count - 1 for count in session.counts]
-            entries, above_BWX = (
-                Entries.of_text(session.cache.lengths, pending),
-                session.pending_BPX.narrow(1, 0, pending),
-            )
+            entries = Entries.of_text(session.cache.lengths, pending, last)
+            above_BWX = session.pending_BPX.narrow(1, 0, pending)
             if pending > 1:
                 device, roots_B1 = tokens_BW.device, tokens_BW
                 tokens_BW = upload(session.pending_tokens([0] * len(last), pending), device)
@@ -236,11 +234,11 @@ class RecurrentHead(GraphedHead):
         session.cache.reserve(entries.stop)
         functions = draft_kernels.kernels_for(above_BWX) if tokens_BW.numel() <= draft_kernels.ROWS else None
         if functions and session.kernel_heads is not None:
-            nodes = tokens_BW, parents_BW if depth else None
-            logits_BWD, session.feedback_BWE = self._run_kernels(functions, session, above_BWX, nodes, entries, last)
+            nodes = tokens_BW, parents_BW
+            logits_BWD, session.feedback_BWE = self._run_kernels(functions, session, above_BWX, nodes, entries)
             return self.finish_logits(logits_BWD if self.lm_bias_D is None else logits_BWD + self.lm_bias_D)
         fed_BWE = _parent_feedback(above_BWX, parents_BW) if depth else self.project(above_BWX)
-        stream_BWE = self._run(session, fed_BWE, tokens_BW, entries, last)
+        stream_BWE = self._run(session, fed_BWE, tokens_BW, entries)
         hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
         return self.finish_logits(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
@@ -256,10 +254,10 @@ class RecurrentHead(GraphedHead):
             return None
         session.begin_round()
         (base,) = session.root_slots
-        entries = Entries.of_text(session.cache.lengths, pending)
+        entries = Entries.of_text(session.cache.lengths, pending, [pending - 1])
         entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
         session.cache.reserve(entries.stop)
-        views = self._kv_views(session.cache, entries, [pending - 1], above_1PX)
+        views = self._kv_views(session.cache, entries, above_1PX)
         how = draft_kernels.Growth(request, self.draft_to_target_D, levels, ranks, base)
         return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, views, how)
 
@@ -291,50 +289,39 @@ class RecurrentHead(GraphedHead):
         functions: Any,
         session: RecurrentSession,
         above_BWX: Tensor,
-        nodes: tuple[Tensor, Tensor | None],
+        nodes: tuple[Tensor, Tensor],
         entries: Entries,
-        last: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, W, D] and feedback [B, W, E] of new entries, given `nodes` (tokens and parents) and the
-        previous level's feedback `above_BWX`. Text entries have no parents: `above_BWX` are then the target's states,
-        and only each row's `last` entry is returned."""
-        heads, (tokens_BW, parents_BW) = session.kernel_heads, nodes
+        previous level's feedback `above_BWX`; for text entries, which have no parents, the target's states."""
+        heads, (tokens_BW, parents_BW), is_text = session.kernel_heads, nodes, entries.last is not None
         assert heads is not None, "weights are int8"
-        views = self._kv_views(session.cache, entries, last, above_BWX)
-        if heads.embedding_input is None or (parents_BW is None and heads.embedding_input.fusion is None):
-            fed_BWE = self.project(above_BWX) if parents_BW is None else _parent_feedback(above_BWX, parents_BW)
+        views = self._kv_views(session.cache, entries, above_BWX)
+        if heads.embedding_input is None or (is_text and heads.embedding_input.fusion is None):
+            fed_BWE = self.project(above_BWX) if is_text else _parent_feedback(above_BWX, parents_BW)
             return heads.read(functions, *self.layer_input(fed_BWE, self.embed_tokens(tokens_BW, fed_BWE)), views)
         index = None
-        if parents_BW is not None:
+        if not is_text:
             count, rows = above_BWX.shape[1], enumerate(parents_BW.tolist())
             index = array(
                 "q", (row * count + (0 if count == 1 else parent) for row, parents in rows for parent in parents)
             )
         return heads.enter(functions, tokens_BW, index, above_BWX, views)
 
-    def _kv_views(
-        self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
-    ) -> list[draft_kernels.KVView]:
-        """Return each layer's view of the cache. The last layer only queries each row's `last` entry, if given."""
+    def _kv_views(self, cache: LayerCache, entries: Entries, like: Tensor) -> list[draft_kernels.KVView]:
+        """Return each layer's view of the cache."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
-        queries = [*[None] * (len(cache.kv) - 1), None if last is None else array("q", last)]
+        queries = [*[None] * (len(cache.kv) - 1), entries.last]
         fields, heads = (entries.fields, entries.shape), self.config.num_attention_heads
         views = zip(queries, cache.kv, strict=True)
         return [draft_kernels.KVView(fields, query_B, kv, table, heads) for query_B, kv in views]
 
-    def _run(
-        self,
-        session: RecurrentSession,
-        feedback_BWE: Tensor,
-        tokens_BW: Tensor,
-        entries: Entries,
-        last: Sequence[int] | None,
-    ) -> Tensor:
-        """Return the last layer's stream [B, W, E] of new entries, or of each row's `last` entry of the text."""
+    def _run(self, session: RecurrentSession, feedback_BWE: Tensor, tokens_BW: Tensor, entries: Entries) -> Tensor:
+        """Return the last layer's stream [B, W, E] of new entries, or of each row's last one."""
         cache, slots, like = session.cache, entries.stop, feedback_BWE
         if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.kernels_for(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embed_tokens(tokens_BW, like))
-            for layer, view in zip(self.layers, self._kv_views(cache, entries, last, like), strict=True):
+            for layer, view in zip(self.layers, self._kv_views(cache, entries, like), strict=True):
                 mixed_BWH = draft_kernels.attend(functions, layer.project_qkv(read_BWI), view)
                 if view.last_B is not None:
                     stream_BWE = stream_BWE[range(len(stream_BWE)), view.last_B.tolist()][:, None]
@@ -343,8 +330,8 @@ class RecurrentHead(GraphedHead):
         table = self._rotary.table(slots, like.device, like.dtype)
         starts = entries.slots_BW[:, 0].tolist()
         positions_BW = upload(torch.from_numpy(entries.fields_BWF[..., 2]), like.device)
-        last_B = None if last is None else upload(last, like.device)
-        allowed_BWS = None if last_B is not None else entries.allowed(like.device)
+        last_B = None if entries.last is None else upload(entries.last, like.device)
+        allowed_BWS = entries.allowed(like.device) if last_B is None else None
 
         def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
             if last_B is None:
@@ -356,13 +343,7 @@ class RecurrentHead(GraphedHead):
         return self._run_layers(feedback_BWE, tokens_BW, angles(table, positions_BW), put, mix, last_B)
 
     def _run_layers(
-        self,
-        feedback_BWE: Tensor,
-        tokens_BW: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        put: Callable[[int, Tensor, Tensor], None],
-        mix: Callable[[int, Tensor, Tensor | None], Tensor],
-        last_B: Tensor | None,
+        self, feedback_BWE: Tensor, tokens_BW: Tensor, rotary: Angles, put: WriteKV, mix: Mix, last_B: Tensor | None
     ) -> Tensor:
         """Return the last layer's stream [B, W, E] of new entries, or of each row's `last_B` entry alone. `put` writes
         keys and values, `mix` attends."""
@@ -413,10 +394,12 @@ class RecurrentHead(GraphedHead):
         base_B1, entries = np.array(session.root_slots)[:, None], session.next_entries(parents_BW)
         starts_B1 = entries.slots_BW[:, :1]
         # Pad with the root's slot, which is visible anyway.
-        seen_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
-        seen_BWK[:, :width, : depths.start] = entries.further_BWK
+        visible_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
+        visible_BWK[:, :width, : depths.start] = entries.further_BWK
         nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
-        inputs_BX = np.concatenate([*nodes, seen_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1)
+        inputs_BX = np.concatenate(
+            [*nodes, visible_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1
+        )
         above = session.feedback_BWE.shape[1]
         memory.fed_BWE[:rows, :above] = session.feedback_BWE
         session.feedback_BWE = memory.feedback_BWE[:rows, :width]
@@ -437,17 +420,17 @@ class RecurrentHead(GraphedHead):
         return Level(inputs_BX, 1, (0, padded, bucket_slots(max(lengths) + padded, memory)))
 
     def draft_level(self, memory: RecurrentMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        after_first, width, seen = sizes
+        after_first, width, slots = sizes
         rows, device = len(inputs_BX), inputs_BX.device
         rows_B1, index_W = torch.arange(rows, device=device)[:, None], torch.arange(width, device=device)
-        slots_S, last_B = torch.arange(seen, device=device), None
+        slots_S, last_B = torch.arange(slots, device=device), None
         if after_first:
             parts = [width, width, width * self.draft_steps, 1, 1, 1]
-            tokens_BW, parents_BW, seen_BX, base_B1, start_B1, position_B1 = torch.split(inputs_BX, parts, dim=1)
+            tokens_BW, parents_BW, visible_BX, base_B1, start_B1, position_B1 = torch.split(inputs_BX, parts, dim=1)
             feedback_BWE = memory.fed_BWE[rows_B1, parents_BW]
             slots_BW, positions_BW = start_B1 + index_W, position_B1.expand(-1, width)
             allowed_BWS = (slots_S <= base_B1)[:, None].repeat(1, width, 1)
-            allowed_BWS.scatter_(2, seen_BX.view(rows, width, -1), True)
+            allowed_BWS.scatter_(2, visible_BX.view(rows, width, -1), True)
         else:
             tokens_BW, (count_B, length_B) = inputs_BX[:, :width], inputs_BX[:, width:].unbind(1)
             last_B = count_B - 1
@@ -460,7 +443,7 @@ class RecurrentHead(GraphedHead):
 
         def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
             allowed = allowed_BWS if rows_B is None else allowed_BWS[rows_B, last_B][:, None]
-            return cached_attention(queries, memory.layer(number), seen, allowed)
+            return cached_attention(queries, memory.layer(number), slots, allowed)
 
         rotary = angles(memory.rotary, positions_BW)
         stream_BWE = self._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)

@@ -31,7 +31,7 @@ _ENOUGH = 12
 class ResidualConfig(HeadConfig):
     """Settings of K stacks of residual blocks."""
 
-    num_heads: int = Field(4, ge=1, le=16, description="How many tokens ahead the heads look.")
+    num_heads: int = Field(4, ge=1, le=16, description="Number of heads, one per draft step.")
     num_layers: int = Field(1, ge=1, le=8, description="Residual blocks in each head.")
     shared_lm_head: bool = Field(
         False, description="Read logits through the target's frozen LM head instead of one trained LM head per head."
@@ -128,7 +128,7 @@ def head_hidden(input_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, b
 def principal_outputs(map_EI: Tensor, gram_II: Tensor, rank: int) -> Tensor:
     """Return the output directions of a linear map with the largest variance, [E, rank]; `gram_II` are the second
     moments of its inputs."""
-    axes_EE = torch.linalg.eigh((map_EI @ gram_II @ map_EI.T).double())[1].flip(1).to(map_EI)
+    axes_EE: Tensor = torch.linalg.eigh((map_EI @ gram_II @ map_EI.T).double())[1].flip(1).to(map_EI)
     return axes_EE[:, :rank]
 
 

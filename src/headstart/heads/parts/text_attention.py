@@ -38,10 +38,10 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring queries of all rows, and the range of positions visible to any of them."""
+    """Neighbouring queries of all rows, and the range of positions that any of them sees."""
 
     queries: slice
-    seen: slice
+    positions: slice
 
 
 @dataclass(eq=False)
@@ -62,15 +62,15 @@ class VisibleRange:
 
     def hidden(self, part: Part) -> Tensor:
         """Mask of positions hidden from each query of a part, bool [B, C, S]; with a window, per slot [B, C, K, S]."""
-        seen_S = torch.arange(part.seen.start, part.seen.stop, device=self.index_BA.device)
-        hidden_BCS = seen_S > self.index_BA[:, part.queries, None]
+        position_S = torch.arange(part.positions.start, part.positions.stop, device=self.index_BA.device)
+        hidden_BCS = position_S > self.index_BA[:, part.queries, None]
         if self.starts_BA is not None:
-            hidden_BCS |= seen_S < self.starts_BA[:, part.queries, None]
+            hidden_BCS |= position_S < self.starts_BA[:, part.queries, None]
         width, slots = self.window
         if not width:
             return hidden_BCS
-        first_BCK = self.index_BA[:, part.queries, None] + torch.arange(2, 2 + slots, device=seen_S.device) - width
-        return hidden_BCS[:, :, None] | (seen_S < first_BCK[..., None])
+        first_BCK = self.index_BA[:, part.queries, None] + torch.arange(2, 2 + slots, device=position_S.device) - width
+        return hidden_BCS[:, :, None] | (position_S < first_BCK[..., None])
 
     @property
     def hidden_BAT(self) -> Tensor:
@@ -229,16 +229,18 @@ def chain_attention_fused(
 ) -> Tensor:
     """`chain_attention` by torch's kernel."""
     groups, origins = queries_BNGAd.shape[2:4]
-    seen_BAS = ~hidden_BAS
+    visible_BAS = ~hidden_BAS
     if chain:
-        own_AA = torch.eye(origins, dtype=torch.bool, device=seen_BAS.device)
-        seen_BAS = torch.cat([seen_BAS, own_AA.repeat(1, len(chain) // 2).expand(len(seen_BAS), -1, -1)], dim=-1)
+        own_AA = torch.eye(origins, dtype=torch.bool, device=visible_BAS.device)
+        visible_BAS = torch.cat(
+            [visible_BAS, own_AA.repeat(1, len(chain) // 2).expand(len(visible_BAS), -1, -1)], dim=-1
+        )
         keys_BNSd = torch.cat([keys_BNSd, *chain[::2]], dim=2)
         values_BNSd = torch.cat([values_BNSd, *chain[1::2]], dim=2)
     keys, values = (
         x_BNSd[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x_BNSd in (keys_BNSd, values_BNSd)
     )
-    mixed = F.scaled_dot_product_attention(queries_BNGAd.flatten(1, 2), keys, values, attn_mask=seen_BAS[:, None])
+    mixed = F.scaled_dot_product_attention(queries_BNGAd.flatten(1, 2), keys, values, attn_mask=visible_BAS[:, None])
     return mixed.view(queries_BNGAd.shape)
 
 
@@ -275,20 +277,20 @@ def block_attention_fused(
     """`block_attention` by torch's kernel."""
     (own_keys_BNAKd, own_values_BNAKd), (origins, rows) = own, queries_BNARd.shape[2:4]
     slots = own_keys_BNAKd.shape[3]
-    seen_BAKS = ~hidden.view(*hidden.shape[:2], -1, hidden.shape[-1])
+    visible_BAKS = ~hidden.view(*hidden.shape[:2], -1, hidden.shape[-1])
     own_AX = torch.eye(origins, dtype=torch.bool, device=hidden.device).repeat_interleave(slots, dim=1)
     own_AKX = own_AX[:, None]
     if causal:
         own_AKX = own_AKX & ~_later(slots, queries_BNARd).repeat(1, origins)
-    each = max(seen_BAKS.shape[2], own_AKX.shape[1])  # 1 if all slots see the same
-    parts = seen_BAKS.expand(-1, -1, each, -1), own_AKX.expand(len(hidden), -1, each, -1)
-    seen_BAKX = torch.cat(parts, dim=-1)
-    seen_BARX = seen_BAKX.expand(-1, -1, rows, -1) if each == 1 else seen_BAKX.repeat(1, 1, rows // slots, 1)
+    each = max(visible_BAKS.shape[2], own_AKX.shape[1])  # 1 if all slots see the same
+    parts = visible_BAKS.expand(-1, -1, each, -1), own_AKX.expand(len(hidden), -1, each, -1)
+    visible_BAKX = torch.cat(parts, dim=-1)
+    visible_BARX = visible_BAKX.expand(-1, -1, rows, -1) if each == 1 else visible_BAKX.repeat(1, 1, rows // slots, 1)
     mixed = F.scaled_dot_product_attention(
         queries_BNARd.flatten(2, 3),
         torch.cat([keys_BNSd, own_keys_BNAKd.flatten(2, 3)], dim=2),
         torch.cat([values_BNSd, own_values_BNAKd.flatten(2, 3)], dim=2),
-        attn_mask=seen_BARX.flatten(1, 2)[:, None],
+        attn_mask=visible_BARX.flatten(1, 2)[:, None],
     )
     return mixed.view(queries_BNARd.shape)
 
@@ -317,7 +319,7 @@ class _InParts(torch.autograd.Function):
         outputs = []
         for part in reversed(parts):  # largest first: the smaller ones reuse its memory
             queries, *own = (_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True))
-            keys, values = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
+            keys, values = keys_BNTd[:, :, part.positions], values_BNTd[:, :, part.positions]
             outputs.append(kernel(queries, keys, values, visible.hidden(part), *own))
         return torch.cat(outputs[::-1], dim=dims[0])
 
@@ -331,14 +333,14 @@ class _InParts(torch.autograd.Function):
         ]
         gradients = [torch.empty_like(x) for x in columns]
         for part in reversed(parts):
-            pieces = [keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]]
+            pieces = [keys_BNTd[:, :, part.positions], values_BNTd[:, :, part.positions]]
             pieces += [_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True)]
             keys, values, queries, *own = (piece.detach().requires_grad_() for piece in pieces)
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 output = kernel(queries, keys, values, visible.hidden(part), *own)
             of_part = torch.autograd.grad(output, (keys, values, queries, *own), _columns(upstream, dims[0], part))
             for total, gradient in zip(text, of_part[:2], strict=True):
-                total[:, :, part.seen] += gradient
+                total[:, :, part.positions] += gradient
             for total, dim, gradient in zip(gradients, dims, of_part[2:], strict=True):
                 _columns(total, dim, part).copy_(gradient)
         of_text = (total.to(x.dtype) for total, x in zip(text, (keys_BNTd, values_BNTd), strict=True))
