@@ -1,4 +1,4 @@
-"""A conversation continued from a kept text: drafts and output as after reading it anew, in float32."""
+"""A conversation continued from a prefix cache: drafts and output as after a full prefill, in float32."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def drafts(loop: DecodeLoop) -> list[list[int]]:
     return noted
 
 
-def assert_as_anew(loop: DecodeLoop, prompt: list[int], prefix_cache: PrefixCache) -> None:
+def assert_as_uncached(loop: DecodeLoop, prompt: list[int], prefix_cache: PrefixCache) -> None:
     """Compare drafts and text with those of a full prefill."""
     drafts(loop)
     (on,) = loop.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
@@ -110,27 +110,30 @@ def test_streams_of_one_conversation_end_each_by_itself() -> None:
         prompt = [*prompt, *stream.answer.tokens[:-1], 7 + turn]
 
 
-def test_a_text_that_differs_is_read_from_there() -> None:
+@pytest.fixture
+def cached() -> tuple[DecodeLoop, PrefixCache]:
+    """A loop, and a prefix cache of the text [3, 4, 5, 6, 7] and its answer."""
     target = target_of("llama")
-    loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
-    prefix_cache = PrefixCache()
+    loop, prefix_cache = DecodeLoop(target, *drafters_of(target, "eagle3")), PrefixCache()
     loop.generate([[3, 4, 5, 6, 7]], OPTIONS, prefix_cache=prefix_cache)
+    return loop, prefix_cache
+
+
+def test_a_text_that_differs_is_read_from_there(cached: tuple[DecodeLoop, PrefixCache]) -> None:
+    loop, prefix_cache = cached
     for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
-        assert_as_anew(loop, prompt, prefix_cache)
+        assert_as_uncached(loop, prompt, prefix_cache)
 
 
-def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
-    target = target_of("llama")
-    loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
-    prefix_cache = PrefixCache()
-    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, prefix_cache=prefix_cache)
+def test_a_broken_off_answer_leaves_nothing_wrong(cached: tuple[DecodeLoop, PrefixCache]) -> None:
+    loop, prefix_cache = cached
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, prefix_cache=prefix_cache)
-    assert_as_anew(loop, [3, 4, 5, 6, 7, 9], prefix_cache)
+    assert_as_uncached(loop, [3, 4, 5, 6, 7, 9], prefix_cache)
 
 
 @pytest.mark.parametrize("kind", ["phi3_long", "llama_long"])
@@ -153,4 +156,4 @@ def test_a_plain_answer_can_be_continued_with_drafts() -> None:
     loop, prefix_cache = DecodeLoop(target, *drafters), PrefixCache()
     off = DecodeOptions(14, draft="off", ignore_end=True)
     (first,) = loop.generate([[3, 4, 5]], off, prefix_cache=prefix_cache)
-    assert_as_anew(loop, [3, 4, 5, *first.tokens, 8], prefix_cache)
+    assert_as_uncached(loop, [3, 4, 5, *first.tokens, 8], prefix_cache)
