@@ -144,8 +144,8 @@ class DecodeOptions(SamplingOptions):
     verifier: str = option(
         "auto",
         "How drafts are chosen and accepted when sampling; the text always follows the target's distribution. top_k "
-        "drafts the most likely tokens and accepts those that plain sampling with this seed draws. greedy_draft, the "
-        "same as auto, draws each node's last draft from the heads' distribution, so that more are accepted.",
+        "drafts the most likely tokens and repeats the text of plain sampling with this seed. greedy_draft (auto) draws "
+        "each node's last draft from the heads' distribution, so that more are accepted.",
         metavar="NAME",
     )
     draft: Draft = option(
@@ -161,9 +161,9 @@ class DecodeOptions(SamplingOptions):
     )
     drafter: str = option(
         "heads+ngram",
-        "Draft with heads, none (plain decoding), ngram, memory[:FILE] (earlier answers: those of the training, and "
-        "those that FILE keeps from now on), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own module), "
-        "draft-model:SPEC, or several joined with +, such as heads+ngram.",
+        "Draft with heads, none (plain decoding), ngram, memory[:FILE] (earlier answers, from training or stored in "
+        "FILE), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own module), draft-model:SPEC, or several "
+        "joined with +, such as heads+ngram.",
         metavar="NAME",
     )
     tree: TreeKind | None = option(
@@ -176,20 +176,18 @@ class DecodeOptions(SamplingOptions):
     min_new_tokens: int = option(0, "No end token ends the answer before this many tokens; a stop text may.", minimum=0)
     raw: bool = option(False, "Pass the prompt to the target as it is, without the chat template.")
     tools: Sequence[Any] = option(
-        (),
-        "Tools that the chat template tells the target of: functions or JSON schemas, as in transformers.",
-        typed=False,
+        (), "Tools for the chat template: functions or JSON schemas, as in transformers.", typed=False
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
-        "Variables for the chat template, instead of those that the heads were trained with.",
+        "Variables for the chat template, instead of those in training.",
         metavar="JSON",
-        shown="those that the heads were trained with",
+        shown="as in training",
         parse=json_object,
     )
-    source: str = option("", "Who asks, as a log of what is served names them.", typed=False)
-    ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
-    stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
+    source: str = option("", "Name of the client in the log of served requests.", typed=False)
+    ignore_end: bool = option(False, "Continue past the end-of-turn token, for measuring.", typed=False)
+    stop_test: StopTest | None = option(None, "A callable that ends a row's text.", typed=False)
 
     def __post_init__(self) -> None:
         for item in fields(self):  # convert numpy's numbers to Python's, for generators and JSON
@@ -278,14 +276,14 @@ class EngineOptions:
 
     engine: str = option(
         "",
-        f"Measure a serving engine with and without heads ({ENGINES}), and say how many drafts pay there.",
+        f"Measure a serving engine with and without heads ({ENGINES}), and find the best number of drafts.",
         metavar="NAME",
     )
     engine_command: str = option(
         "", "Command that starts the engine, such as a path; by default its usual one.", metavar="COMMAND"
     )
     engine_target: str = option(
-        "", "Target to serve, such as another GGUF file; by default that of the heads.", metavar="TARGET"
+        "", "Target to serve, such as another GGUF file; by default the heads' own.", metavar="TARGET"
     )
     engine_arguments: str = option(
         "", "More arguments for the engine, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
@@ -295,7 +293,7 @@ class EngineOptions:
     )
     engine_requests: str = option(
         "1",
-        "Numbers of requests at a time, such as 1,2,4,8; vLLM is given a number of drafts for each.",
+        "Numbers of concurrent requests, such as 1,2,4,8; vLLM gets a number of drafts for each.",
         metavar="N,N...",
     )
     engine_prompts: int = option(8, "Number of validation prompts to ask.", minimum=1)
