@@ -144,8 +144,8 @@ class DecodeOptions(SamplingOptions):
     verifier: str = option(
         "auto",
         "How drafts are chosen and accepted when sampling; the text always follows the target's distribution. top_k "
-        "drafts the most likely tokens and repeats the text of plain sampling with this seed. greedy_draft (auto) draws "
-        "each node's last draft from the heads' distribution, so that more are accepted.",
+        "drafts the most likely tokens and repeats the text of plain sampling with this seed. greedy_draft (auto) "
+        "draws each node's last draft from the heads' distribution, so that more are accepted.",
         metavar="NAME",
     )
     draft: Draft = option(
