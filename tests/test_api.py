@@ -83,18 +83,17 @@ def test_load_takes_the_dtypes_of_torch(tiny_target_folder: Path) -> None:
 def test_load_refuses(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "heads", tiny_target)
     other = Target(tiny_model("llama", seed=1, vocab_size=tiny_target.vocab_size), None, "other-model")
-    with pytest.raises(UserError, match="another model"):
-        headstart.load(tmp_path / "heads", target=other)
-    with pytest.raises(UserError, match="already loaded"):
-        headstart.load(tmp_path / "heads", target=tiny_target, dtype="bfloat16")
-    with pytest.raises(UserError, match="Unknown target 'tiny'"):
-        headstart.load(tmp_path / "heads")
-    with pytest.raises(UserError, match="No folder"):
-        headstart.load(tmp_path / "none")
-    gone = Target(tiny_target.model, tiny_target.tokenizer, "/nowhere/model")
-    export(tmp_path / "moved", gone)
-    with pytest.raises(UserError, match=r"not on this machine.*Say where"):
-        headstart.load(tmp_path / "moved")
+    export(tmp_path / "moved", Target(tiny_target.model, tiny_target.tokenizer, "/nowhere/model"))
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("heads", {"target": other}, "another model"),
+        ("heads", {"target": tiny_target, "dtype": "bfloat16"}, "already loaded"),
+        ("heads", {}, "Unknown target 'tiny'"),
+        ("none", {}, "No folder"),
+        ("moved", {}, r"not on this machine.*Say where"),
+    ]
+    for folder, options, message in refused:
+        with pytest.raises(UserError, match=message):
+            headstart.load(tmp_path / folder, **options)
 
 
 def test_generate_is_lossless_and_counts(decoder: Decoder) -> None:

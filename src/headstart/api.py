@@ -33,7 +33,7 @@ from headstart.streaming import Stream as Stream
 def load(
     heads: str | Path | None = None,
     target: Target | PreTrainedModel | str | Path | None = None,
-    **options: Unpack[LoadKeywords],
+    **keywords: Unpack[LoadKeywords],
 ) -> Decoder:
     """Load heads and the model they belong to.
 
@@ -43,57 +43,64 @@ def load(
             multi-token-prediction module of its own checkpoint).
         target: a loaded model (by `load_target`, or by transformers with `tokenizer`; it is frozen and put in eval
             mode), or its location for `load_target` if the heads name another one. Adapters come with the heads.
-        **options: see `headstart.hub.options.LoadOptions`; dtype may be torch's own, such as torch.bfloat16.
+        **keywords: see `headstart.hub.options.LoadOptions`; dtype may be torch's own, such as torch.bfloat16.
 
     Raises:
         UserError: missing heads, truncated files, a target that cannot be loaded or that the heads do not belong to.
     """
-    check_names(options, LoadKeywords.__annotations__)
+    check_names(keywords, LoadKeywords.__annotations__)
     if not isinstance(heads, str | Path | None):
         raise UserError(f"heads is of the type {type(heads).__name__}.", "Pass a folder of heads, a run or a Hub id.")
     if not isinstance(target, Target | PreTrainedModel | str | Path | None):
         raise UserError(
             f"target is of the type {type(target).__name__}.",
-            "Give a model that transformers loaded, what load_target returns, a folder or a hub id.",
+            "Give a model that transformers loaded, a Target, a folder or a hub id.",
         )
     target = str(target) if isinstance(target, Path) else target
-    asked = LoadOptions(**options)
-    asked = replace(asked, dtype=_dtype_name(asked.dtype))
-    fixed = (asked.dtype, asked.device, asked.quantization) != ("auto", "auto", None)
-    if fixed and isinstance(target, Target | PreTrainedModel):
+    options = LoadOptions(**keywords)
+    options = replace(options, dtype=_dtype_name(options.dtype))
+    changed = (options.dtype, options.device, options.quantization) != ("auto", "auto", None)
+    if changed and isinstance(target, Target | PreTrainedModel):
         raise UserError(
             "dtype, device and quantization cannot be changed: the target is already loaded.",
             "Load it with them, or give headstart.load the target's name.",
         )
     if isinstance(target, PreTrainedModel):
-        target = Target(target, asked.tokenizer, exact=asked.exact)
-    elif asked.tokenizer is not None:
+        target = Target(target, options.tokenizer, exact=options.exact)
+    elif options.tokenizer is not None:
         raise UserError("tokenizer belongs to a target that transformers loaded.", "Give the model as target, too.")
     if heads is None:
         if target is None:
             raise UserError("Neither heads nor a target was given.", "Name a folder of heads, or give target=.")
-        plain = Decoder(_loaded(target, asked, asked.quantization or "none", revision=asked.revision))
-        return _logging(plain, asked.log)
-    if target is not None and is_published(Path(heads).expanduser()):
-        loaded = _loaded(target, asked, asked.quantization or "none")
+        decoder = Decoder(_load_target(target, options, options.quantization or "none", revision=options.revision))
+    elif target is not None and is_published(Path(heads).expanduser()):
+        target = _load_target(target, options, options.quantization or "none")
         with TemporaryDirectory(prefix="headstart-") as place:
-            importing.import_heads(Path(heads).expanduser(), loaded, Path(place) / "heads")
-            return _logging(Decoder(loaded, *_read(Path(place) / "heads", loaded)), asked.log)
-    folder = locate(heads, asked.revision, asked.token)
+            importing.import_heads(Path(heads).expanduser(), target, Path(place) / "heads")
+            decoder = Decoder(target, *_read(Path(place) / "heads", target))
+    else:
+        decoder = _load_heads(heads, target, options)
+    decoder.log = RequestLog(options.log) if isinstance(options.log, str | Path) else options.log
+    return decoder
+
+
+def _load_heads(heads: str | Path, target: Target | str | None, options: LoadOptions) -> Decoder:
+    """Load a folder of heads, and the target that it names if none is given."""
+    folder = locate(heads, options.revision, options.token)
     check_folder(folder)
     known = heads_target(folder)
-    adapter = None if target and asked.any_target else known.adapter_spec(folder)
+    adapter = None if target and options.any_target else known.adapter_spec(folder)
     if target is None and (not known.spec or (Path(known.spec).is_absolute() and not Path(known.spec).exists())):
         raise UserError(
             f"The heads in {folder} belong to {known.name}, which is not on this machine.",
             f"Say where {known.name} is: a folder or a hub id as target.",
         )
-    loaded = _loaded(target or known.spec, asked, asked.quantization or known.quantization, adapter=adapter)
+    target = _load_target(target or known.spec, options, options.quantization or known.quantization, adapter=adapter)
     version = folder.resolve()
-    decoder = Decoder(known.with_variables(loaded), *_read(version, loaded, asked.any_target))
-    if asked.follow:
-        decoder.newer = _follower(folder, version, decoder.target, asked.any_target)
-    return _logging(decoder, asked.log)
+    decoder = Decoder(known.with_variables(target), *_read(version, target, options.any_target))
+    if options.follow:
+        decoder.newer = _follower(folder, version, decoder.target, options.any_target)
+    return decoder
 
 
 def _read(folder: Path, target: Target, any_target: bool = False) -> Loaded:
@@ -102,45 +109,39 @@ def _read(folder: Path, target: Target, any_target: bool = False) -> Loaded:
     return *read_heads(folder, target, any_target), answers if answers.is_file() else None
 
 
-def _logging(decoder: Decoder, log: RequestLog | str | Path | None) -> Decoder:
-    """Attach a log to the decoder, if given."""
-    decoder.log = RequestLog(log) if isinstance(log, str | Path) else log
-    return decoder
-
-
 def _follower(link: Path, at: Path, target: Target, any_target: bool) -> Callable[[], Loaded | None]:
-    """Make a function that reads the heads of a link when its target has changed; each target is tried once."""
+    """Return a function that reads the heads of a symlink after it has moved; each folder is tried once."""
 
     def newer() -> Loaded | None:
         nonlocal at
-        if (now := link.resolve()) == at:
+        if (folder := link.resolve()) == at:
             return None
-        at = now
-        check_folder(now)
-        return _read(now, target, any_target)
+        at = folder
+        check_folder(folder)
+        return _read(folder, target, any_target)
 
     return newer
 
 
-def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origin: str | None) -> Target:
+def _load_target(target: Target | str, options: LoadOptions, quantization: str, **origin: str | None) -> Target:
     if not isinstance(target, Target):
         return load_target(
             target,
-            asked.dtype,
-            asked.device,
-            exact=asked.exact,
+            options.dtype,
+            options.device,
+            exact=options.exact,
             quantization=quantization,
-            trust_remote_code=asked.trust_remote_code,
-            token=asked.token,
+            trust_remote_code=options.trust_remote_code,
+            token=options.token,
             **origin,
         )
-    if asked.exact != "auto":
-        target.exact = asked.exact
+    if options.exact != "auto":
+        target.exact = options.exact
     return target
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """The name of a dtype, which may be torch's own; a UserError for anything else."""
+    """Return the name of a dtype, which may be torch's own. Raises UserError for anything else."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     if not isinstance(dtype, str):
@@ -187,9 +188,9 @@ def import_heads(
 
     Args:
         source: a folder with config.json and safetensors files, or a Hub id (user/name).
-        target: the model that the heads were trained on, or what `load_target` takes.
+        target: the model that the heads were trained on, or its location for `load_target`.
         out: folder to write, for `headstart.load` and `train.start_from`; it is returned.
-        dtype: of the target while it is read, see `load_target`.
+        dtype: of the target, see `load_target`.
         trust_remote_code: run Python code that the target brings along.
 
     Raises:

@@ -47,8 +47,8 @@ class Decoder:
     """Generates losslessly with a target and its heads.
 
     Args:
-        heads: bound to it, in its dtype and on its device; None for a target alone, with other drafters.
-        shape: the static tree; with the root alone, decoding with heads is plain.
+        heads: bound to the target, in its dtype and on its device; None for a target with other drafters.
+        shape: the static tree; heads with the root alone decode plainly.
         calibration: see `Tuning.to_json`; without it the heads always draft the static tree.
         answers: a file of earlier answers of the target, for the drafter "memory".
 
@@ -79,11 +79,11 @@ class Decoder:
         self.swap(heads, shape or TreeShape.chain(0), calibration or {}, answers)
         self.log: RequestLog | None = None
         self.newer: Callable[[], Loaded | None] | None = None
-        target.record()  # now, so that no first answer is delayed
+        target.record()  # so that the first answer does not
 
     @property
     def heads(self) -> DraftHead:
-        """The heads; a UserError if only a target was loaded."""
+        """The heads. Raises UserError if only a target was loaded."""
         if self._loaded is None:
             raise UserError(f"{self.target.name} was loaded without heads.", "Name a folder of heads.")
         return self._loaded
@@ -93,8 +93,8 @@ class Decoder:
     ) -> None:
         """Draft with other heads from the next request on; running requests finish with the old ones.
 
-        Drops what was learned with the old heads, except measured costs if the new heads are of the same kind. Raises
-        as `Decoder` does; the old heads then stay.
+        Drops the experience with the old heads, and their measured costs unless the new heads have the same config. The
+        old heads stay if this raises, as `Decoder` does.
         """
         tuning = Tuning.from_json(calibration) if calibration else None
         with self._lock:
@@ -115,7 +115,7 @@ class Decoder:
         return tuning.costs if tuning else None
 
     def drafters(self, name: str = "heads", tree: TreeKind | None = None) -> tuple[Drafter, ...]:
-        """The drafters of a name, see `DecodeOptions`; none for plain decoding. A UserError if it cannot draft here."""
+        """Make the drafters of a name, see `DecodeOptions`. Raises UserError if one cannot draft here."""
         _check_drafting(name, tree)
         if "heads" in parts_of(name):
             _ = self.heads
@@ -124,13 +124,13 @@ class Decoder:
     def loop(
         self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True, deterministic: bool = False
     ) -> DecodeLoop:
-        """The cached decode loop of a drafter. Costs are measured first, unless `deterministic` (stored costs) or
+        """Return the cached decode loop of a drafter, after measuring costs; not if `deterministic` (stored costs) or
         without `drafts` (no costs)."""
         _check_drafting(drafter, tree)
         if deterministic and any(part.startswith("memory:") for part in parts_of(drafter)):
             raise UserError(
                 "Deterministic decoding does not depend on earlier answers, and memory:FILE does.",
-                "Write memory, which reads the answers of the training alone.",
+                "Write memory, which reads only the answers of the training.",
             )
         drafts = drafts and drafter != "none"
         with self._lock:
@@ -175,7 +175,7 @@ class Decoder:
 
         Args:
             prompt: see `generate`.
-            prefix_cache: the conversation so far, which is not read again; updated with each answer.
+            prefix_cache: cached text of the conversation so far; updated with each answer.
             **options: see `DecodeOptions`.
 
         Returns:
@@ -185,19 +185,19 @@ class Decoder:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
-        asked = DecodeOptions.of(options)
-        tokens, loop = self._prepared([prompt], asked)
+        settings = DecodeOptions.of(options)
+        tokens, loop = self._prepare([prompt], settings)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens, self.target.markup)
 
         def run(on_tokens: OnTokens, check: Check) -> Answer:
-            generations = loop.generate(tokens, asked, on_tokens, check, prefix_cache)
+            generations = loop.generate(tokens, settings, on_tokens, check, prefix_cache)
             self.remember(loop, tokens, generations)
-            return self._answer(tokens[0], generations[0], asked, loop)
+            return self._answer(tokens[0], generations[0], settings, loop)
 
         return Stream(run, pieces)
 
     def remember(self, loop: DecodeLoop, prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -> None:
-        """Have memory drafters keep these answers; measurements do not call this."""
+        """Store these answers in memory drafters. Not for measurements."""
         for drafter in loop.drafters:
             if isinstance(drafter, MemoryDrafter):
                 for prompt, generation in zip(prompts, generations, strict=True):
@@ -210,7 +210,7 @@ class Decoder:
         tools: Sequence[Any] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a prompt; takes the options of `generate` and raises its errors."""
+        """Tokenise a prompt; takes the options of `generate` and raises its errors."""
         tokenizer = self.target.tokenizer
         empty = UserError("The prompt is empty.", "Give a question or a text to continue.")
         if isinstance(prompt, str) and raw:
@@ -240,7 +240,7 @@ class Decoder:
             raise unknown
         if items and not 0 <= min(items) <= max(items) < self.target.vocab_size:
             given, known = f"{min(items)} to {max(items)}", f"0 to {self.target.vocab_size - 1}"
-            raise UserError(f"Token ids run from {given}, and the target knows {known}.", "Use its own tokenizer.")
+            raise UserError(f"Token ids run from {given}, and the target has {known}.", "Use its own tokenizer.")
         return items
 
     def check_template(self) -> None:
@@ -252,23 +252,23 @@ class Decoder:
             )
 
     def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
-        asked = DecodeOptions.of(options)
-        tokens, loop = self._prepared(prompts, asked)
-        generations = loop.generate(tokens, asked)
+        settings = DecodeOptions.of(options)
+        tokens, loop = self._prepare(prompts, settings)
+        generations = loop.generate(tokens, settings)
         self.remember(loop, tokens, generations)
-        answers = [self._answer(*pair, asked, loop) for pair in zip(tokens, generations, strict=True)]
+        answers = [self._answer(*pair, settings, loop) for pair in zip(tokens, generations, strict=True)]
         warn_of_failures(answers)
         return answers
 
-    def _prepared(self, prompts: Iterable[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], DecodeLoop]:
-        check_options(asked)
-        tokens = [self.tokens(prompt, asked.raw, asked.tools, asked.chat_template_kwargs) for prompt in prompts]
-        check(self.target, tokens, asked)
-        self._renew()
-        return tokens, self.loop(asked.drafter, asked.tree, asked.draft != "off", asked.deterministic)
+    def _prepare(self, prompts: Iterable[Prompt], options: DecodeOptions) -> tuple[list[list[int]], DecodeLoop]:
+        check_options(options)
+        tokens = [self.tokens(prompt, options.raw, options.tools, options.chat_template_kwargs) for prompt in prompts]
+        check(self.target, tokens, options)
+        self._update_heads()
+        return tokens, self.loop(options.drafter, options.tree, options.draft != "off", options.deterministic)
 
-    def _renew(self) -> None:
-        """Switch to newer heads, if any; a failure is a warning."""
+    def _update_heads(self) -> None:
+        """Switch to newer heads, if any; warn if that fails."""
         if self.newer is None:
             return
         with self._lock:
@@ -276,7 +276,7 @@ class Decoder:
                 if (newer := self.newer()) is not None:
                     self.swap(*newer)
             except (UserError, OSError, RuntimeError) as error:  # RuntimeError: out of memory
-                warnings.warn(f"New heads cannot be used: {error} The old ones go on.", RuntimeWarning, stacklevel=5)
+                warnings.warn(f"New heads cannot be used: {error} The old ones stay.", RuntimeWarning, stacklevel=5)
 
     def _local_tuning(self) -> Tuning | None:
         """The tuning with costs for the current conditions, measured once each."""
@@ -285,7 +285,7 @@ class Decoder:
         with self._lock:
             conditions = Conditions.of(self.target)
             if conditions != self._conditions:
-                self.target.record()  # measure recorded forwards, which later calls use
+                self.target.record()  # measure recorded forwards, as in later calls
                 conditions = Conditions.of(self.target)
                 self._local = with_local_costs(self.tuning, self.heads, self.target, conditions)
                 self._conditions = conditions
@@ -309,13 +309,15 @@ class Decoder:
                 heads = tuning.drafter(self._loaded, tree)
             elif self.shape.size > 1:
                 heads = HeadDrafter(self._loaded, self.shape, tree or "static")
-        if "heads" in parts and heads is None:  # no tree pays: the other drafters work alone
+        if "heads" in parts and heads is None:  # no tree pays
             name = "+".join(part for part in parts if part != "heads") or "none"
         return make_drafters(name, self.target, heads, self.answers, self._models)
 
-    def _answer(self, prompt: Sequence[int], generation: Generation, asked: DecodeOptions, loop: DecodeLoop) -> Answer:
+    def _answer(
+        self, prompt: Sequence[int], generation: Generation, options: DecodeOptions, loop: DecodeLoop
+    ) -> Answer:
         rounds = len(generation.rounds)
-        drafts = asked.drafter != "none" and asked.draft != "off"  # or tuning found no tree that pays
+        drafts = options.drafter != "none" and options.draft != "off"  # without drafters: no tree pays
         drafting = (drafter.heads.version for drafter in loop.drafters if isinstance(drafter, HeadDrafter))
         answer = Answer(
             text="" if self.target.tokenizer is None else self.target.text_of(generation.tokens),
@@ -332,9 +334,9 @@ class Decoder:
         )
         if self.log is None:
             return answer
-        names = () if asked.greedy else ("temperature", "top_k", "top_p", "min_p")
-        sampling: dict[str, Any] = {name: getattr(asked, name) for name in names}
-        if asked.processors or asked.repetition_penalty != 1.0:
+        names = () if options.greedy else ("temperature", "top_k", "top_p", "min_p")
+        sampling: dict[str, Any] = {name: getattr(options, name) for name in names}
+        if options.needs_prefix:
             sampling["processed"] = True
         served = Served(
             list(prompt),
@@ -343,7 +345,7 @@ class Decoder:
             time.time(),
             sampling,
             *self._stamp,
-            source=asked.source,
+            source=options.source,
             heads=answer.heads,
             rounds=answer.rounds,
         )
@@ -352,7 +354,7 @@ class Decoder:
 
     @cached_property
     def _stamp(self) -> tuple[str, str]:
-        """The log's fingerprints of the target and its chat template."""
+        """Fingerprints of the target and its chat template, for the log."""
         return self.target.identity().fingerprint, template_version(self.target.tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""Streaming of text as it is decided."""
+"""Streaming of text while it is decoded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer:
         tokens: token ids, the end-of-turn token included.
         finish_reason: "end" (the model ended its turn), "length" or "stop".
         tokens_per_round: τ, mean tokens per forward of the target after the prompt; 1 without drafts.
-        tokens_per_second: from the call to the last token, prefill included; in a batch, of this row only.
+        tokens_per_second: of this row, from the call to the last token, prefill included.
         first_token_ms: from the call to the first token.
         drafter_error: error of a drafter, also a Python warning; the text is complete, decoded without that drafter.
         rounds: forwards of the target after the prompt.
@@ -46,22 +46,22 @@ class Answer:
 
 
 Run = Callable[[OnTokens, Check], Answer]
-"""Decodes one prompt."""
+"""Function that decodes one prompt."""
 _Tokens = tuple[list[int], int]
 """Tokens of a round, and the number of leading ones that were drafted."""
 
 
 def warn_of_failures(answers: Iterable[Answer]) -> None:
-    """Warn once if drafters failed, at the user's line, three calls above."""
+    """Warn once if drafters failed, at the user's line three calls above."""
     if errors := dict.fromkeys(answer.drafter_error for answer in answers if answer.drafter_error):
         problem = f"A drafter failed ({'; '.join(errors)}); decoding went on without it."
         warnings.warn(problem, RuntimeWarning, stacklevel=4)
 
 
 class Stream(Iterator[str]):
-    """Pieces of a text as they are decided.
+    """Iterator over the pieces of a text while it is decoded.
 
-    Decoding runs in its own thread and passes on token ids once a round; the reader's thread turns them into text.
+    Decoding runs in its own thread and passes on token ids once per round; the reader's thread turns them into text.
 
     Attributes:
         answer: the whole answer after the last piece, None before.
@@ -73,8 +73,8 @@ class Stream(Iterator[str]):
         self.drafted = 0
         self._pieces = pieces
         self._decoding = _Decoding(run)
-        # The decoding has no reference to this object, so it ends when this is collected, or with the interpreter:
-        # torch aborts the process if it is torn down under a thread.
+        # The decoding has no reference to this object, so it ends when this is garbage-collected, or with the
+        # interpreter: torch aborts the process if it is torn down under a thread.
         self._end = weakref.finalize(self, self._decoding.end)
 
     def __next__(self) -> str:
@@ -85,8 +85,8 @@ class Stream(Iterator[str]):
             raise
 
     def close(self) -> None:
-        """End the decoding, from any thread, at the latest after the running forward (of one piece of a long prompt).
-        Called automatically when the stream is garbage-collected."""
+        """End the decoding, from any thread, at the latest after the running forward (of one chunk of a long prompt).
+        Garbage collection calls this, too."""
         self._end()
 
     def _next(self) -> str:

@@ -96,15 +96,15 @@ class SimulatedLoop:
         self.greedy, self.fixed = greedy, fixed
         self.experience: dict[int, Experience] = {}
         self.rng = random.Random(1)
-        self.came_to = Decoding()
+        self.totals = Decoding()
         self._always = None if fixed is None else self._comb(1, fixed, 0.0, 0.0)
 
     def call(self, tokens: int = 128, rows: int = 1, prompt: int = 60) -> None:
         """Decode a batch of answers with `tokens` tokens each."""
         experience = self.experience.setdefault(size_of(rows), Experience()) if self.greedy else None
         budget = Budget(self.costs, "auto", rows, limit=tokens, prompt=prompt, experience=experience)
-        self.came_to.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
-        self.came_to.tokens += rows * tokens
+        self.totals.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
+        self.totals.tokens += rows * tokens
         left, unread, opened = [tokens - 1] * rows, prompt, budget.will_draft
         while left:
             drafts = self.fixed is not None or budget.drafts
@@ -118,9 +118,9 @@ class SimulatedLoop:
             else:
                 unread += 1
             verify_ms = self.machine.verify(len(left), trees[0].size)
-            self.came_to.ms += draft_ms + verify_ms
-            self.came_to.rounds += 1
-            self.came_to.drafted += drafts
+            self.totals.ms += draft_ms + verify_ms
+            self.totals.rounds += 1
+            self.totals.drafted += drafts
             emitted = [self._accept(tree) for tree in trees]
             if self.fixed is None:
                 seen_ms = self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms)
@@ -188,5 +188,5 @@ def best_fixed(
     for nodes in (2, 3, 4, 5, 6, 8, 12, 16):
         loop = SimulatedLoop(machine(), machine().truth, accepted, accepted, fixed=nodes)
         calls(loop)
-        found.append(loop.came_to.speedup)
+        found.append(loop.totals.speedup)
     return max(found)

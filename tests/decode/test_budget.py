@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from math import log2
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from headstart.decode.budget import Budget, Costs
 from headstart.decode.experience import Experience, RoundTimes, size_of
-from headstart.tree.tree import DraftDistribution, Tree, TreeShape
+from headstart.tree.tree import DraftDistribution, Tree
 
 FLAT = Costs((1, 64), (10.0, 10.0))
 STEEP = Costs((1, 64), (10.0, 640.0))
@@ -32,8 +33,13 @@ def sizes(drafted: list[Tree]) -> list[int]:
     return [tree.size for tree in drafted]
 
 
-def filled(shape: TreeShape) -> list[Tree]:
-    return [Tree([0] * shape.size, list(shape.parents))]
+def play(budget: Budget, emitted: Iterable[int]) -> list[bool]:
+    """Play rounds with chains of 4 drafts; return which of them drafted."""
+    history = []
+    for tokens in emitted:
+        history.append(budget.drafts)
+        budget.record([Tree.chain_of([0] * 5)] if budget.drafts else roots(1), [tokens if budget.drafts else 1])
+    return history
 
 
 def test_free_nodes_are_all_kept_and_expensive_ones_all_dropped() -> None:
@@ -75,51 +81,24 @@ def test_trees_with_drawn_nodes_are_never_pruned() -> None:
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
     """A round costs .14 tokens; rounds without accepted drafts take less than 3 % of all time."""
-    budget = Budget(REAL, "auto", 1, limit=1000, draft_ms=1.6)
-    shape = TreeShape.chain(4)
-    drafted = 0
-    for _ in range(300):
-        if budget.drafts:
-            drafted += 1
-            budget.record(filled(shape), [1 + accepted])
-        else:
-            budget.record(roots(1), [1])
+    drafted = sum(play(Budget(REAL, "auto", 1, limit=1000, draft_ms=1.6), [1 + accepted] * 300))
     assert drafted == 300 if accepted else 0.14 * drafted < 0.03 * 300
 
 
 def test_a_few_rounds_without_luck_are_forgiven() -> None:
     """A round brings 1.5 tokens and costs 1.3 plain ones: of 12 tokens won, at most 8 are lost again."""
     budget = Budget(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
-    drafted = filled(TreeShape.chain(4))
-    for number in range(60):
-        budget.record(drafted, [1 + number % 2])
-    unlucky = 0
-    while budget.drafts:
-        unlucky += 1
-        budget.record(drafted, [1])
-    assert unlucky == 27
+    assert all(play(budget, [1, 2] * 30))
+    assert play(budget, [1] * 40).index(False) == 27
 
 
 def test_expensive_drafts_that_fail_are_given_up_early() -> None:
-    budget = Budget(REAL, "auto", 1, draft_ms=20.0)
-    rounds = 0
-    while budget.drafts:
-        rounds += 1
-        budget.record(filled(TreeShape.chain(4)), [1])
-    assert rounds == 3, "three such rounds cost its stake of two tokens"
+    history = play(Budget(REAL, "auto", 1, draft_ms=20.0), [1] * 9)
+    assert history.index(False) == 3, "three such rounds cost its stake of two tokens"
 
 
 def test_drafting_returns_when_it_pays_again() -> None:
-    budget = Budget(REAL, "auto", 1, limit=2000, draft_ms=1.6)
-    shape = TreeShape.chain(4)
-    history = []
-    for number in range(400):
-        history.append(budget.drafts)
-        if budget.drafts:
-            emitted = 1 if number < 100 else 3
-            budget.record(filled(shape), [emitted])
-        else:
-            budget.record(roots(1), [1])
+    history = play(Budget(REAL, "auto", 1, limit=2000, draft_ms=1.6), [1] * 100 + [3] * 300)
     assert not all(history[20:100])
     assert all(history[200:])
 
@@ -137,9 +116,9 @@ def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, cha
 
 @pytest.mark.parametrize("limit", [32, 64])
 @pytest.mark.parametrize(("draft_ms", "plain_tokens"), [(2.0, 8), (7.0, 200)])
-def test_short_answers_are_drafted_once_they_earned_a_try(limit: int, draft_ms: float, plain_tokens: int) -> None:
-    """Answers too short to recover a try of expensive drafts stay plain until together they have earned one, and draft
-    from then on; cheap drafts are tried in the first answer."""
+def test_short_answers_are_drafted_once_they_earned_a_trial(limit: int, draft_ms: float, plain_tokens: int) -> None:
+    """Answers too short to win back a trial of expensive drafts stay plain until together they have earned its price,
+    and draft from then on; cheap drafts are tried in the first answer."""
     costs = Costs((1, 2, 4, 8, 16, 32, 64), (4.3, 4.4, 4.8, 5.5, 7.0, 10.0, 16.0), draft_ms)
     experience, plain_rounds, later = Experience(), 0, []
     for _ in range(20):

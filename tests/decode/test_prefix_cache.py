@@ -1,4 +1,4 @@
-"""A conversation continued from a kept text: drafts and output as after reading it anew, in float32."""
+"""A conversation continued from a prefix cache: drafts and output as after a full prefill, in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Drafter, Generation
+from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.decode.prefix_cache import PrefixCache
 from headstart.decoder import Decoder
@@ -28,7 +28,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-class Noted(HeadDrafter):
+class RecordingDrafter(HeadDrafter):
     """Heads that record their drafts."""
 
     drafts: Sequence[list[int]] = ()
@@ -52,50 +52,49 @@ def drafters_of(target: Target, name: str) -> tuple[Drafter, ...]:
         for parameter in heads.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape)
     heads.bind(target)
-    return Noted(heads.eval().requires_grad_(False), TreeShape.from_paths([(0,), (1,), (0, 0)])), NgramDrafter()
+    return RecordingDrafter(
+        heads.eval().requires_grad_(False), TreeShape.from_paths([(0,), (1,), (0, 0)])
+    ), NgramDrafter()
 
 
 def drafts(loop: DecodeLoop) -> list[list[int]]:
     """Return the heads' drafts since the last call."""
     (heads, _) = loop.drafters
-    assert isinstance(heads, Noted)
-    noted, heads.drafts = list(heads.drafts), ()
-    return noted
+    assert isinstance(heads, RecordingDrafter)
+    drafted, heads.drafts = list(heads.drafts), ()
+    return drafted
 
 
-def assert_as_anew(loop: DecodeLoop, prompt: list[int], prefix_cache: PrefixCache) -> None:
+def assert_as_uncached(loop: DecodeLoop, prompt: list[int], prefix_cache: PrefixCache) -> None:
     """Compare drafts and text with those of a full prefill."""
     drafts(loop)
-    (on,) = loop.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
-    noted = drafts(loop)
-    (anew,) = loop.generate([prompt], OPTIONS)
-    assert (on.tokens, noted) == (anew.tokens, drafts(loop))
+    (cached,) = loop.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
+    drafted = drafts(loop)
+    (uncached,) = loop.generate([prompt], OPTIONS)
+    assert (cached.tokens, drafted) == (uncached.tokens, drafts(loop))
 
 
-def turns(loop: DecodeLoop, prompt: list[int], cache: PrefixCache | None) -> list[tuple[Generation, list[list[int]]]]:
-    """Run three turns of a conversation, each after the previous answer without its last token."""
+def turns(loop: DecodeLoop, prompt: list[int], cache: PrefixCache | None) -> list[Any]:
+    """Run three turns of a conversation, each after the previous answer without its last token; return each one's
+    tokens, node counts and drafts."""
     answers = []
     for turn in range(3):
         prompt = [*prompt, 7 + turn, 8, 9, 8, 9]
         (answer,) = loop.generate([prompt], OPTIONS, prefix_cache=cache)
-        answers.append((answer, drafts(loop)))
+        answers.append((answer.tokens, [done.nodes for done in answer.rounds], drafts(loop)))
         prompt = [*prompt, *answer.tokens[:-1]]
     return answers
 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_drafts_and_text_equal_reading_it_anew(kind: str, name: str, spy: Any) -> None:
+def test_drafts_and_text_equal_a_full_prefill(kind: str, name: str, spy: Any) -> None:
     target = target_of(kind)
     loop = DecodeLoop(target, *drafters_of(target, name))
-    anew = turns(loop, [3, 4, 5], None)
+    uncached = turns(loop, [3, 4, 5], None)
     calls = spy(Target, "prefill")
-    on = turns(loop, [3, 4, 5], PrefixCache())
+    assert turns(loop, [3, 4, 5], PrefixCache()) == uncached
     read = [len(rows[0]) for _, _, rows, *_ in calls]
-    assert [(answer.tokens, noted) for answer, noted in on] == [(answer.tokens, noted) for answer, noted in anew]
-    assert [[done.nodes for done in answer.rounds] for answer, _ in on] == [
-        [done.nodes for done in answer.rounds] for answer, _ in anew
-    ]
     assert read[0] == 8 and max(read[1:]) <= 7, "later turns read only new tokens"
 
 
@@ -110,40 +109,43 @@ def test_streams_of_one_conversation_end_each_by_itself() -> None:
         prompt = [*prompt, *stream.answer.tokens[:-1], 7 + turn]
 
 
-def test_a_text_that_differs_is_read_from_there() -> None:
+@pytest.fixture
+def cached() -> tuple[DecodeLoop, PrefixCache]:
+    """A loop, and a prefix cache of the text [3, 4, 5, 6, 7] and its answer."""
     target = target_of("llama")
-    loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
-    prefix_cache = PrefixCache()
+    loop, prefix_cache = DecodeLoop(target, *drafters_of(target, "eagle3")), PrefixCache()
     loop.generate([[3, 4, 5, 6, 7]], OPTIONS, prefix_cache=prefix_cache)
+    return loop, prefix_cache
+
+
+def test_a_text_that_differs_is_read_from_there(cached: tuple[DecodeLoop, PrefixCache]) -> None:
+    loop, prefix_cache = cached
     for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
-        assert_as_anew(loop, prompt, prefix_cache)
+        assert_as_uncached(loop, prompt, prefix_cache)
 
 
-def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
-    target = target_of("llama")
-    loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
-    prefix_cache = PrefixCache()
-    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, prefix_cache=prefix_cache)
+def test_a_broken_off_answer_leaves_nothing_wrong(cached: tuple[DecodeLoop, PrefixCache]) -> None:
+    loop, prefix_cache = cached
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, prefix_cache=prefix_cache)
-    assert_as_anew(loop, [3, 4, 5, 6, 7, 9], prefix_cache)
+    assert_as_uncached(loop, [3, 4, 5, 6, 7, 9], prefix_cache)
 
 
 @pytest.mark.parametrize("kind", ["phi3_long", "llama_long"])
-def test_changing_rotary_frequencies_are_read_anew(kind: str) -> None:
+def test_changing_rotary_frequencies_are_prefilled_again(kind: str) -> None:
     """They change at 24 tokens."""
     target = target_of(kind)
     plain, prefix_cache = DecodeLoop(target), PrefixCache()
     prompt = list(range(3, 13))
     for _ in range(3):
-        (on,) = plain.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
-        (anew,) = plain.generate([prompt], OPTIONS)
-        assert on.tokens == anew.tokens
-        prompt = [*prompt, *on.tokens]
+        (cached,) = plain.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
+        (uncached,) = plain.generate([prompt], OPTIONS)
+        assert cached.tokens == uncached.tokens
+        prompt = [*prompt, *cached.tokens]
 
 
 def test_a_plain_answer_can_be_continued_with_drafts() -> None:
@@ -153,4 +155,4 @@ def test_a_plain_answer_can_be_continued_with_drafts() -> None:
     loop, prefix_cache = DecodeLoop(target, *drafters), PrefixCache()
     off = DecodeOptions(14, draft="off", ignore_end=True)
     (first,) = loop.generate([[3, 4, 5]], off, prefix_cache=prefix_cache)
-    assert_as_anew(loop, [3, 4, 5, *first.tokens, 8], prefix_cache)
+    assert_as_uncached(loop, [3, 4, 5, *first.tokens, 8], prefix_cache)

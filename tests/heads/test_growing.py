@@ -312,7 +312,8 @@ def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(device: torch.device | str) -> list[Tree]:
-        request = Request(9, 0.01, sample_drafts=True, warp=warper, streams=streams_of(3), shape=BUSHY if static else None)
+        shape = BUSHY if static else None
+        request = Request(9, 0.01, sample_drafts=True, warp=warper, streams=streams_of(3), shape=shape)
         return grow(heads, None, TreeBatch.roots([3, 4, 5], device), request)
 
     heads = PlacedHead(shared)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headstart.tree.calibration import Calibration
-from headstart.tuning.calibrate import fit_calibration
+from headstart.tuning.calibrate import Tables, fit_calibration
 
 
 def overconfident(origins: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +71,7 @@ def test_off_best_paths_have_their_own_curve() -> None:
     assert found.best_child(1) == pytest.approx(0.5, abs=0.02)
     assert found.best_child(1, 1.0) == pytest.approx(0.25, abs=0.02)
     assert found.best_child(1, 0.5) == pytest.approx((found.best_child(1) + found.best_child(1, 1.0)) / 2)
-    one_curve = fit_calibration(np.stack([first, second], 1), log_probs.astype(np.float32), by_path=False)
+    one_curve = Tables(np.stack([first, second], 1), log_probs.astype(np.float32)).fit(by_path=False)
     assert one_curve.off_best is None
     assert found.after(True).probs(0, asked).tolist() == pytest.approx(one_curve.probs(0, asked).tolist())
     again = Calibration.from_knots(found.knots("sampled_"), "sampled_")
@@ -86,19 +86,19 @@ def test_path_curves_need_evidence() -> None:
     """Heads that follow the path may be equally good after any path; noise alone makes no curves."""
     ranks, log_probs = overconfident()
     assert fit_calibration(ranks, log_probs).off_best is None
-    assert fit_calibration(ranks, log_probs, by_path=True).off_best is None, "no drafted path leaves the best one"
+    assert Tables(ranks, log_probs).fit(by_path=True).off_best is None, "no drafted path leaves the best one"
     rng = np.random.default_rng(2)
     ranks = rng.choice(3, (4_000, 3), p=(0.5, 0.3, 0.2))
     log_probs = np.log(rng.uniform(0.1, 0.9, (4_000, 3, 2))).astype(np.float32)
     assert fit_calibration(ranks, log_probs).off_best is None
-    assert fit_calibration(ranks, log_probs, by_path=True).off_best is not None
+    assert Tables(ranks, log_probs).fit(by_path=True).off_best is not None
 
 
 def test_few_paths_fall_back_to_all_paths() -> None:
     """Two paths off the best one, both right, are too little evidence."""
     ranks = np.array([[0, 1]] * 400 + [[1, 0]] * 2)
     log_probs = np.full((402, 2, 2), -1.0, dtype=np.float32)
-    found = fit_calibration(ranks, log_probs, by_path=True)
+    found = Tables(ranks, log_probs).fit(by_path=True)
     assert found.after(True).probs(1, log_probs[0, 0, :1])[0] == pytest.approx(0.5, abs=0.01)
 
 

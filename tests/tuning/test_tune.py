@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,18 +26,15 @@ from headstart.recipes.sections import TuneSection
 from headstart.replay.patch import FINAL
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import TreeShape
-from headstart.tuning.acceptance import Drafts, measure_drafts, sampled_answers
+from headstart.tuning.acceptance import Drafts, Text, measure_drafts, sampled_answers
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Drafting
 from headstart.tuning.tune import Tuning, by_kind, choose, path_values, tune
 from tests.data.test_store import poison
 from tests.tiny import tiny_model
 
-
-@dataclass
-class Text:
-    tokens: list[int]
-    supervised: list[bool]
+TOKENS = [3, 50, 7, 8, 20, 44, 9, 11]
+SECTION = TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4)
 
 
 def trained_like(target: Target) -> torch.nn.Module:
@@ -79,11 +75,8 @@ def test_expensive_levels_make_wide_trees() -> None:
     assert choose(accept_probs, Costs(*flat, 9.0, 3.0, 3), [0, 1, 1, 3])[0] == 3
 
 
-def test_ranks_of_the_true_tokens() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
-    heads = trained_like(target)
-    tokens = [3, 50, 7, 8, 20, 44, 9, 11]
-    text = Text(tokens, [False, False, True, True, True, True, True, True])
+def test_ranks_of_the_true_tokens(target: Target, heads: Any) -> None:
+    tokens, text = TOKENS, Text.of(TOKENS[:2], TOKENS[2:])
     ranks = measure_drafts(target, heads, [text], max_rank=10).ranks_OK
     assert ranks.shape == (3, 3)  # origins 1, 2, 3 see all three steps supervised
     final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
@@ -97,9 +90,9 @@ def test_ranks_of_the_true_tokens() -> None:
             assert row[step] == min(expected, 10)
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
+@pytest.fixture
+def heads(target: Target) -> Any:
+    return trained_like(target)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +103,7 @@ def four_texts() -> list[Text]:
 
 @pytest.fixture(scope="module")
 def tuned(target: Target, four_texts: list[Text]) -> dict[str, Any]:
-    return tune(
-        target, trained_like(target), four_texts, TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4)
-    ).to_json()
+    return tune(target, trained_like(target), four_texts, SECTION).to_json()
 
 
 @pytest.fixture
@@ -140,8 +131,7 @@ def test_faster_weights_are_chosen(in_8_bits: float, chosen: bool, monkeypatch: 
 
     timed = "headstart.tuning.stopwatch.draft_ms"
     monkeypatch.setattr(timed, lambda *_: Drafting(in_8_bits if is_packed() else 4.0, 1.0, 0.1))
-    text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
-    found = tune(target, heads, [text], TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
+    found = tune(target, heads, texts_of(1), SECTION)
     assert found.packed is chosen and found.draft_ms == (in_8_bits if chosen else 4.0)
     assert not is_packed()
     found = Tuning.from_json(json.loads(json.dumps(found.to_json())))
@@ -149,32 +139,28 @@ def test_faster_weights_are_chosen(in_8_bits: float, chosen: bool, monkeypatch: 
     assert found.drafter(heads) is not None and is_packed() is chosen
 
 
-def test_heads_without_int8_are_timed_once_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_without_int8_are_timed_once_per_turn(
+    target: Target, heads: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two turns before and two after the target is measured, so that a slow phase does not affect all."""
     times = iter([4.0, 4.5, 2.0, 3.0])
     monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(next(times), 1.0, 0.1))
-    target = Target(tiny_model("llama", vocab_size=61))  # too small
-    text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
-    found = tune(target, trained_like(target), [text], TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
+    found = tune(target, heads, texts_of(1), SECTION)  # heads too small for int8
     assert not found.packed and found.draft_ms == 2.0 and next(times, None) is None
 
 
-def test_not_finite_text_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
-    heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
-    texts = [Text(one, [False, False, *[True] * 6]) for one in (tokens, tokens[::-1])]
-    poison(target, monkeypatch, tokens[::-1])
+def test_not_finite_text_is_left_out(target: Target, heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [Text.of(tokens[:2], tokens[2:]) for tokens in (TOKENS, TOKENS[::-1])]
+    poison(target, monkeypatch, TOKENS[::-1])
     with pytest.warns(UserWarning, match="Text 1 .* not finite"):
         drafts = measure_drafts(target, heads, texts, max_rank=5)
     assert torch.equal(drafts.ranks_OK, measure_drafts(target, heads, texts[:1], max_rank=5).ranks_OK)
 
 
-def test_sampling_probabilities_by_hand() -> None:
+def test_sampling_probabilities_by_hand(target: Target, heads: Any) -> None:
     """The target's probability of each draft; for a sampled child, its overlap with q after the better drafts are
     removed."""
-    target = Target(tiny_model("llama", vocab_size=61))
-    heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
-    text = Text(tokens, [False, False, True, True, True, True, True, True])
+    tokens, text = TOKENS, Text.of(TOKENS[:2], TOKENS[2:])
     drawn, drafts = (measure_drafts(target, heads, [text], max_rank=5, sampling=way) for way in (True, False))
     likely, sampled = drawn.likely_OKR, drawn.sampled_OKR
     assert likely is not None and sampled is not None
@@ -195,8 +181,8 @@ def test_sampling_probabilities_by_hand() -> None:
                 torch.testing.assert_close(sampled[row, step, rank], shared.sum(), rtol=1e-4, atol=1e-6)
 
 
-def test_sampling_is_calibrated_on_sampled_answers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, texts = trained_like(target), texts_of(16, answer=20)
+def test_sampling_is_calibrated_on_sampled_answers(target: Target, heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = texts_of(16, answer=20)
     seen: list[tuple[list[int], list[bool]]] = []
     honest = tune_module.measure_drafts
 
@@ -206,7 +192,7 @@ def test_sampling_is_calibrated_on_sampled_answers(target: Target, monkeypatch: 
         return honest(*args, sampling=sampling)
 
     monkeypatch.setattr(tune_module, "measure_drafts", watched)
-    found = tune(target, heads, texts, TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
+    found = tune(target, heads, texts, SECTION)
     prompts = [text.tokens[:6] for text in texts]
     answers = DecodeLoop(target).generate(prompts, DecodeOptions(20, temperature=1.0, seed=0))
     assert seen == [
@@ -221,31 +207,27 @@ def test_sampling_is_calibrated_on_sampled_answers(target: Target, monkeypatch: 
     assert [list(knots) for knots in drafter._sampled.sampled.accepted] == found.calibration["sampled_drawn_accepted"]
 
 
-def texts_of(count: int, answer: int = 14, prompt: int = 6) -> list[Text]:
-    return [
-        Text([3 + (7 * i + j) % 58 for j in range(prompt + answer)], [False] * prompt + [True] * answer)
-        for i in range(count)
-    ]
+def texts_of(count: int, answer: int = 14) -> list[Text]:
+    texts = [[3 + (7 * i + j) % 58 for j in range(6 + answer)] for i in range(count)]
+    return [Text.of(tokens[:6], tokens[6:]) for tokens in texts]
 
 
-def test_short_sampled_answers_are_joined_by_the_given_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, texts = Target(tiny_model("llama", vocab_size=61)), texts_of(3)
+def test_short_sampled_answers_are_joined_by_the_given_ones(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = texts_of(3)
     given = [(text.tokens, text.supervised) for text in texts]
 
-    def found() -> list[tuple[list[int], list[bool]]]:
+    def found(length: int) -> list[tuple[list[int], list[bool]]]:
+        monkeypatch.setattr(DecodeLoop, "generate", lambda _, prompts, __: [Generation([2] * length) for _ in prompts])
         return [(text.tokens, text.supervised) for text in sampled_answers(target, texts, minimum=5)]
 
-    monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 4) for _ in prompts])
-    assert found() == given
-    monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 5) for _ in prompts])
+    assert found(4) == given
     few = [(tokens[:6] + [2] * 5, [False] * 6 + [True] * 5) for tokens, _ in given]
-    assert found() == [*few, *given], "15 tokens are too few to calibrate on"
-    monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 99) for _ in prompts])
-    assert len(found()) == 3 and found()[0][0] == given[0][0][:6] + [2] * 99
+    assert found(5) == [*few, *given], "15 tokens are too few to calibrate on"
+    assert len(found(99)) == 3 and found(99)[0][0] == given[0][0][:6] + [2] * 99
 
 
-def test_answers_are_sampled_in_batches_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, asked = Target(tiny_model("llama", vocab_size=61)), []
+def test_answers_are_sampled_in_batches_that_fit(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
 
     def generate(self: DecodeLoop, prompts: list[list[int]], options: DecodeOptions) -> list[Generation]:
         asked.append(len(prompts))
@@ -265,8 +247,7 @@ def test_answers_are_sampled_in_batches_that_fit(monkeypatch: pytest.MonkeyPatch
         sampled_answers(target, texts_of(40), minimum=5)
 
 
-def test_prompts_without_room_for_an_answer_are_left_out() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_prompts_without_room_for_an_answer_are_left_out(target: Target) -> None:
     long = Text([3] * target.max_length, [False] * (target.max_length - 3) + [True] * 3)
     texts = [long, *texts_of(20)]
     found = sampled_answers(target, texts, minimum=1)
@@ -274,7 +255,7 @@ def test_prompts_without_room_for_an_answer_are_left_out() -> None:
     assert len(found) >= 20 and max(sum(text.supervised) for text in found) == 14
 
 
-def test_trees_use_the_calibration_of_the_temperature(found: Tuning, target: Target) -> None:
+def test_trees_use_the_calibration_of_the_temperature(found: Tuning, target: Target, heads: Any) -> None:
     """Greedy acceptance at temperature 0, sampled acceptance from 1 on, interpolated in between."""
     found.paths = ((0,),)
     found.calibration["reached"], found.calibration["sampled_reached"] = [[0.8, 0.4, 0.2]], [[0.4, 0.2, 0.0]]
@@ -285,7 +266,7 @@ def test_trees_use_the_calibration_of_the_temperature(found: Tuning, target: Tar
             seen.append((temperature, super()._calibration_at(temperature).reached))
             return super()._calibration_at(temperature)
 
-    drafter = found.drafter(trained_like(target), "dynamic")
+    drafter = found.drafter(heads, "dynamic")
     assert drafter is not None
     drafter.__class__ = Watched
     for temperature in (0.0, 0.5, 1.0, 1.5):
@@ -297,8 +278,7 @@ def test_trees_use_the_calibration_of_the_temperature(found: Tuning, target: Tar
     assert found_at[1.0] == found_at[1.5] == pytest.approx((0.4, 0.2, 0.0))
 
 
-def test_kinds_report_the_targets_entropy(target: Target, four_texts: list[Text]) -> None:
-    heads = trained_like(target)
+def test_kinds_report_the_targets_entropy(target: Target, heads: Any, four_texts: list[Text]) -> None:
     drafts = measure_drafts(target, heads, four_texts, 4)
     assert drafts.text_O is not None and drafts.entropy_O is not None
     assert drafts.text_O.tolist() == sorted(drafts.text_O.tolist()) and set(drafts.text_O.tolist()) == {0, 1, 2, 3}
@@ -327,8 +307,7 @@ def test_worst_kind_comes_right_after_the_total() -> None:
     assert "τ 1.00 on poems (entropy of the target 2.00 nats) to 3.00 on sums" in describe_kinds([of_all, *kinds])
 
 
-def test_acceptance_by_level_is_saved(found: Tuning, target: Target, four_texts: list[Text]) -> None:
-    heads = trained_like(target)
+def test_acceptance_by_level_is_saved(found: Tuning, target: Target, heads: Any, four_texts: list[Text]) -> None:
     drafts = measure_drafts(target, heads, four_texts, 4)
     assert found.calibration["reached"] == [list(fit_calibration(*drafts.arrays).reached)]
     found.paths, found.calibration["reached"] = ((0,),), [[0.5, 0.25, 0.125]]
@@ -336,8 +315,7 @@ def test_acceptance_by_level_is_saved(found: Tuning, target: Target, four_texts:
     assert again is not None and again.calibration.reached == (0.5, 0.25, 0.125)
 
 
-def test_untuned_trees_are_refused_or_left_out(found: Tuning, target: Target) -> None:
-    heads = trained_like(target)
+def test_untuned_trees_are_refused_or_left_out(found: Tuning, heads: Any) -> None:
     found.paths, found.chain = ((0,), (1,)), 2
     chain = found.drafter(heads, "chain")
     assert chain is not None and chain.shape == TreeShape.chain(2)
@@ -351,12 +329,12 @@ def test_untuned_trees_are_refused_or_left_out(found: Tuning, target: Target) ->
     assert found.drafter(heads, "chain") is None, "nothing pays"
 
 
-def test_prediction_is_for_the_static_tree(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_is_for_the_static_tree(target: Target, heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two nodes, at 3 tokens in 11 ms; a plain round takes 10."""
     measured = Measured(Costs((1, 4), (10.0, 10.0), 1.0, 0.0, 3), packed=False)
     monkeypatch.setattr(tune_module, "measure_costs", lambda *_: measured)
     monkeypatch.setattr(tune_module, "replay", lambda ranks, paths: 1.0 + len(paths))
-    heads, texts = trained_like(target), texts_of(2)
+    texts = texts_of(2)
     monkeypatch.setattr(tune_module, "sampled_answers", lambda *_: texts)
     found = tune(target, heads, texts, TuneSection(widths=(1, 4), context=16, max_nodes=3, max_rank=4))
     assert (found.tree, found.shape.size) == ("dynamic", 3)
@@ -366,20 +344,18 @@ def test_prediction_is_for_the_static_tree(target: Target, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle"])
-def test_short_answers_are_left_out(name: str) -> None:
+def test_short_answers_are_left_out(name: str, target: Target) -> None:
     """Some families end where a step has no origin."""
-    target = Target(tiny_model("llama", vocab_size=61))
     heads = family(name)(make_config({"family": name}, target))
     heads.warm_start(target)
-    long = Text(list(range(3, 27)), [False] * 6 + [True] * 18)
-    short = [Text([3, 4, *range(7, 7 + size)], [False] * 2 + [True] * size) for size in (1, 2, 3)]
+    long = Text.of(range(3, 9), range(9, 27))
+    short = [Text.of([3, 4], range(7, 7 + size)) for size in (1, 2, 3)]
     expected = measure_drafts(target, heads, [long], 4)
     torch.testing.assert_close(measure_drafts(target, heads, [*short, long], 4)[:2], expected[:2])
     with pytest.raises(UserError, match="No calibration answer is longer"):
         measure_drafts(target, heads, short, 4)
 
 
-def test_too_short_answers_are_refused() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_too_short_answers_are_refused(target: Target, heads: Any) -> None:
     with pytest.raises(UserError, match="No calibration answer is longer than the 4 tokens"):
-        measure_drafts(target, trained_like(target), [Text([1, 2, 3], [False, True, True])], 10)
+        measure_drafts(target, heads, [Text.of([1], [2, 3])], 10)

@@ -35,7 +35,7 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
 7. After a loss trees have at most 4 nodes until the account exceeds its value at the plan (which resets the lost
    trials). Statistics of expected and accepted drafts start anew.
 8. Account, lost trials, mean tokens per round and measured rounds serve later calls of the loop with a similar number
-   of rows (`size_of`). When sampling or `deterministic`, every call starts anew.
+   of rows (`size_of`). When sampling or `deterministic`, every call starts without them.
 
 So drafting can lose the stake, that fraction of plain rounds, and eight tokens of its gains.
 

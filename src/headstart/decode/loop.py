@@ -324,9 +324,14 @@ class _Batch:
         drafting = self.budget.drafts and max_nodes > 1 and bool(self.sessions)
         batch = self.draft(max_nodes) if drafting else self.roots
         drafted = perf_counter()
-        committed, self.roots = self.verify(batch)
+        readers = self.sessions if self.call.prefix_cache is None else range(len(self.drafters))
+        out = self.target.forward_tree(self.cache, batch, self.loop.aux_layers(readers))
+        committed, self.roots = self.verifier.accept(batch, out)
         verified = perf_counter()
-        self.commit(committed)
+        self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
+        if self.call.prefix_cache is not None:
+            self.call.prefix_cache.append(committed)
+        self.notify("commit", committed)
         ended = perf_counter()
         emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, self.roots.root_tokens, strict=True)]
         self.emit(emitted)
@@ -373,18 +378,6 @@ class _Batch:
         earlier = trees if trees is not self.roots.trees else ()
         proposed = self.drafters[index].propose(self.sessions[index], self.roots, replace(request, beside=earlier))
         return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
-
-    def verify(self, batch: TreeBatch) -> tuple[Committed, TreeBatch]:
-        """Run the target over the trees; return the accepted paths and the next roots."""
-        readers = self.sessions if self.call.prefix_cache is None else range(len(self.drafters))
-        return self.verifier.accept(batch, self.target.forward_tree(self.cache, batch, self.loop.aux_layers(readers)))
-
-    def commit(self, committed: Committed) -> None:
-        """Keep the accepted nodes in the cache and pass them to the drafters."""
-        self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
-        if self.call.prefix_cache is not None:
-            self.call.prefix_cache.append(committed)
-        self.notify("commit", committed)
 
     def emit(self, emitted: Sequence[Sequence[int]]) -> None:
         """Append to the texts of the running rows, and set `running`."""

@@ -1,7 +1,7 @@
 """Decoding options, defined once: for Python, the command line, eval, recipes and transformers.
 
-Each field carries its meaning, from which `headstart.cli.options` makes options of the command line; so this file
-imports neither torch nor transformers. Names and order of the sampling options are those of transformers.
+`headstart.cli.options` makes the command line's options from the fields and their meanings; so this file imports
+neither torch nor transformers. Names and order of the sampling options are those of transformers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Meaning:
     """Metadata of an option.
 
     Attributes:
-        text: meaning, in a sentence or two.
+        text: description, in a sentence or two.
         minimum: smallest value that the command line accepts.
         metavar: placeholder of its value there.
         unset: word for None there.
-        shown: shown there as the default, if that is None.
+        shown: default shown there, if it is None.
         typed: whether the command line has the option.
-        parse: converts the typed text, where the type's own conversion does not do.
+        parse: converts the typed text, instead of the type's own conversion.
     """
 
     text: str
@@ -56,12 +56,12 @@ class Meaning:
 
 
 def option(default: T, text: str, **known: Any) -> T:
-    """A field with its meaning, see `Meaning`."""
+    """Make a field with its `Meaning`."""
     return field(default=default, metadata={"meaning": Meaning(text, **known)})
 
 
 def meaning(options: type[Any], name: str) -> Meaning:
-    """The metadata of an option of a class."""
+    """Return the metadata of an option of a class."""
     known: Meaning = next(item for item in fields(options) if item.name == name).metadata["meaning"]
     return known
 
@@ -74,7 +74,7 @@ def explained(options: type[T]) -> type[T]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; a UserError for any other text.
+    """Parse a JSON object. Raises UserError for any other text.
 
     >>> json_object('{"enable_thinking": false}')
     {'enable_thinking': False}
@@ -91,7 +91,7 @@ def json_object(text: str) -> dict[str, Any]:
 @explained
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Which distribution a token is drawn from; `headstart.decode.sampling` computes it."""
+    """The distribution that tokens are sampled from; `headstart.decode.sampling` computes it."""
 
     temperature: float = option(0.0, "0 is greedy; above 0 the target's distribution is sampled.", minimum=0)
     top_k: int = option(0, "Sample from this many of the most likely tokens; 0 takes all.", minimum=0)
@@ -115,7 +115,7 @@ class SamplingOptions:
         return self.repetition_penalty != 1 or bool(self.processors)
 
     def for_transformers(self) -> dict[str, Any]:
-        """The options as keyword arguments for the generation config of transformers."""
+        """Convert to keyword arguments for the generation config of transformers."""
         drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         drawn["min_p"] = self.min_p or None
         sampling = {"do_sample": False} if self.greedy else {"do_sample": True, **drawn}
@@ -125,16 +125,15 @@ class SamplingOptions:
 @explained
 @dataclass(frozen=True)
 class DecodeOptions(SamplingOptions):
-    """How to answer.
+    """Options of an answer.
 
     A `headstart.decoder.Decoder` reads `drafter`, `tree` and the rendering of a prompt (`raw`, `tools`,
     `chat_template_kwargs`), its log reads `source`; the decode loop reads the rest. Greedy output, and samples without
     drafts, are independent of the other rows of a batch, up to rounding: in bfloat16 near-ties may differ. With drafts
-    and measured costs the other rows affect the number of drafts, and so which text of the same distribution is drawn.
+    and measured costs the other rows affect the number of drafts, and so the text that is sampled.
 
-    A seed repeats a text as long as the costs are the same: those stored with the heads on the machine that tuned them
-    and everywhere with `deterministic`; elsewhere those measured at first use, which later processes reuse unless the
-    machine was busy.
+    A seed repeats a text while the costs stay the same. The machine that tuned the heads, and `deterministic`, use the
+    stored costs; other machines measure costs at first use, and store them unless the machine was busy.
     """
 
     max_new_tokens: int = option(128, "Longest answer in tokens, its end token included.", minimum=1)
@@ -145,8 +144,8 @@ class DecodeOptions(SamplingOptions):
     verifier: str = option(
         "auto",
         "How drafts are chosen and accepted when sampling; the text always follows the target's distribution. top_k "
-        "drafts the most likely tokens and accepts those that plain sampling with this seed draws. greedy_draft, the "
-        "same as auto, draws each node's last draft from the heads' distribution, so that more are accepted.",
+        "drafts the most likely tokens and repeats the text of plain sampling with this seed. greedy_draft (auto) "
+        "draws each node's last draft from the heads' distribution, so that more are accepted.",
         metavar="NAME",
     )
     draft: Draft = option(
@@ -162,9 +161,9 @@ class DecodeOptions(SamplingOptions):
     )
     drafter: str = option(
         "heads+ngram",
-        "Draft with heads, none (plain decoding), ngram, memory[:FILE] (earlier answers: those of the training, and "
-        "those that FILE keeps from now on), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own module), "
-        "or several joined with +, such as heads+ngram.",
+        "Draft with heads, none (plain decoding), ngram, memory[:FILE] (earlier answers, from training or stored in "
+        "FILE), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own module), or several "
+        "joined with +, such as heads+ngram.",
         metavar="NAME",
     )
     tree: TreeKind | None = option(
@@ -177,20 +176,18 @@ class DecodeOptions(SamplingOptions):
     min_new_tokens: int = option(0, "No end token ends the answer before this many tokens; a stop text may.", minimum=0)
     raw: bool = option(False, "Pass the prompt to the target as it is, without the chat template.")
     tools: Sequence[Any] = option(
-        (),
-        "Tools that the chat template tells the target of: functions or JSON schemas, as in transformers.",
-        typed=False,
+        (), "Tools for the chat template: functions or JSON schemas, as in transformers.", typed=False
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
-        "Variables for the chat template, instead of those that the heads were trained with.",
+        "Variables for the chat template, instead of those in training.",
         metavar="JSON",
-        shown="those that the heads were trained with",
+        shown="as in training",
         parse=json_object,
     )
-    source: str = option("", "Who asks, as a log of what is served names them.", typed=False)
-    ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
-    stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
+    source: str = option("", "Name of the client in the log of served requests.", typed=False)
+    ignore_end: bool = option(False, "Continue past the end-of-turn token, for measuring.", typed=False)
+    stop_test: StopTest | None = option(None, "A callable that ends a row's text.", typed=False)
 
     def __post_init__(self) -> None:
         for item in fields(self):  # convert numpy's numbers to Python's, for generators and JSON
@@ -204,7 +201,7 @@ class DecodeOptions(SamplingOptions):
 
     @classmethod
     def of(cls, keywords: DecodeKeywords) -> DecodeOptions:
-        """Options from keyword arguments; a UserError for an unknown name suggests the nearest known one."""
+        """Make options from keyword arguments. Raises UserError with the nearest known name for an unknown one."""
         check_names(keywords, DecodeKeywords.__annotations__)
         return cls(**keywords)
 
@@ -243,18 +240,18 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Sequence[Processor]": (Sequence, "a list of logits processors"),
     "Sequence[int]": (Sequence, "a list of token ids"),
     "Sequence[Any]": (Sequence, "a list of tools"),
-    "Mapping[str, Any] | None": ((Mapping, NoneType), "names with their values, such as {'enable_thinking': False}"),
+    "Mapping[str, Any] | None": ((Mapping, NoneType), "names with values, such as {'enable_thinking': False}"),
 }
 """Accepted types (numpy's numbers included) and their name, by an option's annotation."""
 
 
 def random_seed() -> int:
-    """A random seed, short enough to be typed again."""
+    """Return a random seed, short enough to type."""
     return secrets.randbits(32)
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse (UserError) an unknown option, suggesting the nearest known one."""
+    """Refuse (UserError) an unknown option, and suggest the nearest known one."""
     if unknown := sorted(set(given) - set(known)):
         raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
 
@@ -275,18 +272,18 @@ def check_kinds(options: DecodeOptions) -> None:
 @explained
 @dataclass(frozen=True)
 class EngineOptions:
-    """A serving engine to measure: how it is started, and what it is asked."""
+    """A serving engine to measure, and the requests to measure it with."""
 
     engine: str = option(
         "",
-        f"Measure a serving engine with and without heads ({ENGINES}), and say how many drafts pay there.",
+        f"Measure a serving engine with and without heads ({ENGINES}), and find the best number of drafts.",
         metavar="NAME",
     )
     engine_command: str = option(
         "", "Command that starts the engine, such as a path; by default its usual one.", metavar="COMMAND"
     )
     engine_target: str = option(
-        "", "Target to serve, such as another GGUF file; by default that of the heads.", metavar="TARGET"
+        "", "Target to serve, such as another GGUF file; by default the heads' own.", metavar="TARGET"
     )
     engine_arguments: str = option(
         "", "More arguments for the engine, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
@@ -296,7 +293,7 @@ class EngineOptions:
     )
     engine_requests: str = option(
         "1",
-        "Numbers of requests at a time, such as 1,2,4,8; vLLM is given a number of drafts for each.",
+        "Numbers of concurrent requests, such as 1,2,4,8; vLLM gets a number of drafts for each.",
         metavar="N,N...",
     )
     engine_prompts: int = option(8, "Number of validation prompts to ask.", minimum=1)

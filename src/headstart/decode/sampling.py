@@ -1,7 +1,7 @@
 """The distribution that sampling draws from: a model's logits, processed and warped as in transformers.
 
-The acceptance test, the residual and the bonus token all read this distribution, so the output is distributed as plain
-sampling with the same settings.
+Acceptance, residual and bonus token all use this distribution, so the output is distributed as in plain sampling with
+the same settings.
 
 Shape suffixes: B rows, M nodes, V vocabulary, C capacity in tokens.
 """
@@ -18,17 +18,17 @@ from torch import Tensor
 from headstart.decode.options import Processor, SamplingOptions
 from headstart.errors import UserError
 
-_COLDEST = 1e-6
-"""Lowest temperature above 0; with less, logits leave the range of float32."""
+_MIN_TEMPERATURE = 1e-6
+"""Lowest temperature above 0; below it, logits leave the range of float32."""
 _HEAD = 512
-"""Tokens that top-p reads before it sorts the whole vocabulary; a share of 0.9 seldom needs more."""
+"""Most likely tokens that top-p sorts before the whole vocabulary; 0.9 seldom needs more."""
 
 
 def check_sampling(options: SamplingOptions) -> None:
     """Refuse (UserError) a setting out of its range; `check_processors` covers the processors."""
-    defined = options.greedy or _COLDEST <= options.temperature < math.inf
+    defined = options.greedy or _MIN_TEMPERATURE <= options.temperature < math.inf
     for wrong, name, remedy in (
-        (not defined, "temperature", f"Use 0 for greedy decoding, or at least {_COLDEST:g} and finite."),
+        (not defined, "temperature", f"Use 0 for greedy decoding, or at least {_MIN_TEMPERATURE:g} and finite."),
         (options.top_k < 0, "top_k", "Use 0 for all tokens, or the number of tokens to keep."),
         (not 0 < options.top_p <= 1, "top_p", "Use a share above 0, at most 1; 1 keeps every token."),
         (not 0 <= options.min_p <= 1, "min_p", "Use a share from 0 to 1; 0 keeps every token."),
@@ -43,8 +43,8 @@ def check_sampling(options: SamplingOptions) -> None:
 
 
 def check_processors(options: SamplingOptions, vocab_size: int, device: torch.device | str) -> None:
-    """Refuse (UserError) a processor that depends on more than its arguments, before any work: state would mix up the
-    branches of a tree, so equal calls must give equal scores."""
+    """Refuse (UserError) a processor with state, which would mix up the branches of a tree: equal calls must give equal
+    scores."""
     for processor in options.processors:
         name = type(processor).__name__
         scores_1V = torch.linspace(-1.0, 1.0, vocab_size, device=device)[None]
@@ -65,9 +65,10 @@ def check_processors(options: SamplingOptions, vocab_size: int, device: torch.de
 
 
 class Prefixes:
-    """Each row's text as the repetition penalty and the processors see it: the set of its tokens, and all of them in
-    order. Both stay on the device and are appended to, so that headstart's own work per node is independent of the
-    text's length."""
+    """Each row's text for the repetition penalty (a set of tokens) and the processors (all tokens in order).
+
+    Both stay on the device and grow in place, so that headstart's own work per node does not grow with the text.
+    """
 
     def __init__(
         self, options: SamplingOptions, texts: Sequence[Sequence[int]], row_processors: Sequence[Processor] = ()
@@ -92,8 +93,8 @@ class Prefixes:
         self._seen_BV = None if self._seen_BV is None else self._seen_BV[list(rows)]
 
     def process(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """Logits [M, V] in float32 after the repetition penalty and the processors, for the tokens that follow these
-        rows' texts, each continued by its path."""
+        """Apply the repetition penalty and the processors to logits [M, V] after these rows' texts, each continued by
+        its path; float32."""
         self._upload(logits_MV)
         scores_MV = logits_MV.to(torch.float32, copy=True)  # processors may write in place
         if self._seen_BV is not None:
@@ -113,7 +114,7 @@ class Prefixes:
         return torch.cat(processed)
 
     def _upload(self, like_MV: Tensor) -> None:
-        """Move new tokens to the device."""
+        """Upload new tokens."""
         if not any(self._new):
             return
         if self._options.repetition_penalty != 1:
@@ -130,7 +131,7 @@ class Prefixes:
         self._new = [[] for _ in self._new]
 
     def _with_path(self, row: int, path: Sequence[int]) -> Tensor:
-        """A row's text and a path after it, [1, T]; written in place, and overwritten by the next path."""
+        """Return a row's text and a path after it, [1, T]: a view that the next path overwrites."""
         start, stop = self._lengths[row], self._lengths[row] + len(path)
         if stop > self._ids_1C[row].shape[1]:
             self._ids_1C[row] = F.pad(self._ids_1C[row], (0, 2 * stop - self._ids_1C[row].shape[1]))
@@ -149,12 +150,12 @@ def _mark(seen_MV: Tensor, tokens: Sequence[Sequence[int]]) -> None:
 
 
 def process(options: SamplingOptions, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
-    """Logits [V] after the repetition penalty and the processors, for the token after `prefix`; see `Prefixes`."""
+    """Apply the repetition penalty and the processors to logits [V] after `prefix`; see `Prefixes`."""
     return Prefixes(options, [prefix]).process(logits_V[None], [0], [[]])[0]
 
 
 def warp(options: SamplingOptions, logits: Tensor) -> Tensor:
-    """Logits [..., V] to probabilities, float32 of the same shape: temperature, top-k, top-p, min-p, in this order.
+    """Convert logits [..., V] to float32 probabilities: temperature, top-k, top-p, min-p, in this order.
 
     >>> warp(SamplingOptions(temperature=1.0, top_k=2), torch.tensor([0.0, 0.0, -9.0])).tolist()
     [0.5, 0.5, 0.0]
@@ -178,14 +179,14 @@ def warp(options: SamplingOptions, logits: Tensor) -> Tensor:
 
 
 def nucleus(probs: Tensor, share: float) -> Tensor:
-    """Keep the fewest most likely tokens that hold at least `share` of the probability, and renormalise.
+    """Keep the smallest set of most likely tokens with at least `share` of the probability, and renormalise.
 
     >>> nucleus(torch.tensor([0.5, 0.25, 0.25]), 0.5).tolist()
     [1.0, 0.0, 0.0]
     """
     size = probs.shape[-1]
     head = min(_HEAD, size)
-    if head == size or probs.device.type != "cpu":  # asking an accelerator costs more than sorting
+    if head == size or probs.device.type != "cpu":  # synchronising a device costs more than sorting
         return _nucleus(probs, share, size)[0]
     kept, short = _nucleus(probs, share, head)
     if bool(short.any()):
@@ -194,7 +195,7 @@ def nucleus(probs: Tensor, share: float) -> Tensor:
 
 
 def _nucleus(probs: Tensor, share: float, head: int) -> tuple[Tensor, Tensor]:
-    """(`nucleus` among the `head` most likely tokens, bool [...] where these do not hold the share)."""
+    """Return `nucleus` among the `head` most likely tokens, and bool [...] where these hold less than the share."""
     top, index = probs.topk(head)
     before = top.cumsum(-1) - top  # held by more likely tokens
     top = top.masked_fill(before >= share, 0.0)

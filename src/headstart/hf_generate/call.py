@@ -1,7 +1,7 @@
 """`custom_generate` for transformers: run the decode loop for a call of a model's `generate`.
 
-A `Target` freezes its model, puts it in eval mode and hooks its layers. The model belongs to the caller, so all of that
-is undone after the call. Prepared state is cached for the next call, without keeping the model alive.
+A `Target` freezes the caller's model, puts it in eval mode and hooks its layers; all of that is undone after the call.
+Prepared state is cached for the next call, without keeping the model alive.
 
 Shape suffixes: B rows (num_return_sequences included), L prompt tokens with padding, N new tokens, S = L + N.
 """
@@ -28,11 +28,11 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.api import Decoder, load
-from headstart.decode.loop import DecodeLoop, Generation
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, Draft, TreeKind
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS
-from headstart.hf_generate.request import Ending, LogitsChain, Prompts, check_mode
+from headstart.hf_generate.request import LogitsChain, Prompts, check_mode, split_criteria
 from headstart.hub.pull import locate
 from headstart.model.model import Target
 
@@ -71,8 +71,8 @@ def generate(
         raise UserError("model.generation_config has stop strings.", "Give stop_strings to generate instead.")
     if generation_config is not None and generation_config.stop_strings is not None:
         # With stop strings set, transformers requires a tokenizer, but passes none on to a callable.
+        stop_strings = generation_config.stop_strings if stop_strings is None else stop_strings
         generation_config = copy.deepcopy(generation_config)
-        stop_strings = stop_strings if stop_strings is not None else generation_config.stop_strings
         generation_config.stop_strings = None
     call = CustomGenerate(heads, revision, tokenizer)
     return model.generate(inputs, generation_config, custom_generate=call, stop_strings=stop_strings, **kwargs)
@@ -87,7 +87,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]  # tra
 
 @dataclass(eq=False)
 class CustomGenerate:
-    """Callable that transformers runs instead of its own loop; see `custom_generate`."""
+    """Callable that transformers runs instead of its own loop."""
 
     heads: str | Path
     revision: str | None = None
@@ -111,12 +111,10 @@ class CustomGenerate:
     ) -> Any:
         """Decode a batch prepared by transformers: `input_ids` are int64 [B, L], left-padded.
 
-        `drafter`, `tree`, `draft`, `deterministic` and `verifier` are as in `DecodeOptions`, and can be passed to
-        `model.generate`.
+        Users pass `drafter`, `tree`, `draft`, `deterministic` and `verifier` to `model.generate`; see `DecodeOptions`.
 
         Returns:
-            int64 [B, S], right-padded after rows that ended early; a `SpeculativeOutput` with
-            `return_dict_in_generate`.
+            int64 [B, S], right-padded; a `SpeculativeOutput` with `return_dict_in_generate`.
 
         Raises:
             UserError: the heads are another model's, or an argument is not supported with heads.
@@ -125,14 +123,15 @@ class CustomGenerate:
         check_mode(model, generation_config, _caller_argument("assistant_model"), _caller_argument("synced_gpus"))
         prompts = Prompts.read(input_ids, model_kwargs)
         chain = LogitsChain.read(logits_processor, bool(generation_config.do_sample), prompts)
-        ending = Ending.read(stopping_criteria, stop_strings, self.tokenizer)
-        text = _Text(input_ids, ending, generation_config._pad_token_tensor, streamer)
-        generations: dict[int, Generation] = {}
+        limit, ends, criteria = split_criteria(stopping_criteria, stop_strings, self.tokenizer)
+        text = _Text(input_ids, limit, ends, criteria, generation_config._pad_token_tensor, streamer)
+        rates = torch.zeros(len(prompts.rows))
+        errors: list[str] = []
 
-        def decode(loop: DecodeLoop, group: list[int]) -> list[Generation]:
+        def decode(decoder: Decoder, loop: DecodeLoop, group: list[int]) -> None:
             padding = prompts.padding[group[0]]
             options = DecodeOptions(
-                max_new_tokens=ending.limit - input_ids.shape[1],
+                max_new_tokens=limit - input_ids.shape[1],
                 seed=int(torch.randint(1 << 48, ())) if generation_config.do_sample else 0,
                 ignore_end=True,  # `text` checks the end tokens of this call
                 processors=chain.processors(input_ids[group[0], :padding].tolist()),
@@ -143,48 +142,48 @@ class CustomGenerate:
                 **chain.settings,
             )
             rows = [prompts.rows[row] for row in group]
-            decoded = loop.generate(rows, options, lambda index, tokens, _: text.add(group[index], tokens))
-            decoder.remember(loop, rows, decoded)
-            return decoded
+            generations = loop.generate(rows, options, lambda index, tokens, _: text.add(group[index], tokens))
+            decoder.remember(loop, rows, generations)
+            rates[group] = torch.tensor([row.tokens_per_round for row in generations])
+            errors.extend(row.drafter_error for row in generations if row.drafter_error)
 
         with decoder_for(model, self.heads, self.revision) as decoder:
             loop = decoder.loop(drafter, tree, draft != "off", deterministic)
             for group in prompts.groups(together=not chain.rest):
-                generations.update(zip(group, decode(loop, group), strict=True))
-        if error := next((row.drafter_error for row in generations.values() if row.drafter_error), None):
-            warnings.warn(f"A drafter failed, and the rest was decoded without it: {error}", stacklevel=2)
+                decode(decoder, loop, group)
+        if errors:
+            warnings.warn(f"A drafter failed, and the rest was decoded without it: {errors[0]}", stacklevel=2)
         if streamer is not None:
             streamer.end()
         if not generation_config.return_dict_in_generate:
             return text.sequences_BS()
-        rates = [generations[row].tokens_per_round for row in range(len(generations))]
-        return SpeculativeOutput(sequences=text.sequences_BS(), tokens_per_round=torch.tensor(rates))
+        return SpeculativeOutput(sequences=text.sequences_BS(), tokens_per_round=rates)
 
 
 class _Text:
-    """The new tokens of a batch: end of each row, and progress of the streamer."""
+    """New tokens of a batch, passed on to the streamer."""
 
-    def __init__(self, input_ids_BL: Tensor, ending: Ending, pad: Tensor | None, streamer: Any) -> None:
+    def __init__(
+        self, input_ids_BL: Tensor, limit: int, ends: frozenset[int], criteria: Any, pad: Tensor | None, streamer: Any
+    ) -> None:
         rows, self._length = input_ids_BL.shape
-        self._prompt_BL = input_ids_BL
-        self._ending = ending
-        if pad is None and rows > 1 and ending.criteria:
+        self._prompt_BL, self._limit, self._ends, self._criteria = input_ids_BL, limit, ends, criteria
+        if pad is None and rows > 1 and criteria:
             raise UserError("Rows can end at different lengths and there is no pad token.", "Give pad_token_id.")
         self._pad = 0 if pad is None else int(pad)
-        self._streamer = streamer
-        self._streamed = 0
+        self._streamer, self._streamed = streamer, 0
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows
         # Criteria get views of this buffer, to avoid copying the text for each token.
-        self._seen_BS = torch.nn.functional.pad(input_ids_BL, (0, ending.limit - self._length))
+        self._buffer_BS = torch.nn.functional.pad(input_ids_BL, (0, limit - self._length))
 
     def ends(self, row: int, tokens: list[int]) -> bool:
-        """Return whether a row ends with the last of `tokens`, all of its new tokens so far."""
+        """Return whether a row ends with the last of its new tokens."""
         length = self._length + len(tokens)
-        done = tokens[-1] in self._ending.ends or length >= self._ending.limit
-        if self._ending.criteria:
-            self._seen_BS[row, length - 1] = tokens[-1]
-            done = bool(self._ending.criteria(self._seen_BS[row : row + 1, :length], None)) or done
+        done = tokens[-1] in self._ends or length >= self._limit
+        if self._criteria:
+            self._buffer_BS[row, length - 1] = tokens[-1]
+            done = bool(self._criteria(self._buffer_BS[row : row + 1, :length], None)) or done
         self._ended[row] = done
         return done
 
@@ -201,7 +200,7 @@ class _Text:
         return torch.cat([self._prompt_BL, self._prompt_BL.new_tensor(columns).T], dim=-1)
 
     def _complete(self, index: int) -> bool:
-        """Return whether every row has reached this position or ended before it, and at least one has reached it."""
+        """Return whether some row has reached this position, and every other one has reached it or ended."""
         reached = [len(tokens) > index for tokens in self._tokens]
         return any(reached) and all(map(or_, reached, self._ended))
 
@@ -210,9 +209,9 @@ class _Text:
 
 
 def _caller_argument(name: str) -> Any:
-    """Return an argument of the enclosing call of `generate`; transformers does not pass all of them to a callable.
+    """Return an argument of the enclosing call of `generate` that transformers does not pass to a callable.
 
-    An unknown streamer would never be ended, and its reader would block forever.
+    A streamer must be ended, or its reader would block forever.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _GENERATE:
@@ -230,21 +229,28 @@ def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> I
     Calls for the same model are serialised. Do not use the model's own `forward` inside the block.
     """
     prepared = _PREPARED.setdefault(model, _Prepared())
-    with prepared.lock, _restored(model):
-        decoder = prepared.decoder(model, heads, revision)
-        model.eval()
+    with prepared.lock:
+        modes = [(module, module.training) for module in model.modules()]
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        decoder = None
         try:
+            decoder = prepared.decoder(model, heads, revision)
+            model.eval()
             yield decoder
         finally:
-            decoder.target.release()
+            if decoder is not None:
+                decoder.target.release()
+            for module, training in modes:
+                module.training = training
+            for parameter in trainable:
+                parameter.requires_grad_(True)
 
 
 @dataclass
 class _Prepared:
-    """Cached state of one model.
+    """Cached state of one model: a target with prepacked weights per dtype and device, which all heads share.
 
-    All heads share a target, with its prepacked weights, per dtype and device. A decoder is keyed by heads, revision,
-    dtype and device, and stored with the heads' file and its mtime, to detect a new export.
+    A decoder is keyed by heads, revision, dtype and device. The heads' file and its mtime show a new export.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -254,9 +260,8 @@ class _Prepared:
     def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:
         weight = model.get_output_embeddings().weight
         local = Path(heads).expanduser()
-        name = str(local.resolve()) if local.is_dir() else str(heads)
         kind = str(weight.dtype), str(weight.device)
-        key = (name, revision, *kind)
+        key = (str(local.resolve()) if local.is_dir() else str(heads), revision, *kind)
         if key in self.decoders:
             file, written, decoder = self.decoders[key]
             if file.is_file() and file.stat().st_mtime_ns == written:
@@ -268,23 +273,9 @@ class _Prepared:
             decoder = load(folder, target)
         finally:
             target.model = weakref.proxy(model)  # the cache must not keep the model alive
-        self.targets[kind] = target
-        self.decoders[key] = (folder / WEIGHTS, (folder / WEIGHTS).stat().st_mtime_ns, decoder)
+        self.targets[kind], file = target, folder / WEIGHTS
+        self.decoders[key] = (file, file.stat().st_mtime_ns, decoder)
         return decoder
 
 
 _PREPARED: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def _restored(model: Any) -> Iterator[None]:
-    """Undo every change of a model by wrapping it as a target and decoding with it."""
-    training = [(module, module.training) for module in model.modules()]
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        yield
-    finally:
-        for module, mode in training:
-            module.training = mode
-        for parameter in learning:
-            parameter.requires_grad_(True)

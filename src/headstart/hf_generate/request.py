@@ -1,7 +1,7 @@
 """Translation of a call of transformers' `generate` to the decode loop; unsupported arguments are refused here.
 
 transformers builds lists of logits processors and stopping criteria from the generation config and the caller's own.
-The parts that the decode loop implements are removed, so that nothing is applied twice.
+The decode loop implements some of them; these are removed from the lists, so that none is applied twice.
 
 Shape suffixes: B rows (num_return_sequences included), L prompt tokens with padding, V vocabulary.
 """
@@ -44,7 +44,6 @@ _WARPERS = (
     (TemperatureLogitsWarper, "temperature"),
 )
 """Processors that the decode loop implements, last applied first, with the name of their value in both."""
-
 _STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 _WHOLE_BATCH = (
     PrefixConstrainedLogitsProcessor,
@@ -52,36 +51,37 @@ _WHOLE_BATCH = (
     EncoderRepetitionPenaltyLogitsProcessor,
 )
 """Processors that index rows of the batch; the decode loop calls them with one row."""
-
-_OWN = {"attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"}
-"""Model arguments prepared by transformers that the decode loop replaces; the first three are checked."""
+_PREPARED_KWARGS = {
+    "attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache",
+}  # fmt: skip
+"""Model arguments that transformers prepares and the decode loop replaces; the first three are checked."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
-def _cannot(problem: str, remedy: str = "Leave it out") -> UserError:
+def _unsupported(problem: str, remedy: str = "Leave it out") -> UserError:
     return UserError(problem, f"{remedy}, or leave out custom_generate to decode with transformers' own loop.")
 
 
 def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) -> None:
     """Raise UserError for generation modes and outputs that heads do not support."""
     if model.config.is_encoder_decoder:
-        raise _cannot(f"{type(model).__name__} is an encoder-decoder.", "Take a decoder-only model")
+        raise _unsupported(f"{type(model).__name__} is an encoder-decoder.", "Take a decoder-only model")
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise _cannot(
+        raise _unsupported(
             f"Heads decode greedily or by sampling, and these arguments ask for {mode.value.replace('_', ' ')}.",
             "Leave out num_beams, assistant_model, prompt_lookup_num_tokens, penalty_alpha, constraints and the like",
         )
     if synced_gpus:
-        raise _cannot("Heads cannot use a model that is sharded over processes.", "Load it in one process")
+        raise _unsupported("Heads cannot use a model that is sharded over processes.", "Load it in one process")
     for name in _OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name, None):
-            raise _cannot(f"{name} is not available: verified rounds keep only tokens.")
+            raise _unsupported(f"{name} is not available: verified rounds keep only tokens.")
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The rows of a batch: token ids without padding, and the amount of padding before each."""
+    """Token ids of each row without padding, and the amount of padding before them."""
 
     rows: list[list[int]]
     padding: list[int]
@@ -90,24 +90,22 @@ class Prompts:
     def read(cls, input_ids_BL: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
         """Strip the padding. Raises UserError for padding that is not on the left, and for inputs other than tokens."""
         for name, value in model_kwargs.items():
-            if value is not None and name not in _OWN and not name.startswith("output_"):
-                raise _cannot(f"{name} cannot be given together with heads.")
+            if value is not None and name not in _PREPARED_KWARGS and not name.startswith("output_"):
+                raise _unsupported(f"{name} cannot be given together with heads.")
         cache = model_kwargs.get("past_key_values")
         if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
-            raise _cannot("Heads cannot continue from past_key_values.", "Give the full text as input_ids")
+            raise _unsupported("Heads cannot continue from past_key_values.", "Give the full text as input_ids")
         rows, length = input_ids_BL.shape
         mask_BL = model_kwargs.get("attention_mask")
         mask_BL = torch.ones_like(input_ids_BL) if mask_BL is None else mask_BL.to(input_ids_BL.device)
-        mask_BL = mask_BL != 0
-        padding_B = length - mask_BL.sum(-1)
-        index_L = torch.arange(length, device=mask_BL.device)
-        if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, index_L >= padding_B[:, None]):
+        padding_B1 = length - (mask_BL != 0).sum(-1, keepdim=True)
+        usual_BL = torch.arange(length, device=mask_BL.device) - padding_B1
+        if mask_BL.shape != (rows, length) or not torch.equal(mask_BL != 0, usual_BL >= 0):
             raise UserError("The attention mask has gaps or right padding.", "Tokenize with padding_side='left'.")
         positions_BL = model_kwargs.get("position_ids")
-        usual_BL = (index_L - padding_B[:, None]).clamp(min=0)
-        if positions_BL is not None and not bool((positions_BL.to(usual_BL.device) == usual_BL)[mask_BL].all()):
+        if positions_BL is not None and not bool((positions_BL.to(usual_BL.device) == usual_BL)[usual_BL >= 0].all()):
             raise UserError("position_ids do not count from the first token of each row.", "Leave them out.")
-        padding = padding_B.tolist()
+        padding = padding_B1[:, 0].tolist()
         return cls([ids[skip:] for ids, skip in zip(input_ids_BL.tolist(), padding, strict=True)], padding)
 
     def groups(self, together: bool) -> list[list[int]]:
@@ -119,9 +117,9 @@ class Prompts:
 
 @dataclass(frozen=True)
 class LogitsChain:
-    """A list of logits processors: `settings` of DecodeOptions that the decode loop implements, and the `rest`.
+    """A list of logits processors, split into `settings` of DecodeOptions and the `rest`.
 
-    The loop applies the repetition penalty first, then the rest in order, then the other settings.
+    The decode loop applies the repetition penalty first, then the rest in order, then the other settings.
     """
 
     settings: dict[str, Any]
@@ -139,10 +137,9 @@ class LogitsChain:
         while rest and type(rest[-1]) is LogitNormalization:
             rest.pop()  # the same distribution
         settings: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
-        if do_sample:
-            for kind, name in _WARPERS:
-                if rest and type(rest[-1]) is kind and _usual(rest[-1]):
-                    settings[name] = getattr(rest.pop(), name)
+        for kind, name in _WARPERS if do_sample else ():
+            if rest and type(rest[-1]) is kind and _has_default_filter(rest[-1]):
+                settings[name] = getattr(rest.pop(), name)
         if rest and type(rest[0]) is RepetitionPenaltyLogitsProcessor and not isinstance(_ignored(rest[0]), int):
             settings["repetition_penalty"] = rest.pop(0).penalty
         return cls(settings, rest)
@@ -150,18 +147,16 @@ class LogitsChain:
     def processors(self, padding_ids: list[int]) -> tuple[Processor, ...]:
         """Return the rest, for rows that had this padding."""
         skip = len(padding_ids)
-        chosen = [
-            RepetitionPenaltyLogitsProcessor(processor.penalty, skip)
-            if isinstance(_ignored(processor), Tensor)
-            else processor
-            for processor in self.rest
+        row_wise = [
+            RepetitionPenaltyLogitsProcessor(one.penalty, skip) if isinstance(_ignored(one), Tensor) else one
+            for one in self.rest
         ]
-        return tuple(Padded(processor, padding_ids) if skip else processor for processor in chosen)
+        return tuple(Padded(one, padding_ids) if skip else one for one in row_wise)
 
 
 @dataclass(frozen=True)
 class Padded:
-    """A processor that sees the padding of its row: some count positions from its start."""
+    """A processor that is called with the row's padding: some count positions from its start."""
 
     processor: Any
     padding_ids: list[int]
@@ -172,44 +167,34 @@ class Padded:
         return processed
 
 
-@dataclass(frozen=True)
-class Ending:
-    """End of a row: a length with the padded prompt, end tokens, or criteria called with one row."""
-
-    limit: int
-    ends: frozenset[int]
-    criteria: Any
-
-    @classmethod
-    def read(cls, criteria: Sequence[Any], stop_strings: str | Sequence[str] | None, tokenizer: Any) -> Ending:
-        """Extract the token limit and the end tokens from a list of stopping criteria."""
-        rest = StoppingCriteriaList(c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria))
-        if stop_strings:
-            if tokenizer is None:
-                raise UserError(
-                    "stop_strings need a tokenizer, and transformers hands none to a callable.",
-                    "Give it here: custom_generate=headstart.custom_generate(heads, tokenizer=tokenizer).",
-                )
-            strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-            rest.append(StopStringCriteria(tokenizer, strings))
-        return cls(
-            limit=min(c.max_length for c in criteria if type(c) is MaxLengthCriteria),
-            ends=frozenset(end for c in criteria if type(c) is EosTokenCriteria for end in c.eos_token_id.tolist()),
-            criteria=rest,
-        )
+def split_criteria(
+    criteria: Sequence[Any], stop_strings: str | Sequence[str] | None, tokenizer: Any
+) -> tuple[int, frozenset[int], StoppingCriteriaList]:
+    """Split stopping criteria into the maximum length (padded prompt included), the end tokens, and the rest."""
+    rest = StoppingCriteriaList(c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria))
+    if stop_strings:
+        if tokenizer is None:
+            raise UserError(
+                "stop_strings need a tokenizer, and transformers hands none to a callable.",
+                "Give it here: custom_generate=headstart.custom_generate(heads, tokenizer=tokenizer).",
+            )
+        rest.append(StopStringCriteria(tokenizer, stop_strings))
+    limit = min(c.max_length for c in criteria if type(c) is MaxLengthCriteria)
+    ends = (end for c in criteria if type(c) is EosTokenCriteria for end in c.eos_token_id.tolist())
+    return limit, frozenset(ends), rest
 
 
 def _check_processor(processor: Any, prompts: Prompts) -> None:
     name, ignored = type(processor).__name__, _ignored(processor)
     if isinstance(processor, _STATEFUL):
-        raise _cannot(f"{name} keeps a state and cannot be applied to a token tree.")
+        raise _unsupported(f"{name} keeps a state and cannot be applied to a token tree.")
     if isinstance(processor, _WHOLE_BATCH) and len(prompts.rows) > 1:
-        raise _cannot(f"{name} tells rows apart by their index in the batch.", "Give one prompt a call")
+        raise _unsupported(f"{name} tells rows apart by their index in the batch.", "Give one prompt per call")
     if isinstance(ignored, Tensor) and ignored.tolist() != prompts.padding:
-        raise _cannot(f"{name} ignores a different number of tokens in each row.", "Give one number")
+        raise _unsupported(f"{name} ignores a different number of tokens in each row.", "Give one number")
 
 
-def _usual(warper: Any) -> bool:
+def _has_default_filter(warper: Any) -> bool:
     """Return whether a warper filters with -inf, down to a single token."""
     return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -math.inf) == -math.inf
 

@@ -1,8 +1,8 @@
 """Calibration of the heads' probabilities: from log-probability to acceptance rate, by depth and by path.
 
-Acceptance depends on the path. Once a token was not its node's best draft, heads that draft all depths in one forward
-are overconfident, since they assume the best one; heads that read the path see a less likely text. So paths that *left*
-the best one have their own curves. Fitted by `headstart.tuning.calibrate`.
+Acceptance depends on the path. After a token that was not its node's best draft, heads that draft all depths in one
+forward are overconfident, since they assume the best one; heads that read the path see a less likely text. So paths
+that *left* the best one have their own curves. `headstart.tuning.calibrate` fits them.
 
 Shape suffixes: X nodes, in any dimensions, R ranks.
 """
@@ -24,17 +24,17 @@ Curve = tuple[tuple[float, ...], tuple[float, ...]]
 DEEPEST = 16
 """Maximum levels that heads draft."""
 _LEAST = 1e-4
-"""Floor of the probability left over by drafts."""
-_ROUNDED = 1e-4
-"""Rounding error of knots and shares, which are float32 means over thousands of drafts."""
+"""Floor of the probability mass left by drafts."""
+_TOLERANCE = 1e-4
+"""Rounding error of knots and rates, which are float32 means over thousands of drafts."""
 
 
-def _rises(numbers: Sequence[float]) -> bool:
-    return all(map(isfinite, numbers)) and all(before <= after + _ROUNDED for before, after in pairwise(numbers))
+def _is_ascending(values: Sequence[float]) -> bool:
+    return all(map(isfinite, values)) and all(before <= after + _TOLERANCE for before, after in pairwise(values))
 
 
-def _are_shares(numbers: Sequence[float]) -> bool:
-    return all(-_ROUNDED <= number <= 1 + _ROUNDED for number in numbers)
+def _are_rates(values: Sequence[float]) -> bool:
+    return all(-_TOLERANCE <= value <= 1 + _TOLERANCE for value in values)
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Calibration:
 
     Attributes:
         log_probs: knots of each depth, ascending.
-        accepted: acceptance rate at each knot, never falling.
+        accepted: acceptance rate at each knot, ascending.
         reached: at each depth, how often one of the best drafts is accepted after an accepted path; with `sampled` the
             last one is sampled.
-        sampled: calibration of a sampled child, evaluated at the log-probability of the draft that it replaces; None
-            treats it as that draft. Applies to a child sampled from the full distribution. Its own `sampled`, if any,
-            applies to children sampled from the rest of the distribution, at the log of that rest.
-        off_best: calibration after paths that contain a token other than its node's best draft; the fields above then
-            apply to the other paths only. None makes no difference between the two.
+        sampled: calibration of a child sampled from the full distribution, evaluated at the log-probability of the draft
+            that it replaces; None treats it as that draft. Its own `sampled` is for children sampled from the remainder
+            of the distribution, evaluated at the log of that rest.
+        off_best: calibration after paths that left the best one; the other fields then hold on the best path only. None
+            makes no difference between the two.
     """
 
     log_probs: tuple[tuple[float, ...], ...] = ()
@@ -60,7 +60,7 @@ class Calibration:
     off_best: Calibration | None = None
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
-        """Convert to JSON values, with names that begin with `prefix`."""
+        """Convert to JSON values by name, with the prefix `drawn_` for `sampled` and `left_` for `off_best`."""
         curves = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
         values = {prefix + name: [list(part) for part in parts] for name, parts in curves.items()}
         for name, part in (("drawn_", self.sampled), ("left_", self.off_best)):
@@ -69,43 +69,40 @@ class Calibration:
 
     @classmethod
     def from_knots(cls, knots: Mapping[str, Sequence[Sequence[float]]], prefix: str = "") -> Calibration | None:
-        """Rebuild a calibration from its `knots`; None if there are none under this prefix.
+        """Rebuild a calibration from its `knots`; None if there are none with this prefix.
 
         Raises:
-            ValueError: C reads the curves unchecked, and a curve is missing, unordered or out of range.
+            ValueError: a curve is missing, unordered or out of range. C code reads the curves unchecked.
         """
         if f"{prefix}log_probs" not in knots:
             return None
         log_probs, accepted = (tuple(map(tuple, knots.get(prefix + name, ()))) for name in ("log_probs", "accepted"))
         reached = tuple(map(tuple, knots.get(f"{prefix}reached", [[]])))
-        if not all(map(_rises, log_probs)):
+        if not all(map(_is_ascending, log_probs)):
             raise ValueError(f"{prefix}log_probs holds knots that are not finite and ascending")
         if list(map(len, accepted)) != list(map(len, log_probs)):
-            raise ValueError(f"{prefix}accepted does not hold one share for each knot of {prefix}log_probs")
-        if not all(_rises(curve) and _are_shares(curve) for curve in accepted):
-            raise ValueError(f"{prefix}accepted holds shares that fall, or are not between 0 and 1")
-        if len(reached) != 1 or not _are_shares(reached[0]):
-            raise ValueError(f"{prefix}reached is not one list of shares between 0 and 1")
+            raise ValueError(f"{prefix}accepted does not hold one rate for each knot of {prefix}log_probs")
+        if not all(_is_ascending(curve) and _are_rates(curve) for curve in accepted):
+            raise ValueError(f"{prefix}accepted holds rates that fall, or are not between 0 and 1")
+        if len(reached) != 1 or not _are_rates(reached[0]):
+            raise ValueError(f"{prefix}reached is not one list of rates between 0 and 1")
         sampled, off_best = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
         return cls(log_probs, accepted, reached[0], sampled, off_best)
 
-    def curve(self, depth: int) -> Curve:
-        return self.log_probs[depth], self.accepted[depth]
-
     def after(self, off_best: bool) -> Calibration:
-        """Return the calibration of paths off the best path, or on it."""
+        """Return the calibration after paths that left the best one, or stayed on it."""
         return self.off_best or self if off_best else self
 
     def best_child(self, depth: int, off_best: float = 0.0) -> float:
-        """Probability that a node at this depth (from 0, the root) has an accepted child; 1 if unknown. `off_best` is
-        the probability that its path has left the best one."""
+        """Return the probability that a node at this depth (from 0, the root) has an accepted child; 1 if unknown.
+        `off_best` is the probability that its path has left the best one."""
         reached = self.reached[depth] if depth < len(self.reached) else 1.0
         if self.off_best is None or not off_best:
             return reached
         return reached + off_best * (self.off_best.best_child(depth) - reached)
 
     def towards(self, other: Calibration, share: float) -> Calibration:
-        """Interpolate towards another calibration, with weight `share`, where both have data.
+        """Interpolate to another calibration, with weight `share` for the other, where both have data.
 
         >>> near = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
         >>> near.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
@@ -123,7 +120,7 @@ class Calibration:
         return Calibration(log_probs, accepted, reached, sampled, off_best)
 
     def probs(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of acceptance of drafts at a depth (from 0); uncalibrated without data.
+        """Return acceptance probabilities of drafts at a depth (from 0); without data the drafts' own probabilities.
 
         >>> Calibration(((-2.0, 0.0),), ((0.0, 0.8),)).probs(0, np.array([-1.0, 0.0], dtype=np.float32)).tolist()
         [0.4, 0.8]
@@ -141,7 +138,7 @@ class Calibration:
 
     @cached_property
     def flat(self) -> tuple[array[float], array[float], array[float], array[int]]:
-        """Convert for C: knots and shares, concatenated over depths, `best_child` of each depth, and knot offsets.
+        """Convert for C: knots and rates, concatenated over depths, `best_child` of each depth, and knot offsets.
 
         >>> Calibration(((-2.0, 0.0), (-1.0,)), ((0.0, 0.8), (0.5,)), (0.7,)).flat[3].tolist()
         [0, 2, 3]
@@ -151,7 +148,7 @@ class Calibration:
         return knots, shares, reached, array("q", accumulate(map(len, self.log_probs), initial=0))
 
     def sampled_probs(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of acceptance of a child sampled in place of each draft of a node, the best draft first.
+        """Return the acceptance probability of a child sampled in place of each draft of a node, the best draft first.
 
         >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.5),))
         >>> whole = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))
@@ -167,7 +164,7 @@ class Calibration:
 
 
 def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Log of the probability mass left by the drafts before each draft of a node, the best draft first.
+    """Return the log of the probability mass left by the drafts before each one of a node, the best draft first.
 
     >>> np.exp(rest(np.log(np.array([0.5, 0.25, 0.125], dtype=np.float32)))).tolist()
     [1.0, 0.5, 0.25]

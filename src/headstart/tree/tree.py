@@ -1,8 +1,8 @@
 """Token trees, and the messages between decode loop, drafters and target.
 
-A tree holds the drafts of one row on the host, where it is grown, merged and pruned. Node 0 is the root, the last
-decided token, not yet in the KV cache; all others are drafts. Parents come first: `parents[node] < node`. A `TreeBatch`
-uploads the trees of a batch at once.
+A tree holds the drafts of one row on the host, where it is grown, merged and pruned. Node 0 is the root, the newest
+token of the text, not yet in the KV cache; all others are drafts. Parents come first: `parents[node] < node`. A
+`TreeBatch` uploads the trees of a batch at once.
 
 Shape suffixes: B rows, N nodes (root included), P nodes of an accepted path, E hidden size, V vocabulary, D draft
 vocabulary.
@@ -54,7 +54,7 @@ class Tree:
     Attributes:
         tokens: token of each node, the root's first.
         parents: parent of each node, -1 for the root.
-        accept_probs: probability that each node's whole path is accepted (1 for the root); None if unknown.
+        accept_probs: acceptance probability of each node's whole path (1 for the root); None if unknown.
         sampled: sampled nodes and their distributions, at most one child of each node; the others are deterministic.
         levels: sequential levels that trained heads drafted; None without trained heads.
 
@@ -99,7 +99,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def keep(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Remove all other nodes and return the new numbers by old ones. `nodes` must include all parents."""
+        """Remove all other nodes; return the new numbers by the old ones. `nodes` must include all parents."""
         renumbered = {node: number for number, node in enumerate(sorted(nodes))}
         self.parents = [renumbered.get(self.parents[node], -1) for node in renumbered]
         self.tokens = [self.tokens[node] for node in renumbered]
@@ -109,9 +109,9 @@ class Tree:
         return renumbered
 
     def best(self, count: int, always: int = 1) -> list[int]:
-        """Choose the `count` most probable nodes, always including the first `always` ones.
+        """Choose the `count` most probable nodes, including the first `always` ones; without probabilities the first.
 
-        Parents are included, since probabilities never rise along a path. If unknown, the first nodes count as best.
+        Parents are included, since probabilities never rise along a path.
         """
         probs = self.accept_probs or [0.0] * self.size
         others = sorted(range(always, self.size), key=lambda node: (-probs[node], node))
@@ -142,7 +142,7 @@ class Tree:
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens from the root to each node; the root itself is left out, and not part of any path."""
+        """Tokens on the path to each node; without the root, and without its token."""
         paths: list[tuple[int, ...]] = [()]
         for node in range(1, self.size):
             paths.append((*paths[self.parents[node]], self.tokens[node]))
@@ -207,11 +207,11 @@ class TreeShape(Tree):
 
 @dataclass
 class TreeBatch:
-    """The trees of a batch on the device. Short rows are padded with copies of the root at depth 1 and parent -1, which
-    no walk reaches.
+    """The trees of a batch on the device. Short rows are padded with unreachable nodes: copies of the root at depth 1
+    with parent -1.
 
     Attributes:
-        trees: on the host; empty for texts, see `text`.
+        trees: the trees on the host; empty for texts, see `text`.
         tokens_BN: int64 [B, N].
         parents_BN: int64 [B or 1, N], -1 for the root and for padding.
         visible_BNN: bool [B or 1, N, N]; each node sees itself and its ancestors.
@@ -233,14 +233,14 @@ class TreeBatch:
     @classmethod
     def of(cls, trees: Sequence[Tree], device: torch.device | str = "cpu") -> TreeBatch:
         """Upload trees as one tensor."""
-        rows, width = len(trees), max(tree.size for tree in trees)
+        rows, nodes = len(trees), max(tree.size for tree in trees)
         tokens, parents, depths, visible = list[int](), list[int](), list[int](), list[bytes]()
         for tree in trees:
-            padding, first = width - tree.size, len(visible)
+            padding, first = nodes - tree.size, len(visible)
             tokens += tree.tokens + tree.tokens[:1] * padding
             parents += tree.parents + [-1] * padding
             depths.append(0)
-            visible.append(b"\1" + bytes(width - 1))
+            visible.append(b"\1" + bytes(nodes - 1))
             for node, parent in enumerate(tree.parents[1:] + [0] * padding, 1):
                 depths.append(depths[first + parent] + 1)
                 above = visible[first + parent]
@@ -248,20 +248,20 @@ class TreeBatch:
         numbers = array("q", tokens + parents + depths).tobytes()
         bytes_X = upload(torch.frombuffer(bytearray(b"".join([numbers, *visible])), dtype=torch.uint8), device)
         numbers_t, visible_t = bytes_X[: len(numbers)].view(torch.int64), bytes_X[len(numbers) :]
-        tokens_t, parents_t, depths_t = numbers_t.view(3, rows, width).unbind()
-        return cls(list(trees), tokens_t, parents_t, visible_t.view(torch.bool).view(rows, width, width), depths_t)
+        tokens_t, parents_t, depths_t = numbers_t.view(3, rows, nodes).unbind()
+        return cls(list(trees), tokens_t, parents_t, visible_t.view(torch.bool).view(rows, nodes, nodes), depths_t)
 
     @classmethod
     def roots(
         cls, tokens: Sequence[int], device: torch.device | str = "cpu", on_device: Tensor | None = None
     ) -> TreeBatch:
-        """Roots alone, for a plain decoding step. `on_device` has the same tokens, int64 [B], to save the upload."""
+        """Make trees of roots alone, for a plain round. `on_device`: the same tokens, int64 [B], saves an upload."""
         tokens_B = upload(tokens, device) if on_device is None else on_device
         return cls([Tree([token]) for token in tokens], tokens_B[:, None], *_single_node(tokens_B.device))
 
     @classmethod
     def text(cls, tokens_BN: Tensor) -> TreeBatch:
-        """Texts as chains, without host trees."""
+        """Make chains of texts, without host trees."""
         size, device = tokens_BN.shape[1], tokens_BN.device
         visible_1NN = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
         depths_1N = torch.arange(size, device=device)[None]
@@ -269,7 +269,7 @@ class TreeBatch:
 
     @property
     def size(self) -> int:
-        """Nodes of the widest row."""
+        """Nodes of the largest tree."""
         return self.tokens_BN.shape[1]
 
     @property
@@ -289,22 +289,22 @@ class TreeBatch:
 
 @cache
 def _single_node(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, visibility and depths of a single root."""
+    """Make parents, visibility and depths of a single root."""
     parents_11 = torch.full((1, 1), -1, device=device)
     return parents_11, torch.ones(1, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(parents_11)
 
 
 @dataclass
 class Request:
-    """A round's request to a drafter, which may propose less, down to the root alone.
+    """A round's request to a drafter, which may propose fewer nodes, down to the root alone.
 
     Attributes:
         max_nodes: maximum nodes of a row, root included.
         threshold: accepted tokens that a node must add to pay for its verification: the probability of its whole path,
             or for a sampled node its gain in the probability that it or a sibling is accepted. Drafters that know these
             probabilities drop nodes below it; 0 keeps all nodes that add anything.
-        level_threshold: accepted tokens, over all rows and net of verification, that another level of drafting must
-            promise to pay for its time; 0 asks for all levels.
+        level_threshold: expected accepted tokens, over all rows and net of verification, at which another level of
+            drafting pays for its time; 0 drafts all levels.
         chain: no node may have more than one child.
         sample_drafts: sample the last child of each node from the drafter's distribution without its siblings, the most
             likely drafts; else it is the next most likely one. Drafters without a distribution never sample.
@@ -313,7 +313,7 @@ class Request:
         temperature: of the decoding, 0 if greedy; acceptance falls with it.
         calibration: of trained heads; None trusts their probabilities. Their drafter sets this and the shape.
         shape: static tree for trained heads; None lets them choose.
-        beside: this round's trees of earlier drafters, one per row.
+        beside: trees that earlier drafters proposed in this round, one per row.
         check: called before each chunk of a long text; its exception ends the decoding.
     """
 
@@ -333,8 +333,7 @@ class Request:
 
 @dataclass
 class Committed:
-    """Tokens that a round committed to the cache: each row's root, emitted the round before, then the accepted drafts.
-    The token after them is the next root.
+    """Tokens that a round committed to the cache: each row's root, emitted a round earlier, and its accepted drafts.
 
     `paths_BP` are the paths on the device, int64, padded with their last node; `counts_B` are their lengths. Hidden
     states, by layer, and logits cover every node of the batch.
@@ -351,7 +350,7 @@ class Committed:
     def of(
         cls, texts: Sequence[Sequence[int]], states: dict[int, Tensor], device: torch.device | str = "cpu"
     ) -> Committed:
-        """Texts that the target has read, with its states [B, P, E]."""
+        """Wrap texts that the target has read, with its states [B, P, E]."""
         batch = TreeBatch.of([Tree.chain_of(text) for text in texts], device)
         paths = [list(range(len(text))) for text in texts]
         paths_BP, counts_B, _ = upload_paths(paths, [0] * len(paths), device)
@@ -378,7 +377,7 @@ class Committed:
     @property
     def choices(self) -> list[list[int]]:
         """The target's most likely token after every node of each row; synchronises with the device."""
-        assert self.logits_BNV is not None, "the decode loop brings the logits"
+        assert self.logits_BNV is not None, "the decode loop passes them"
         return self.logits_BNV.max(-1).indices.tolist()
 
 
@@ -405,8 +404,8 @@ def build_commit(
 def union(tree: Tree, other: Tree, request: Request) -> Tree:
     """Merge two trees with the same root, taking the larger probability of shared nodes.
 
-    If there are more nodes than allowed, the least probable ones go. A tree with sampled nodes, or the first one if
-    probabilities are unknown, stays complete: dropping a sampled node because of its token would break losslessness.
+    Above `max_nodes`, the least probable nodes are dropped. A tree with sampled nodes, or the first one if probabilities
+    are unknown, stays complete: dropping a sampled node because of its token would break losslessness.
 
     >>> both = union(Tree([5, 6], [-1, 0], [1.0, 0.5]), Tree.chain_of([5, 6, 7], [1.0, 0.4, 0.3]), Request(8))
     >>> both.tokens, both.parents, both.accept_probs
@@ -415,11 +414,12 @@ def union(tree: Tree, other: Tree, request: Request) -> Tree:
     levels = max((part.levels for part in (tree, other) if part.levels is not None), default=None)
     if tree.size == 1 or other.size == 1:
         return replace(other if tree.size == 1 else tree, levels=levels)
-    assert not (tree.sampled and other.sampled), "only one drafter samples"
+    assert not (tree.sampled and other.sampled), "requests let only one drafter sample"
     if other.sampled:
         tree, other = other, tree
     if request.chain:
-        return replace(tree if tree.sampled or _promise(tree) >= _promise(other) else other, levels=levels)
+        keep_first = tree.sampled or _expected_tokens(tree) >= _expected_tokens(other)
+        return replace(tree if keep_first else other, levels=levels)
     known = tree.accept_probs is not None and other.accept_probs is not None
     both = Tree(
         list(tree.tokens), list(tree.parents), list(tree.accept_probs or ()) if known else None, tree.sampled, levels
@@ -435,11 +435,10 @@ def union(tree: Tree, other: Tree, request: Request) -> Tree:
         numbers.append(index[place])
     if both.size > request.max_nodes:
         complete = tree.size if tree.sampled or not known else 1
-        assert complete <= request.max_nodes, "each drafter keeps to the limit by itself"
+        assert complete <= request.max_nodes, "each drafter keeps to the limit"
         both.keep(both.best(request.max_nodes, complete))
     return both
 
 
-def _promise(tree: Tree) -> float:
-    """Expected tokens, as far as known."""
+def _expected_tokens(tree: Tree) -> float:
     return sum(tree.accept_probs) if tree.accept_probs is not None else 1.0

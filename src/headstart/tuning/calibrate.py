@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from headstart.tree.calibration import Calibration, Curve, between, rest
 
 _BINS = 40
-"""Bins of equally many drafts for the acceptance at each depth."""
-_TRIED = 3
+"""Equally filled bins for the acceptance at each depth."""
+_BEST = 3
 """Drafts of a node that count as its best: a tree usually verifies this many."""
-_CERTAIN = 1e-4
-"""Least distance of a probability from 0 and 1 in a cross entropy."""
-_WORTH = 0.998
-"""Cross entropy relative to simpler curves below which others count as better; chance explains a smaller gain."""
-_BACKING = 100
-"""Weight (in origins) of the all-paths curve when it backs another."""
+_EPSILON = 1e-4
+"""Minimum distance of a probability from 0 and 1 in a cross entropy."""
+_BETTER = 0.998
+"""Cross entropy relative to simpler curves below which others are better; noise explains a smaller gain."""
+_PRIOR_ORIGINS = 100
+"""Weight of the curves of all paths as a prior for the curves of some."""
 
 
 def fit_calibration(
@@ -32,42 +32,38 @@ def fit_calibration(
     log_probs_OKR: NDArray[np.float32],
     likely_OKR: NDArray[np.float32] | None = None,
     sampled_OKR: NDArray[np.float32] | None = None,
-    *,
-    by_path: bool | None = None,
 ) -> Calibration:
-    """Isotonic regression of acceptance on log-probability at each depth, over drafts after a drafted path.
+    """Fit isotonic regressions of acceptance on log-probability at each depth, over drafts after a drafted path.
 
-    Paths that have left the best one are origins at which the true token of an earlier step was drafted, but not first.
-    They get curves of their own if that predicts acceptance better: each half of the origins judges the curves of the
-    other half, and both must agree. Curves of few origins are backed by the curves of all paths.
+    A path has left the best one if the true token of an earlier step was drafted, but not first. Such paths get their
+    own curves if these predict acceptance better: the curves of each half of the origins are tested on the other half,
+    and both must be better. Curves of few origins have the curves of all paths as a prior.
 
-    `Drafts` describes the tables; `by_path` overrides the decision.
+    `Drafts` describes the tables.
     """
-    tables = _Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
-    if by_path is None:
-        pairs = zip(tables.judged(by_path=True), tables.judged(by_path=False), strict=True)
-        by_path = all(apart < _WORTH * together for apart, together in pairs)
-    return tables.fit(by_path)
+    tables = Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
+    pairs = zip(tables.cross_validate(by_path=True), tables.cross_validate(by_path=False), strict=True)
+    return tables.fit(by_path=all(split < _BETTER * joint for split, joint in pairs))
 
 
 @dataclass(frozen=True)
-class _Tables:
-    """See `fit_calibration`."""
+class Tables:
+    """Drafts to fit a calibration to, see `Drafts`."""
 
     ranks_OK: NDArray[np.int64]
     log_probs_OKR: NDArray[np.float32]
-    likely_OKR: NDArray[np.float32] | None
-    sampled_OKR: NDArray[np.float32] | None
+    likely_OKR: NDArray[np.float32] | None = None
+    sampled_OKR: NDArray[np.float32] | None = None
 
-    def judged(self, by_path: bool) -> tuple[float, float]:
-        """Cross entropy of each half under the curves of the other half."""
+    def cross_validate(self, by_path: bool) -> tuple[float, float]:
+        """Compute the cross entropy of each half under the curves of the other half."""
         half = len(self.ranks_OK) // 2
         first, second = self.of(slice(half)), self.of(slice(half, None))
-        return second.surprise(first.fit(by_path)), first.surprise(second.fit(by_path))
+        return second.cross_entropy(first.fit(by_path)), first.cross_entropy(second.fit(by_path))
 
-    def of(self, origins: slice) -> _Tables:
+    def of(self, origins: slice) -> Tables:
         optional = (None if part is None else part[origins] for part in (self.likely_OKR, self.sampled_OKR))
-        return _Tables(self.ranks_OK[origins], self.log_probs_OKR[origins], *optional)
+        return Tables(self.ranks_OK[origins], self.log_probs_OKR[origins], *optional)
 
     @cached_property
     def paths(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -79,31 +75,31 @@ class _Tables:
         return before_OK, best_OK
 
     def right(self, depth: int) -> NDArray[Any]:
-        """Acceptance probability of each draft of a depth after the true text, [O, R]."""
+        """Acceptance probability of each draft at a depth after the true text, [O, R]."""
         if self.likely_OKR is not None:
             return self.likely_OKR[:, depth]
         right_OR: NDArray[Any] = self.ranks_OK[:, depth, None] == np.arange(self.log_probs_OKR.shape[2])
         return right_OR
 
-    def surprise(self, calibration: Calibration) -> float:
-        """Cross entropy of acceptance after drafted paths, in nats over all drafts."""
+    def cross_entropy(self, calibration: Calibration) -> float:
+        """Sum the cross entropy of acceptance after drafted paths, in nats."""
         before_OK, best_OK = self.paths
         total = 0.0
         for depth in range(before_OK.shape[1]):
             right_OR = self.right(depth)
             for off_best, counts_O in ((False, best_OK[:, depth]), (True, before_OK[:, depth] & ~best_OK[:, depth])):
                 probs = calibration.after(off_best).probs(depth, self.log_probs_OKR[counts_O, depth])
-                probs, right = np.clip(probs, _CERTAIN, 1 - _CERTAIN), right_OR[counts_O]
+                probs, right = np.clip(probs, _EPSILON, 1 - _EPSILON), right_OR[counts_O]
                 total -= float((right * np.log(probs) + (1.0 - right) * np.log(1 - probs)).sum())
         return total
 
     def fit(self, by_path: bool) -> Calibration:
         """Fit the calibration, optionally with separate curves for paths that have left the best one."""
         before_OK, best_OK = self.paths
-        every, left_OK = self._fit(before_OK), before_OK & ~best_OK
+        overall, left_OK = self._fit(before_OK), before_OK & ~best_OK
         if not by_path or not left_OK.any():
-            return every
-        on_best, off_best = (_backed(self._fit(part_OK), every, part_OK) for part_OK in (best_OK, left_OK))
+            return overall
+        on_best, off_best = (_with_prior(self._fit(part_OK), overall, part_OK) for part_OK in (best_OK, left_OK))
         return replace(on_best, off_best=off_best)
 
     def _fit(self, counts_OK: NDArray[np.bool_]) -> Calibration:
@@ -113,10 +109,10 @@ class _Tables:
             log_probs_OR = self.log_probs_OKR[counts_O, depth]
             right_OR = self.right(depth)[counts_O]
             curves.append(_isotonic(log_probs_OR.ravel(), right_OR.ravel()))
-            best_OR = drawn_OR = right_OR[:, :_TRIED]  # as if the most likely token were drawn
+            best_OR = drawn_OR = right_OR[:, :_BEST]  # as if the most likely token were drawn
             if self.sampled_OKR is not None:
                 drawn_OR = self.sampled_OKR[counts_O, depth]
-                last = min(_TRIED, drawn_OR.shape[1]) - 1
+                last = min(_BEST, drawn_OR.shape[1]) - 1
                 best_OR = np.concatenate([right_OR[:, :last], drawn_OR[:, last, None]], axis=1)
             rest_OR = rest(log_probs_OR)[:, : drawn_OR.shape[1]]
             drawn.append(_isotonic(log_probs_OR[:, 0], drawn_OR[:, 0]))
@@ -130,18 +126,21 @@ def _of_curves(curves: Sequence[Curve]) -> Calibration:
     return Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves))
 
 
-def _backed(some: Calibration, every: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
-    """Blend curves of some origins with the curves of all, as if the latter came from `_BACKING` further origins."""
-    shares = [count / (count + _BACKING) for count in counts_OK.sum(0).tolist()]
-    curves = [between(depth, every, some, share) if share else every.curve(depth) for depth, share in enumerate(shares)]
-    pairs = zip(some.reached, every.reached, shares, strict=False)
-    reached = tuple(share * few + (1 - share) * all_ for few, all_, share in pairs)
-    sampled = _backed(some.sampled, every.sampled, counts_OK) if some.sampled and every.sampled else None
+def _with_prior(some: Calibration, prior: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
+    """Interpolate to the curves of some origins as if the prior came from `_PRIOR_ORIGINS` further origins."""
+    weights = [count / (count + _PRIOR_ORIGINS) for count in counts_OK.sum(0).tolist()]
+    curves = [
+        between(depth, prior, some, weight) if weight else (prior.log_probs[depth], prior.accepted[depth])
+        for depth, weight in enumerate(weights)
+    ]
+    pairs = zip(some.reached, prior.reached, weights, strict=False)
+    reached = tuple(weight * of_some + (1 - weight) * of_prior for of_some, of_prior, weight in pairs)
+    sampled = _with_prior(some.sampled, prior.sampled, counts_OK) if some.sampled and prior.sampled else None
     return replace(_of_curves(curves), reached=reached, sampled=sampled)
 
 
 def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> Curve:
-    """Means of equally filled bins, pooled until they never fall (pool adjacent violators).
+    """Compute means of equally filled bins, pooled until they never fall (pool adjacent violators).
 
     >>> _isotonic(np.array([0.0, 1.0, 2.0, 3.0], dtype=np.float32), np.array([False, True, False, True]))
     ((0.0, 1.5, 3.0), (0.0, 0.5, 1.0))

@@ -34,7 +34,7 @@ _STEADY = 1.25
 _FEW = 12
 """Up to this many times, the minimum counts instead of the quartile."""
 _SHORT_TEXT, _LONG_TEXT = 2, 64
-"""Tokens of the two texts whose drafts show the time of reading."""
+"""Tokens of two texts; the difference of their first drafts is the time of reading."""
 
 
 @dataclass(frozen=True)
