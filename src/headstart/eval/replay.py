@@ -168,10 +168,10 @@ def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> l
         return [f" {token}" for token in tokens]
     detokenizer = IncrementalDetokenizer(tokenizer)
     detokenizer.push(before)
-    detokenizer.rest()
+    detokenizer.flush()
     pieces = [detokenizer.push([token]) for token in tokens]
     if pieces:
-        pieces[-1] += detokenizer.rest()
+        pieces[-1] += detokenizer.flush()
     return pieces
 
 
