@@ -31,12 +31,12 @@ def test_two_handles_share_a_file(tmp_path: Path) -> None:
     ours, theirs = (AnswerFile(tmp_path / "f", TARGET) for _ in range(2))
     first, second, third = answers(3)
     ours.add([first])
-    assert theirs.new() == ([first], False)
+    assert theirs.read_new() == ([first], False)
     theirs.add([second, third])
-    assert theirs.new() == ([second, third], False)
-    assert theirs.new() == ([], False)
-    assert ours.new() == ([first, second, third], False)
-    assert AnswerFile(tmp_path / "f", TARGET).new() == ([first, second, third], False)
+    assert theirs.read_new() == ([second, third], False)
+    assert theirs.read_new() == ([], False)
+    assert ours.read_new() == ([first, second, third], False)
+    assert AnswerFile(tmp_path / "f", TARGET).read_new() == ([first, second, third], False)
     assert [path.name for path in tmp_path.iterdir()] == ["f"], "deleting the file deletes everything"
 
 
@@ -46,9 +46,9 @@ def test_another_targets_answers_are_kept_and_reported(tmp_path: Path) -> None:
     ours.add([first])
     theirs.add([second])
     with pytest.warns(UserWarning, match="1 rows .* another target's"):
-        assert ours.new() == ([first], False)
+        assert ours.read_new() == ([first], False)
     with pytest.warns(UserWarning, match="1 rows .* another target's"):
-        assert theirs.new() == ([second], False)
+        assert theirs.read_new() == ([second], False)
 
 
 def test_new_files_follow_the_umask(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ import os, signal, sys
 from pathlib import Path
 from headstart.support import answer_file
 from headstart.support.answer_file import AnswerFile
-with AnswerFile(Path(sys.argv[1]), "0a" * 16)._opened() as database:
+with AnswerFile(Path(sys.argv[1]), "0a" * 16)._open() as database:
     database.execute("PRAGMA cache_size = 1")  # pages go to the file before the commit
     database.execute("BEGIN IMMEDIATE")
     database.execute("UPDATE answers SET packed = zeroblob(9000)")
@@ -102,7 +102,7 @@ def test_two_processes_create_and_add_at_once(tmp_path: Path) -> None:
     assert [process.wait() for process in processes] == [0, 0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        read, _ = AnswerFile(path, TARGET).new()
+        read, _ = AnswerFile(path, TARGET).read_new()
     for name in (1, 2):
         assert [answer[1] for answer in read if answer[0] == name] == list(range(each)), "all of them, in order"
 
@@ -117,10 +117,10 @@ def test_a_process_that_is_killed_in_a_write_loses_nothing_but_its_own_answers(t
     assert killed.returncode == -signal.SIGKILL and path.stat().st_size > size
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ours.new() == ([first], False)
+        assert ours.read_new() == ([first], False)
         ours.add([second])
-        assert ours.new() == ([second], False)
-        assert AnswerFile(path, TARGET).new() == ([first, second], False)
+        assert ours.read_new() == ([second], False)
+        assert AnswerFile(path, TARGET).read_new() == ([first, second], False)
 
 
 def test_a_flipped_bit_never_makes_answers_up(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_flipped_bit_never_makes_answers_up(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             try:
-                read = AnswerFile(path, TARGET).new()[0]
+                read = AnswerFile(path, TARGET).read_new()[0]
                 assert all(answer in texts for answer in read)
                 left_out += len(read) < 3
             except UserError:
@@ -154,7 +154,7 @@ def test_a_damaged_answer_is_skipped_and_reported(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "f") as database:
         database.execute("UPDATE answers SET packed = substr(packed, 1, length(packed) - 1) WHERE id = 2")
     with pytest.warns(RuntimeWarning, match="1 rows of .* are damaged"):
-        assert file.new() == ([texts[0], texts[2]], False)
+        assert file.read_new() == ([texts[0], texts[2]], False)
 
 
 def test_a_file_that_is_too_large_loses_its_older_half_and_nothing_that_is_added_meanwhile(tmp_path: Path) -> None:
@@ -165,15 +165,15 @@ def test_a_file_that_is_too_large_loses_its_older_half_and_nothing_that_is_added
     for number, text in enumerate(texts):
         (ours if number % 2 else theirs).add([text])
         assert path.stat().st_size <= most
-        new, begun_anew = ours.new()
-        assert not begun_anew
+        new, recreated = ours.read_new()
+        assert not recreated
         seen += new
     assert seen == texts
-    kept = AnswerFile(path, TARGET).new()[0]
+    kept = AnswerFile(path, TARGET).read_new()[0]
     assert 10 < len(kept) < 100 and kept == texts[-len(kept) :]
     path.unlink()
     theirs.add([texts[0]])
-    assert theirs.new() == ([texts[0]], False)
+    assert theirs.read_new() == ([texts[0]], False)
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
@@ -188,9 +188,9 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
             file.add([second])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert file.new() == ([first], False)
+    assert file.read_new() == ([first], False)
     file.add([second])
-    assert file.new() == ([second], False)
+    assert file.read_new() == ([second], False)
 
 
 def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_any_truncation_of_shipped_answers_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unpacked", [bytes(3), bytes(200_000_000)], ids=["no tokens", "far too many"])
 def test_a_file_that_unpacks_to_something_else_is_damaged(unpacked: bytes, tmp_path: Path) -> None:
     write_answers(tmp_path / "f", answers(3), 100_000)
-    mark = (tmp_path / "f").read_bytes()[: len(answer_file._MARK)]
+    mark = (tmp_path / "f").read_bytes()[: len(answer_file._MAGIC)]
     (tmp_path / "f").write_bytes(mark + zlib.compress(unpacked, 1))
     with pytest.raises(UserError, match="damaged"):
         read_answers(tmp_path / "f")

@@ -231,10 +231,10 @@ def test_answers_are_remembered_for_calls_and_processes(tmp_path: Path, target: 
     assert second.rounds < 0.5 * first.rounds
     elsewhere = Decoder(target).generate(TEXTS[1], max_new_tokens=40, drafter=f"memory:{file}", draft="on")
     assert (elsewhere.tokens, elsewhere.rounds <= second.rounds + 2) == (plain.tokens, True)
-    kept = AnswerFile(file, target.identity().fingerprint).new()[0]
+    kept = AnswerFile(file, target.identity().fingerprint).read_new()[0]
     assert kept == [[*TEXTS[1][-CONTEXT:], *plain.tokens]], "no more of the prompt"
     decoder.generate_batch([TEXTS[0], TEXTS[2]], max_new_tokens=8, drafter=name)
-    assert len(AnswerFile(file, target.identity().fingerprint).new()[0]) == 3
+    assert len(AnswerFile(file, target.identity().fingerprint).read_new()[0]) == 3
     file.unlink()
     again = decoder.generate(TEXTS[1], max_new_tokens=40, drafter=name, draft="on")
     assert (again.tokens, again.rounds) == (first.tokens, first.rounds), "deleted is forgotten"
@@ -243,7 +243,7 @@ def test_answers_are_remembered_for_calls_and_processes(tmp_path: Path, target: 
 def test_measuring_remembers_nothing(tmp_path: Path, target: Target) -> None:
     drafters = Decoder(target).drafters(f"memory:{tmp_path / 'served'}")
     DecodeLoop(target, *drafters).generate(TEXTS, OPTIONS)
-    assert AnswerFile(tmp_path / "served", target.identity().fingerprint).new() == ([], False)
+    assert AnswerFile(tmp_path / "served", target.identity().fingerprint).read_new() == ([], False)
 
 
 def test_threads_remember_at_once(tmp_path: Path, target: Target) -> None:
@@ -258,7 +258,7 @@ def test_threads_remember_at_once(tmp_path: Path, target: Target) -> None:
     with ThreadPoolExecutor(len(TEXTS)) as pool:
         list(pool.map(answer, range(len(TEXTS))))
     assert read == [[tokens] * 4 for tokens in expected]
-    assert len(AnswerFile(tmp_path / "served", target.identity().fingerprint).new()[0]) == len(TEXTS)
+    assert len(AnswerFile(tmp_path / "served", target.identity().fingerprint).read_new()[0]) == len(TEXTS)
 
 
 @pytest.mark.drafter_fails
