@@ -21,8 +21,9 @@ from headstart.eval.audit import run_audit
 from headstart.eval.options import AuditOptions
 from headstart.model.model import Target
 from headstart.support.answer_file import AnswerFile, write_answers
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, Tree, TreeShape
 from tests.decode.drafters import lossless
+from tests.drafters.helpers import propose
 from tests.eval.sources import Drafts
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
@@ -33,10 +34,6 @@ FINGERPRINT = "0a" * 16
 def memory_of(answers: Sequence[Sequence[int]], folder: Path, vocab_size: int = 61, **settings: Any) -> MemoryDrafter:
     write_answers(folder / "answers.bin", answers, 1_000_000)
     return MemoryDrafter(vocab_size, folder / "answers.bin", **settings)
-
-
-def propose(drafter: MemoryDrafter, session: Any, roots: list[int], **wishes: Any) -> list[Tree]:
-    return drafter.propose(session, TreeBatch.roots(roots), Request(**{"max_nodes": 32, **wishes}))
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
