@@ -579,7 +579,7 @@ def test_pieces_never_break_a_character(text: str, step: int) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, frozenset({end}))
     shown = [detokenizer.push([*tokens, end][i : i + step]) for i in range(0, len(tokens) + 1, step)]
     assert "".join(shown) == text
-    assert detokenizer.rest() == ""
+    assert detokenizer.flush() == ""
     assert not any("\ufffd" in piece for piece in shown)
 
 
@@ -588,7 +588,7 @@ def test_a_character_that_is_never_finished_comes_at_the_end() -> None:
     tokens = tokenizer.encode("ok 🙂")[:-2]
     detokenizer = IncrementalDetokenizer(tokenizer)
     assert "".join(detokenizer.push([token]) for token in tokens) == "ok "
-    assert detokenizer.rest() == tokenizer.decode(tokens)[3:]
+    assert detokenizer.flush() == tokenizer.decode(tokens)[3:]
 
 
 def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -> None:

@@ -64,7 +64,7 @@ def test_pieces_join_to_the_text(kind: str) -> None:
             stop = start + rng.randrange(1, 4)
             pieces.append(detokenizer.push(tokens[start:stop]))
             start = stop
-        pieces.append(detokenizer.rest())
+        pieces.append(detokenizer.flush())
         assert "".join(pieces) == text_of(tokenizer, tokens)
         whole = tokenizer.decode(tokens, skip_special_tokens=True)
         if kind == "byte level" or "\ufffd" not in whole:  # byte fallback drops whole characters beside a cut one

@@ -100,7 +100,7 @@ class Stream(Iterator[str]):
             else:
                 self.answer = message
                 warn_of_failures([message])
-                piece = self._pieces.rest()
+                piece = self._pieces.flush()
             if piece:
                 return piece
         raise StopIteration

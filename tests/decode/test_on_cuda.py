@@ -13,9 +13,9 @@ from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.drafters.heads import HeadDrafter
 from headstart.model.model import Target
 from headstart.recipes.sections import LossName, TrainSection
-from headstart.tree.tree import Request
+from headstart.tree.tree import Request, Tree, TreeBatch
 from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, on_both, training_batch
-from tests.drafters.test_draft_graphs import probabilities, proposed
+from tests.drafters.test_draft_graphs import probabilities
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
@@ -50,6 +50,17 @@ def test_heads_change_no_text(name: str, tree: TreeKind, rows: int, target: Targ
     assert [output.drafter_error for output in outputs] == [None] * rows
     plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
     assert [output.tokens for output in outputs] == plain
+
+
+def proposed(target: Target, drafter: HeadDrafter, rows: int, request: Request) -> list[Tree]:
+    """Return the first trees after some texts."""
+    states, width = target.hidden_states(TEXTS[:rows], drafter.aux_layers), max(map(len, TEXTS))
+    padded = {
+        layer: torch.stack([torch.nn.functional.pad(of[layer], (0, 0, 0, width - len(of[layer]))) for of in states])
+        for layer in drafter.aux_layers
+    }
+    roots = TreeBatch.roots([5 + row for row in range(rows)], target.device)
+    return drafter.propose(drafter.prefill(TEXTS[:rows], padded), roots, request)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

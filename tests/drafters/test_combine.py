@@ -18,7 +18,7 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, DraftDistribution, Request, Tree, TreeBatch, TreeShape, union
 from tests.decode.drafters import IdleDrafter, ReplayDrafter
-from tests.drafters.test_early_exit import OPTIONS, plain, texts, tiny
+from tests.drafters.helpers import OPTIONS, TEXTS, plain, tiny
 from tests.heads.test_contract import build
 
 ONE = Tree([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
@@ -112,7 +112,7 @@ class Recorder(IdleDrafter):
 def test_every_drafter_gets_every_call() -> None:
     target, drafters = tiny(), (Recorder((-1, 1)), Recorder((1, 2)))
     expected = plain(target)
-    rows = DecodeLoop(target, *drafters).generate(texts(), STOPS)
+    rows = DecodeLoop(target, *drafters).generate(TEXTS, STOPS)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     assert drafters[0].calls == drafters[1].calls
     assert drafters[0].calls[0] == ("prefill", [-1, 1, 2])
@@ -123,7 +123,7 @@ def test_every_drafter_gets_every_call() -> None:
 def test_only_one_drafter_samples(first_samples: bool) -> None:
     """One random stream, and one distribution, is enough."""
     target, drafters = tiny(), (Recorder(sampling=first_samples), Recorder())
-    DecodeLoop(target, *drafters).generate(texts(), replace(OPTIONS, temperature=1.0, seed=0))
+    DecodeLoop(target, *drafters).generate(TEXTS, replace(OPTIONS, temperature=1.0, seed=0))
     requests = [{asked for name, asked in drafter.calls if name == "propose"} for drafter in drafters]
     assert requests == [{True}, {not first_samples}]
 
@@ -142,7 +142,7 @@ def test_a_failing_drafter_is_dropped_alone(failing: int, where: str) -> None:
         drafters[failing].propose = lambda *_: []
     else:
         setattr(drafters[failing], where, fail)
-    rows = DecodeLoop(target, *drafters).generate(texts(), STOPS)
+    rows = DecodeLoop(target, *drafters).generate(TEXTS, STOPS)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     errors = {row.drafter_error for row in rows} - {None}
     assert len(errors) == 1 and str(errors.pop()).startswith("ValueError: ")
@@ -167,11 +167,11 @@ def test_output_equals_plain_decoding(pair: str, temperature: float) -> None:
     target = tiny()
     known = plain(target)
     options = replace(OPTIONS, temperature=temperature, seed=0)
-    rows = DecodeLoop(target, *pairs(target, known)[pair]).generate(texts(), options)
+    rows = DecodeLoop(target, *pairs(target, known)[pair]).generate(TEXTS, options)
     assert all(row.drafter_error is None for row in rows)
     if temperature == 0:
         assert [row.tokens for row in rows] == known
-        assert DecodeLoop(target, *pairs(target, known[2:])[pair]).generate(texts()[2:], options)[0].tokens == known[2]
+        assert DecodeLoop(target, *pairs(target, known[2:])[pair]).generate(TEXTS[2:], options)[0].tokens == known[2]
 
 
 @pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark"])
@@ -192,7 +192,7 @@ def test_heads_beside_n_grams(family: str, temperature: float) -> None:
 
     drafter.propose = propose
     loop = DecodeLoop(target, drafter, NgramDrafter())
-    rows = [loop.generate([text], replace(OPTIONS, temperature=temperature, seed=0))[0] for text in texts()]
+    rows = [loop.generate([text], replace(OPTIONS, temperature=temperature, seed=0))[0] for text in TEXTS]
     assert all(row.drafter_error is None for row in rows)
     if temperature == 0:
         assert [row.tokens for row in rows] == plain(target)

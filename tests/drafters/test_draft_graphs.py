@@ -22,14 +22,14 @@ from headstart.kernels.memory import Memory
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
 from headstart.replay.cuda_graphs import Graph, GraphPool
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
-from tests.heads.test_contract import CASES, build, shake
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch
+from tests.drafters.helpers import SHAPE, drafted, heads_drafter
+from tests.heads.test_contract import CASES, build
 from tests.standin import CUDA, Counts, StandIn
 from tests.standin import Graph as StandInGraph
 from tests.tiny import tiny_model
 
 TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12], [7, 7, 3]]
-SHAPE = TreeShape.from_paths([(0, 0), (1, 0), (2,)])
 OPTIONS = DecodeOptions(max_new_tokens=5, ignore_end=True, seed=0)
 
 
@@ -42,12 +42,6 @@ def host() -> Target:
 def target() -> Target:
     with StandIn():
         return Target(tiny_model("llama", vocab_size=61).to(CUDA))
-
-
-def drafter_of(name: str, host: Target, target: Target, **settings: Any) -> HeadDrafter:
-    heads = shake(build(name, host)).to(CUDA)
-    heads.bind(target)
-    return HeadDrafter(heads, SHAPE, **{"tree": "dynamic", "max_nodes": 8, **settings})
 
 
 @contextmanager
@@ -68,27 +62,21 @@ def uncaptured() -> Iterator[None]:
         yield
 
 
-def drafted(
+def drafts(
     target: Target, drafter: HeadDrafter, options: DecodeOptions = OPTIONS, texts: list[list[int]] = TEXTS
 ) -> tuple[list[list[int]], list[Tree]]:
-    """Return the texts and all drafted trees."""
-    trees: list[Tree] = []
-    propose = drafter.propose
+    return drafted(target, drafter, texts, options)
 
-    def noting(*args: Any) -> list[Tree]:
-        proposed = propose(*args)
-        trees.extend(proposed)
-        return proposed
 
-    with patch.object(drafter, "propose", noting):
-        outputs = DecodeLoop(target, drafter).generate(texts, options)
-    assert [output.drafter_error for output in outputs] == [None] * len(texts)
-    return [output.tokens for output in outputs], trees
+def probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
+    """The probabilities of a tree's paths by their tokens, without the root."""
+    assert tree.accept_probs is not None
+    return dict(zip([(), *tree.paths], tree.accept_probs, strict=True))
 
 
 def eagerly(target: Target, drafter: HeadDrafter, **settings: Any) -> tuple[list[list[int]], list[Tree]]:
     drafter._graphs = None
-    return drafted(target, drafter, **settings)
+    return drafts(target, drafter, **settings)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +84,14 @@ def eagerly(target: Target, drafter: HeadDrafter, **settings: Any) -> tuple[list
     [*((name, "dynamic") for name in CASES), ("medusa", "static"), ("eagle3", "chain"), ("dspark", "static")],
 )
 def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, target: Target, device: StandIn) -> None:
-    drafter = drafter_of(name, host, target, tree=tree)
-    texts, trees = drafted(target, drafter)
+    drafter = heads_drafter(target, name, host, tree=tree)
+    texts, trees = drafts(target, drafter)
     assert drafter.forwards == "CUDA graphs"
     graphs = drafter._graphs
     assert graphs is not None
     graphs._spares = []
     with uncaptured():
-        assert (texts, trees) == drafted(target, drafter), "probabilities included"
+        assert (texts, trees) == drafts(target, drafter), "probabilities included"
     eager_texts, eager_trees = eagerly(target, drafter)
     assert texts == eager_texts
     # A bucket's padding changes the order of the sums.
@@ -113,10 +101,10 @@ def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, ta
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra-draft-vocabulary", "eagle3"])
-def test_drawn_drafts_equal_eager_ones(name: str, host: Target, target: Target, device: StandIn) -> None:
-    drafter = drafter_of(name, host, target)
+def test_sampled_drafts_equal_eager_ones(name: str, host: Target, target: Target, device: StandIn) -> None:
+    drafter = heads_drafter(target, name, host)
     options = DecodeOptions(max_new_tokens=5, ignore_end=True, temperature=1.0, seed=0)
-    assert drafted(target, drafter, options)[0] == eagerly(target, drafter, options=options)[0]
+    assert drafts(target, drafter, options)[0] == eagerly(target, drafter, options=options)[0]
 
 
 @pytest.fixture
@@ -130,9 +118,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
 def test_captures_once(name: str, host: Target, target: Target, device: StandIn, captures: list[StandInGraph]) -> None:
-    drafter = drafter_of(name, host, target)
-    first, count = drafted(target, drafter), len(captures)
-    assert count and drafted(target, drafter) == first and len(captures) == count
+    drafter = heads_drafter(target, name, host)
+    first, count = drafts(target, drafter), len(captures)
+    assert count and drafts(target, drafter) == first and len(captures) == count
 
 
 def test_early_exit_keeps_its_graphs_when_its_cache_grows(
@@ -160,29 +148,29 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
 ) -> None:
     monkeypatch.setattr("headstart.drafters.draft_graphs._SPARE", 0)
     monkeypatch.setattr("headstart.replay.cuda_graphs._ROUND_UP_SHARE", 0.0)
-    drafter = drafter_of(name, host, target)
+    drafter = heads_drafter(target, name, host)
     memories: list[Memory] = []
     new_memory = drafter.heads.new_memory  # type: ignore[operator]  # these heads have it
 
-    def noting(*args: Any) -> Memory:
+    def recording(*args: Any) -> Memory:
         memories.append(new_memory(*args))
         return memories[-1]
 
-    monkeypatch.setattr(drafter.heads, "new_memory", noting)
+    monkeypatch.setattr(drafter.heads, "new_memory", recording)
     texts = [[(5 * index + 2) % 60 for index in range(length)]]
-    captured, trees = drafted(target, drafter, texts=texts)
+    captured, trees = drafts(target, drafter, texts=texts)
     assert [memory.capacity for memory in memories] == [128, 256], "it has grown"
-    assert drafted(target, drafter, texts=texts) == (captured, trees) and len(memories) == 2
+    assert drafts(target, drafter, texts=texts) == (captured, trees) and len(memories) == 2
     assert eagerly(target, drafter, texts=texts)[0] == captured
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 2), (70, 200, 129)])
 def test_graphs_read_texts_in_parts(lengths: tuple[int, ...], host: Target, target: Target, device: StandIn) -> None:
     texts = [[(7 * index + 3 + row) % 60 for index in range(length)] for row, length in enumerate(lengths)]
-    drafter = drafter_of("eagle3", host, target)
+    drafter = heads_drafter(target, "eagle3", host)
     steps = patch.object(drafter.heads, "draft_step", side_effect=AssertionError("no level is drafted without a graph"))
     with steps:
-        captured, trees = drafted(target, drafter, texts=texts)
+        captured, trees = drafts(target, drafter, texts=texts)
     eager, eager_trees = eagerly(target, drafter, texts=texts)
     assert captured == eager
     for tree, eager_tree in zip(trees, eager_trees, strict=True):
@@ -206,7 +194,7 @@ def test_memory_after_a_pause(host: Target, target: Target, device: StandIn, mon
         (tree,) = drafter.propose(session, roots, request)
         return tree
 
-    drafter = drafter_of("eagle3", host, target)
+    drafter = heads_drafter(target, "eagle3", host)
     captured = after_a_pause(drafter)
     drafter._graphs = None
     assert probabilities(captured) == pytest.approx(probabilities(after_a_pause(drafter)), rel=1e-3)
@@ -215,24 +203,24 @@ def test_memory_after_a_pause(host: Target, target: Target, device: StandIn, mon
 def test_mixed_levels(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A very long prompt is read at the first level, and no graph is that wide."""
     monkeypatch.setattr("headstart.heads.parts.recurrent._MOST_READ", 64)
-    drafter = drafter_of("eagle3", host, target)
+    drafter = heads_drafter(target, "eagle3", host)
     texts = [[(7 * index + 3) % 60 for index in range(90)], [5, 9]]
     before = device.launched["cudaGraphLaunch"]
-    captured, trees = drafted(target, drafter, texts=texts)
+    captured, trees = drafts(target, drafter, texts=texts)
     assert device.launched["cudaGraphLaunch"] > before
     eager, eager_trees = eagerly(target, drafter, texts=texts)
     assert captured == eager and [tree.tokens for tree in trees] == [tree.tokens for tree in eager_trees]
 
 
 def test_weights_elsewhere_are_captured_anew(host: Target, target: Target, device: StandIn) -> None:
-    drafter = drafter_of("eagle3", host, target)
-    drafted(target, drafter)
+    drafter = heads_drafter(target, "eagle3", host)
+    drafts(target, drafter)
     with torch.no_grad():
         for module in drafter.heads.modules():
             for name, weight in list(module._parameters.items()):
                 if weight is not None:
                     module._parameters[name] = torch.nn.Parameter(-weight.data, requires_grad=False)
-    captured, eager = drafted(target, drafter)[1], eagerly(target, drafter)[1]
+    captured, eager = drafts(target, drafter)[1], eagerly(target, drafter)[1]
     assert [tree.tokens for tree in captured] == [tree.tokens for tree in eager]
 
 
@@ -243,19 +231,19 @@ def test_drafts_fall_back_to_operators_if_capture_fails(
     def refuse(*_: object) -> None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    drafter = drafter_of(name, host, target)
-    texts, trees = drafted(target, drafter)
+    drafter = heads_drafter(target, name, host)
+    texts, trees = drafts(target, drafter)
     assert drafter.forwards == "CUDA graphs"
-    drafter = drafter_of(name, host, target)
+    drafter = heads_drafter(target, name, host)
     with monkeypatch.context() as patched:
         patched.setattr(StandInGraph, "note", refuse)
-        eager_texts, eager_trees = drafted(target, drafter)
+        eager_texts, eager_trees = drafts(target, drafter)
     assert drafter.forwards.startswith("eager, no CUDA graphs: a forward could not be captured")
     assert texts == eager_texts and [tree.tokens for tree in trees] == [tree.tokens for tree in eager_trees]
 
 
 def test_reports_say_how_drafts_run(host: Target, target: Target, device: StandIn) -> None:
-    assert drafter_of("eagle3", host, target).forwards == "CUDA graphs"
+    assert heads_drafter(target, "eagle3", host).forwards == "CUDA graphs"
     assert environment(host, [NgramDrafter()])["drafts"] is None
     here = "compiled" if draft_kernels.compiled(torch.float32) else "eager"
     assert environment(host, [HeadDrafter(build("eagle3", host), SHAPE)])["drafts"] == here
@@ -264,8 +252,8 @@ def test_reports_say_how_drafts_run(host: Target, target: Target, device: StandI
 @pytest.mark.parametrize(("name", "launches"), [("medusa", 3), ("eagle3", 9), ("dspark", 6)])
 def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Target, device: StandIn) -> None:
     """One graph per level, and copies into their inputs: root and states once, feedback before each further level."""
-    drafter = drafter_of(name, host, target, tree="chain")
-    drafted(target, drafter)
+    drafter = heads_drafter(target, name, host, tree="chain")
+    drafts(target, drafter)
     counts: list[Counts] = []
     propose = drafter.propose
 
@@ -276,28 +264,8 @@ def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Tar
         return proposed
 
     with patch.object(drafter, "propose", counting):
-        drafted(target, drafter)
+        drafts(target, drafter)
     levels = 1 if name == "medusa" else drafter.max_nodes - 1
     assert max(count.launches for count in counts[1:]) <= launches
     assert all((count.waits, count.slow_uploads) == (levels, 0) for count in counts)
     assert max(count.uploads for count in counts[1:]) <= (0 if name == "medusa" else levels)
-
-
-def proposed(target: Target, drafter: HeadDrafter, rows: int, request: Request) -> list[Tree]:
-    """Return the first trees after some texts."""
-    states, width = target.hidden_states(TEXTS[:rows], drafter.aux_layers), max(map(len, TEXTS))
-    padded = {
-        layer: torch.stack([torch.nn.functional.pad(of[layer], (0, 0, 0, width - len(of[layer]))) for of in states])
-        for layer in drafter.aux_layers
-    }
-    roots = TreeBatch.roots([5 + row for row in range(rows)], target.device)
-    return drafter.propose(drafter.prefill(TEXTS[:rows], padded), roots, request)
-
-
-def probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
-    """Return the probabilities of a tree's paths by their tokens, without the root."""
-    paths: list[tuple[int, ...]] = [()]
-    for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
-        paths.append((*paths[parent], token))
-    assert tree.accept_probs is not None
-    return dict(zip(paths, tree.accept_probs, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any
 
@@ -15,24 +14,10 @@ from headstart.decode.sampling import warp
 from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch
+from headstart.tree.tree import Committed, Tree
 from tests.decode.drafters import lossless
+from tests.drafters.helpers import OPTIONS, TEXTS, propose, random_texts, tiny
 from tests.tiny import KINDS, tiny_model
-
-OPTIONS = DecodeOptions(max_new_tokens=40, ignore_end=True)
-
-
-def tiny(**settings: Any) -> Target:
-    return Target(tiny_model("llama", vocab_size=61, **settings))
-
-
-def texts(lengths: tuple[int, ...] = (3, 17, 9)) -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(1, 61) for _ in range(length)] for length in lengths]
-
-
-def plain(target: Target) -> list[list[int]]:
-    return [DecodeLoop(target).generate([text], OPTIONS)[0].tokens for text in texts()]
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -40,15 +25,13 @@ def plain(target: Target) -> list[list[int]]:
 def test_output_equals_plain_decoding(layers: int, spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.drafters.early_exit._SPARE", spare)
     target = tiny()
-    together = lossless(target, [EarlyExitDrafter(target, layers, draft_steps=5)], texts(), OPTIONS)
+    together = lossless(target, [EarlyExitDrafter(target, layers, draft_steps=5)], TEXTS, OPTIONS)
     if layers == 3:  # the whole target: only a cache that holds the right tokens accepts everything
         assert all(round.emitted == 6 for row in together for round in row.rounds)
 
 
-def drafted(
-    drafter: EarlyExitDrafter, rows: list[list[int]], roots: list[int], request: Request | None = None
-) -> list[Tree]:
-    return drafter.propose(drafter.prefill(rows, {}), TreeBatch.roots(roots), request or Request(8))
+def after(drafter: EarlyExitDrafter, rows: list[list[int]], roots: list[int], **request: Any) -> list[Tree]:
+    return propose(drafter, drafter.prefill(rows, {}), roots, **request)
 
 
 def counts(trees: list[Tree]) -> list[int]:
@@ -57,9 +40,9 @@ def counts(trees: list[Tree]) -> list[int]:
 
 def test_accepted_tokens_are_not_read_again() -> None:
     drafter = EarlyExitDrafter(tiny(), 3, draft_steps=4)
-    rows = texts()
+    rows = TEXTS
     session = drafter.prefill(rows, {})
-    trees = drafter.propose(session, TreeBatch.roots([1, 2, 3]), Request(8))
+    trees = propose(drafter, session, [1, 2, 3])
     assert session.cache.lengths == [3 + 4, 17 + 4, 9 + 4]  # the root and three of the four drafts
     first, second, third = (tree.tokens for tree in trees)
     other = (second[2] + 1) % 61
@@ -68,16 +51,16 @@ def test_accepted_tokens_are_not_read_again() -> None:
     assert session.cache.lengths == [3 + 4, 17 + 2, 9 + 1]
     now = [[*row, *more] for row, more in zip(rows, committed, strict=True)]
     assert session.texts == now
-    again = drafter.propose(session, TreeBatch.roots([7, 8, 9]), Request(8))
-    assert [tree.tokens for tree in again] == [tree.tokens for tree in drafted(drafter, now, [7, 8, 9])]
+    again = propose(drafter, session, [7, 8, 9])
+    assert [tree.tokens for tree in again] == [tree.tokens for tree in after(drafter, now, [7, 8, 9])]
     # rounds without a draft, then fewer rows
     drafter.commit(session, Committed.of([[7], [8], [9]], {}))
     drafter.commit(session, Committed.of([[4, 4], [5], [6, 6]], {}))
     drafter.reorder(session, [0, 2])
     late = [[*now[0], 7, 4, 4], [*now[2], 9, 6, 6]]
     assert session.texts == late
-    again = drafter.propose(session, TreeBatch.roots([1, 2]), Request(8))
-    assert [tree.tokens for tree in again] == [tree.tokens for tree in drafted(drafter, late, [1, 2])]
+    again = propose(drafter, session, [1, 2])
+    assert [tree.tokens for tree in again] == [tree.tokens for tree in after(drafter, late, [1, 2])]
 
 
 def test_probabilities_are_of_the_first_layers_and_end_the_chain() -> None:
@@ -86,10 +69,10 @@ def test_probabilities_are_of_the_first_layers_and_end_the_chain() -> None:
         target.model.get_output_embeddings().weight.mul_(12.0)
     drafter = EarlyExitDrafter(target, 2)
     draft = drafter.first_layers
-    whole = drafted(drafter, texts(), [1, 2, 3])
+    whole = after(drafter, TEXTS, [1, 2, 3])
     probs = [tree.accept_probs for tree in whole if tree.accept_probs is not None]
     assert len(probs) == 3 and counts(whole) == [7, 7, 7]
-    for number, text in enumerate(texts()):
+    for number, text in enumerate(TEXTS):
         accept_prob, tokens = 1.0, whole[number].tokens
         for step in range(6):
             cache = draft.new_cache(1, 40)
@@ -98,7 +81,7 @@ def test_probabilities_are_of_the_first_layers_and_end_the_chain() -> None:
             accept_prob *= float(logits_V.softmax(-1).max())
             assert probs[number][step + 1] == pytest.approx(accept_prob, rel=1e-4)
     threshold = sorted(row[2] for row in probs)[1]
-    cut = drafted(drafter, texts(), [1, 2, 3], Request(8, threshold=threshold))
+    cut = after(drafter, TEXTS, [1, 2, 3], threshold=threshold)
     assert counts(cut) == [sum(accept_prob >= threshold for accept_prob in row) for row in probs]
     assert len(set(counts(cut))) > 1, "rows end at different depths"
     assert [tree.tokens for tree in cut] == [tree.tokens[: end.size] for tree, end in zip(whole, cut, strict=True)]
@@ -108,15 +91,15 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
     drafter = EarlyExitDrafter(tiny(), 2, draft_steps=2)
     draft = drafter.first_layers
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=3))
-    root, text = 5, texts()[0]
+    root, text = 5, TEXTS[0]
     cache = draft.new_cache(1, 8)
     q_draft_V = warper(draft.prefill(cache, [[*text, root]]).logits_BTV[0, 0])
     stream = torch.Generator().manual_seed(0)
     counts = torch.zeros(61)
     rows = 40
     for _ in range(10):
-        request = Request(3, sample_drafts=True, warp=warper, streams=[stream] * rows)
-        for tree in drafted(drafter, [text] * rows, [root] * rows, request):
+        sampling = {"sample_drafts": True, "warp": warper, "streams": [stream] * rows}
+        for tree in after(drafter, [text] * rows, [root] * rows, **sampling):
             assert list(tree.sampled) == [1, 2]
             torch.testing.assert_close(tree.sampled[1].q_draft_V(61), q_draft_V)
             assert tree.sampled[2].q_draft_V(61)[tree.tokens[2]] > 0
@@ -127,14 +110,14 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
 def test_sampling_runs_with_sampled_drafts() -> None:
     target = tiny()
     options = DecodeOptions(max_new_tokens=30, ignore_end=True, temperature=1.0, top_p=0.9, seed=0)
-    rows = DecodeLoop(target, EarlyExitDrafter(target, 3)).generate(texts(), options)
+    rows = DecodeLoop(target, EarlyExitDrafter(target, 3)).generate(TEXTS, options)
     assert all(row.drafter_error is None for row in rows)
     assert all(row.tokens_per_round > 5 for row in rows), "drafts of all layers are accepted"
 
 
 def test_chains_end_at_the_context_of_the_target() -> None:
     drafter = EarlyExitDrafter(tiny(max_length=32), 3)
-    assert [counts(drafted(drafter, texts((length,)), [1])) for length in (25, 29, 31, 32)] == [[7], [4], [2], [1]]
+    assert [counts(after(drafter, random_texts(length), [1])) for length in (25, 29, 31, 32)] == [[7], [4], [2], [1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,7 +127,7 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     settings = target.model.config.to_dict()
     modules = {name: id(module) for name, module in target.model.named_modules()}
     memory = {parameter.data_ptr() for parameter in target.model.parameters()}
-    text = texts()[1]
+    text = TEXTS[1]
     answer = DecodeLoop(target).generate([text], OPTIONS)[0].tokens
     states = target.hidden_states([text], (1, 2, FINAL))[0]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, upload_paths
 from tests.decode.drafters import lossless
+from tests.drafters.helpers import OPTIONS, random_texts, tiny
 from tests.tiny import tiny_model
 
 
@@ -70,15 +69,12 @@ def test_rounds_without_a_window_teach_nothing() -> None:
 @pytest.mark.parametrize("settings", [{}, {"window": 1, "ngram": 2, "guesses": 1}, {"window": 6, "ngram": 5}])
 def test_output_equals_plain_decoding(settings: dict[str, int]) -> None:
     target = Target(tiny_model("qwen3", vocab_size=31))
-    rng = random.Random(2)
-    texts = [[rng.randrange(31) for _ in range(length)] for length in (4, 23, 11)]
-    options = DecodeOptions(max_new_tokens=48, ignore_end=True)
-    lossless(target, [LookaheadDrafter(**settings)], texts, options)
+    lossless(target, [LookaheadDrafter(**settings)], random_texts(4, 23, 11, vocab=31), OPTIONS)
 
 
 def test_the_window_drafts_text_that_has_not_occurred(monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that goes once around its vocabulary never repeats itself; the window runs ahead of the text."""
-    target = Target(tiny_model("llama", vocab_size=61))
+    target = tiny()
     for layer in target.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()

@@ -21,8 +21,9 @@ from headstart.eval.audit import run_audit
 from headstart.eval.options import AuditOptions
 from headstart.model.model import Target
 from headstart.support.answer_file import AnswerFile, write_answers
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, Tree, TreeShape
 from tests.decode.drafters import lossless
+from tests.drafters.helpers import propose
 from tests.eval.sources import Drafts
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
@@ -30,13 +31,13 @@ from tests.tiny import tiny_model
 FINGERPRINT = "0a" * 16
 
 
+def served_answers(file: Path, target: Target) -> list[list[int]]:
+    return AnswerFile(file, target.identity().fingerprint).read_new()[0]
+
+
 def memory_of(answers: Sequence[Sequence[int]], folder: Path, vocab_size: int = 61, **settings: Any) -> MemoryDrafter:
     write_answers(folder / "answers.bin", answers, 1_000_000)
     return MemoryDrafter(vocab_size, folder / "answers.bin", **settings)
-
-
-def propose(drafter: MemoryDrafter, session: Any, roots: list[int], **wishes: Any) -> list[Tree]:
-    return drafter.propose(session, TreeBatch.roots(roots), Request(**{"max_nodes": 32, **wishes}))
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -231,10 +232,9 @@ def test_answers_are_remembered_for_calls_and_processes(tmp_path: Path, target: 
     assert second.rounds < 0.5 * first.rounds
     elsewhere = Decoder(target).generate(TEXTS[1], max_new_tokens=40, drafter=f"memory:{file}", draft="on")
     assert (elsewhere.tokens, elsewhere.rounds <= second.rounds + 2) == (plain.tokens, True)
-    kept = AnswerFile(file, target.identity().fingerprint).new()[0]
-    assert kept == [[*TEXTS[1][-CONTEXT:], *plain.tokens]], "no more of the prompt"
+    assert served_answers(file, target) == [[*TEXTS[1][-CONTEXT:], *plain.tokens]], "no more of the prompt"
     decoder.generate_batch([TEXTS[0], TEXTS[2]], max_new_tokens=8, drafter=name)
-    assert len(AnswerFile(file, target.identity().fingerprint).new()[0]) == 3
+    assert len(served_answers(file, target)) == 3
     file.unlink()
     again = decoder.generate(TEXTS[1], max_new_tokens=40, drafter=name, draft="on")
     assert (again.tokens, again.rounds) == (first.tokens, first.rounds), "deleted is forgotten"
@@ -243,7 +243,7 @@ def test_answers_are_remembered_for_calls_and_processes(tmp_path: Path, target: 
 def test_measuring_remembers_nothing(tmp_path: Path, target: Target) -> None:
     drafters = Decoder(target).drafters(f"memory:{tmp_path / 'served'}")
     DecodeLoop(target, *drafters).generate(TEXTS, OPTIONS)
-    assert AnswerFile(tmp_path / "served", target.identity().fingerprint).new() == ([], False)
+    assert served_answers(tmp_path / "served", target) == []
 
 
 def test_threads_remember_at_once(tmp_path: Path, target: Target) -> None:
@@ -258,7 +258,7 @@ def test_threads_remember_at_once(tmp_path: Path, target: Target) -> None:
     with ThreadPoolExecutor(len(TEXTS)) as pool:
         list(pool.map(answer, range(len(TEXTS))))
     assert read == [[tokens] * 4 for tokens in expected]
-    assert len(AnswerFile(tmp_path / "served", target.identity().fingerprint).new()[0]) == len(TEXTS)
+    assert len(served_answers(tmp_path / "served", target)) == len(TEXTS)
 
 
 @pytest.mark.drafter_fails

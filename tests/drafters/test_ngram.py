@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
-from headstart.decode.options import DecodeOptions
 from headstart.drafters.ngram import PRIORS, NgramDrafter, TextIndex
 from headstart.model.model import Target
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch
+from headstart.tree.tree import Committed
 from tests.decode.drafters import lossless
+from tests.drafters.helpers import OPTIONS, propose, random_texts
 
 LONGEST = PRIORS[-1][0]
 
@@ -48,14 +47,6 @@ def test_longest_match_by_brute_force(alphabet: int, looks: int) -> None:
             assert index.longest() == brute_force(text, looks)
 
 
-def propose(drafter: NgramDrafter, session: Any, roots: list[int], **wishes: Any) -> list[Tree]:
-    return drafter.propose(session, TreeBatch.roots(roots), Request(**{"max_nodes": 32, **wishes}))
-
-
-def observe(drafter: NgramDrafter, session: Any, rows: list[list[int]]) -> None:
-    drafter.commit(session, Committed.of(rows, {}))
-
-
 def test_each_row_continues_its_own_match() -> None:
     drafter = NgramDrafter()
     session = drafter.prefill([[1, 2, 3, 4, 5, 9, 1], [7, 7, 8]], {})
@@ -88,7 +79,7 @@ def test_rates_follow_the_text() -> None:
     for step in range(300):
         tokens = [rng.randrange(20), step % 7]
         propose(drafter, session, tokens)
-        observe(drafter, session, [[token] for token in tokens])
+        drafter.commit(session, Committed.of([[token] for token in tokens], {}))
     alone, circle = propose(drafter, session, [1, 300 % 7], threshold=0.15)
     assert alone.size == 1, "random text: matches go on rightly in one of 20 cases, so none is worth it"
     assert circle.size == 32, "text in a circle: every draft is as good as certain"
@@ -98,8 +89,8 @@ def test_paused_rounds_are_read_too() -> None:
     texts = [[3, 1, 4, 1, 5, 9, 2, 6, 3, 1], [2, 7, 1, 8, 2, 8, 2, 7]]
     drafter = NgramDrafter()
     one = drafter.prefill([text[:2] for text in texts], {})
-    observe(drafter, one, [texts[0][2:5], texts[1][2:3]])
-    observe(drafter, one, [texts[0][5:], texts[1][3:]])
+    drafter.commit(one, Committed.of([texts[0][2:5], texts[1][2:3]], {}))
+    drafter.commit(one, Committed.of([texts[0][5:], texts[1][3:]], {}))
     two = drafter.prefill(texts, {})
     assert [row.index.text for row in one] == [row.index.text for row in two] == texts
     assert propose(drafter, one, [4, 1]) == propose(drafter, two, [4, 1])
@@ -108,10 +99,7 @@ def test_paused_rounds_are_read_too() -> None:
 
 
 def test_output_equals_plain_decoding(target: Target) -> None:
-    rng = random.Random(1)
-    texts = [[rng.randrange(6) for _ in range(length)] for length in (30, 5, 17)]
-    options = DecodeOptions(max_new_tokens=40, ignore_end=True)
-    together = lossless(target, [NgramDrafter()], texts, options)
+    together = lossless(target, [NgramDrafter()], random_texts(30, 5, 17, vocab=6), OPTIONS)
     assert max(row.tokens_per_round for row in together) > 1.2, "the proof must exercise accepted drafts"
     assert any(round.emitted == 1 < round.nodes for row in together for round in row.rounds), "and rejected ones"
 
@@ -128,6 +116,6 @@ def test_quoted_text_is_accepted_in_long_runs() -> None:
             (index for index, pair in enumerate(zip(drafts, answer[done:], strict=False)) if pair[0] != pair[1]),
             min(len(drafts), len(answer) - done),
         )
-        observe(drafter, session, [answer[done : done + right]])
+        drafter.commit(session, Committed.of([answer[done : done + right]], {}))
         done, rounds = done + right, rounds + 1
     assert rounds <= 10

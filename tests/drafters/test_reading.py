@@ -12,13 +12,11 @@ import torch
 from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.early_exit import EarlyExitDrafter
-from headstart.drafters.heads import HeadDrafter, ShippedDrafter
+from headstart.drafters.heads import ShippedDrafter
 from headstart.heads.parts.recurrent import RecurrentHead
 from headstart.model.model import Target
-from headstart.tree.tree import Tree, TreeShape
-from tests.heads.test_contract import build, shake
+from tests.drafters.helpers import drafted, heads_drafter, tiny
 from tests.shipped import ship
-from tests.tiny import tiny_model
 
 CHUNK = 16
 OPTIONS = DecodeOptions(max_new_tokens=8, ignore_end=True)
@@ -26,38 +24,21 @@ OPTIONS = DecodeOptions(max_new_tokens=8, ignore_end=True)
 
 @pytest.fixture
 def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
+    return tiny()
 
 
 def text(length: int, first: int = 3) -> list[int]:
     return [(7 * index + first) % 60 for index in range(length)]
 
 
-def heads_of(target: Target, name: str) -> HeadDrafter:
-    heads = shake(build(name, target))
-    heads.bind(target)
-    return HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1, 0), (2,)]), "dynamic", max_nodes=8)
-
-
-def drafted(target: Target, drafter: HeadDrafter, prompts: list[list[int]], **options: Any) -> list[Tree]:
-    """Return all proposed trees."""
-    trees: list[Tree] = []
-    propose = drafter.propose
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(drafter, "propose", lambda *args: [trees.append(tree) or tree for tree in propose(*args)])
-        rows = DecodeLoop(target, drafter).generate(prompts, OPTIONS, **options)
-    assert [row.drafter_error for row in rows] == [None] * len(rows)
-    return trees
-
-
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
 @pytest.mark.parametrize("lengths", [(50,), (50, 33), (50, 1, 17)])
 def test_drafts_in_pieces(name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, prompts = heads_of(target, name), [text(length, length) for length in lengths]
-    at_once = drafted(target, drafter, prompts)
+    drafter, prompts = heads_drafter(target, name), [text(length, length) for length in lengths]
+    _, at_once = drafted(target, drafter, prompts, OPTIONS)
     for module in ("block", "recurrent"):
         monkeypatch.setattr(f"headstart.heads.parts.{module}.CHUNK", CHUNK)
-    in_pieces = drafted(target, drafter, prompts)
+    _, in_pieces = drafted(target, drafter, prompts, OPTIONS)
     assert len(at_once) == len(in_pieces)
     for tree, other in zip(at_once, in_pieces, strict=True):
         assert (tree.tokens, tree.parents) == (other.tokens, other.parents)
@@ -70,7 +51,7 @@ class Cancelled(BaseException):
 
 
 def heads(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
-    return target, heads_of(target, "eagle3"), RecurrentHead, "_run"
+    return target, heads_drafter(target, "eagle3"), RecurrentHead, "_run"
 
 
 def early_exit(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:

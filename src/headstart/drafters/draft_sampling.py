@@ -68,11 +68,8 @@ class GrowingTree:
 
 @dataclass(eq=False)
 class PendingSamples:
-    """Children of all rows that wait for their tokens, each sampled with its row's random numbers.
-
-    Attributes:
-        tokens_M: the sampled tokens, on the device.
-    """
+    """Children of all rows that wait for their tokens, each sampled with its row's random numbers; `tokens_M` are the
+    sampled tokens, on the device."""
 
     rows: Sequence[GrowingTree]
     children: Sequence[PendingChild]

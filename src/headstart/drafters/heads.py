@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.decode.options import TreeKind
@@ -220,18 +219,13 @@ class _Table:
     def __init__(self, logits_BWD: Tensor, best: Tensor, samples: PendingSamples | None) -> None:
         """Read `best_drafts`, along with tokens sampled on the device."""
         self.logits_BWD = logits_BWD
-        self.best_3BWR: NDArray[np.int32]
+        self.width = best.shape[2]  # nodes of a level, or levels
         if samples is None:
             self.best_3BWR = best.cpu().numpy()
         else:
             numbers = torch.cat([best.flatten(), samples.tokens_M.int()]).cpu().numpy()
             samples.assign(numbers[best.numel() :].tolist())
             self.best_3BWR = numbers[: best.numel()].reshape(best.shape)
-
-    @property
-    def width(self) -> int:
-        """W: nodes of a level, or levels."""
-        return int(self.best_3BWR.shape[2])
 
     def candidates(
         self, depth: int, column: int | None, calibration: Calibration, sampling: bool
@@ -259,7 +253,12 @@ def _read_level(
     samples: PendingSamples | None,
 ) -> _Table:
     """Draft the next level, or these depths of a `OneForwardHead`, and read its best drafts and pending samples."""
-    tokens, parents = _level_inputs(rows)
+    width = max(len(row.level) for row in rows)
+    tokens, parents = list[list[int]](), list[list[int]]()  # tokens of the nodes and columns of their parents, [B, W]
+    for row in rows:
+        padding = width - len(row.level)
+        tokens.append([*(row.tree.tokens[leaf.node] for leaf in row.level), *[row.tree.tokens[0]] * padding])
+        parents.append([*(leaf.parent_column for leaf in row.level), *[0] * padding])
     if graphs is not None:
         write = upload_into if samples is None else samples.fill
         level = graphs.run_level(session, roots.root_B, (tokens, parents), depths, ranks, write)
@@ -276,17 +275,6 @@ def _read_level(
             tokens_BW = upload(tokens, tokens_BW.device)
         logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
     return _Table(logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D), samples)
-
-
-def _level_inputs(rows: Sequence[GrowingTree]) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of the level's nodes and their parents' columns, [B, W], short rows padded."""
-    width = max(len(row.level) for row in rows)
-    tokens, parents = [], []
-    for row in rows:
-        padding = width - len(row.level)
-        tokens.append([*(row.tree.tokens[leaf.node] for leaf in row.level), *[row.tree.tokens[0]] * padding])
-        parents.append([*(leaf.parent_column for leaf in row.level), *[0] * padding])
-    return tokens, parents
 
 
 def _add_level(

@@ -1,7 +1,7 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): drafting from the target's own guesses.
 
 A window of guessed tokens is part of every verified tree. The target's token after each guess (a Jacobi step) extends
-the guesses and fills a pool of n-grams; n-grams that begin with the root token are the drafts.
+the guesses and fills a pool of n-grams. N-grams that begin with the root token are the drafts.
 
 The window has W columns. Column j is a guess of the tokens j, j+1, ..., j+n-2 after the root, each entry a Jacobi
 iteration newer than the previous entry; the first entries of the columns follow each other. As a tree this is a trunk
@@ -9,11 +9,11 @@ with a branch at each node, which gives every guess the context of the paper's t
 columns a, b, c of n = 3 (two entries each):
 
     root - a0 - b0 - c0 - c1     after a1, b1, c1 the target says a2, b2, c2:
-            |    |               the pool learns (a0 a1 a2), (b0 b1 b2), (c0 c1 c2), and
+            |    |               the pool gets (a0 a1 a2), (b0 b1 b2), (c0 c1 c2), and
             a1   b1              the columns become (a1 a2), (b1 b2), (c1 c2)
 
 The new first entries guess one token further on, as does the root of the next round. Guesses are wrong most of the time
-and verified like any draft, so the output stays lossless; the window costs its W (n - 1) nodes in every round.
+and verified like any draft, so the output stays lossless. The window adds W (n - 1) nodes to every round.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 @dataclass
 class _Row:
-    """One row's guesses.
+    """A row's guesses.
 
     Attributes:
         columns: the window; see the top of the file.
-        pool: by first token, the rest of each recently seen n-gram, oldest first.
+        pool: by first token, the rest of each recent n-gram, oldest first.
         recent: the last tokens of the text, for n-grams of the text itself.
     """
 
@@ -43,8 +43,10 @@ class _Row:
 
 
 class LookaheadDrafter:
-    """Draft n-grams from the target's own Jacobi iterations, at most `guesses` for a first token. The first guesses are
-    random tokens of the prompt. Its trees have no acceptance probabilities, so they are verified without pruning."""
+    """Drafter of n-grams from the target's own Jacobi iterations, at most `guesses` for a first token.
+
+    The first guesses are random tokens of the prompt. Trees have no acceptance probabilities, so they are not pruned.
+    """
 
     aux_layers: tuple[int, ...] = ()
     draft_share = 0.01
@@ -59,9 +61,8 @@ class LookaheadDrafter:
         rows = []
         for prompt in prompts:
             rng = random.Random(0)
-            row = _Row([rng.choices(prompt, k=self.ngram - 1) for _ in range(self.window)])
-            self._read(row, prompt)
-            rows.append(row)
+            rows.append(_Row([rng.choices(prompt, k=self.ngram - 1) for _ in range(self.window)]))
+            self._read(rows[-1], prompt)
         return rows
 
     def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
@@ -82,7 +83,7 @@ class LookaheadDrafter:
         nodes = {path: node for node, path in enumerate(tree.paths, start=1)}
         for column, path in zip(row.columns, _paths(row.columns), strict=True):
             if (end := nodes.get(tuple(path))) is not None:
-                self._keep(row, (*column, choices[end]))
+                self._add_ngram(row, (*column, choices[end]))
                 column[:] = [*column[1:], choices[end]]
 
     def reorder(self, session: list[_Row], rows: Sequence[int]) -> None:
@@ -92,15 +93,15 @@ class LookaheadDrafter:
         """Add the n-grams that end in these committed tokens to the pool."""
         text = [*row.recent, *tokens]
         for start in range(len(text) - self.ngram + 1):
-            self._keep(row, tuple(text[start : start + self.ngram]))
-        row.recent = text[len(text) - self.ngram + 1 :] if len(text) >= self.ngram else text
+            self._add_ngram(row, tuple(text[start : start + self.ngram]))
+        row.recent = text[max(0, len(text) - self.ngram + 1) :]
 
-    def _keep(self, row: _Row, ngram: tuple[int, ...]) -> None:
-        known = row.pool.setdefault(ngram[0], {})
-        known.pop(ngram[1:], None)  # it moves to the end
-        known[ngram[1:]] = None
-        if len(known) > self.guesses:
-            del known[next(iter(known))]
+    def _add_ngram(self, row: _Row, ngram: tuple[int, ...]) -> None:
+        rests = row.pool.setdefault(ngram[0], {})
+        rests.pop(ngram[1:], None)  # the newest is last
+        rests[ngram[1:]] = None
+        if len(rests) > self.guesses:
+            del rests[next(iter(rests))]
 
 
 def _paths(columns: Sequence[Sequence[int]]) -> list[list[int]]:

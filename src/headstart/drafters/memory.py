@@ -311,7 +311,7 @@ class MemoryDrafter(TextDrafter):
         """Read answers that were added to the file."""
         if self._served is None:
             return
-        answers, recreated = self._served.new()
+        answers, recreated = self._served.read_new()
         if recreated:
             self._index = self._new_index()
         self._index.add(answers)

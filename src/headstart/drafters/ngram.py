@@ -139,16 +139,12 @@ class TextRow(Protocol):
 
 
 class TextDrafter:
-    """Base of drafters that read tokens and no hidden states.
-
-    Attributes:
-        minimum: acceptance probability below which nothing is proposed, whatever the request says.
-    """
+    """Base of drafters that read tokens and no hidden states."""
 
     aux_layers: tuple[int, ...] = ()
     draft_share = 0.005
     max_nodes = 32
-    minimum = 0.03
+    minimum = 0.03  # acceptance probability below which nothing is proposed, whatever the request says
 
     def propose(self, session: list[TextRow], roots: TreeBatch, request: Request) -> list[Tree]:
         nodes, minimum = min(self.max_nodes, request.max_nodes), max(self.minimum, request.threshold)

@@ -168,10 +168,10 @@ def token_texts(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) ->
         return [f" {token}" for token in tokens]
     detokenizer = IncrementalDetokenizer(tokenizer)
     detokenizer.push(before)
-    detokenizer.rest()
+    detokenizer.flush()
     texts = [detokenizer.push([token]) for token in tokens]
     if texts:
-        texts[-1] += detokenizer.rest()
+        texts[-1] += detokenizer.flush()
     return texts
 
 

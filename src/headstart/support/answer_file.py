@@ -19,12 +19,12 @@ from headstart.errors import UserError
 
 MOST_BYTES = 8_000_000
 """Database size at which the older half of the answers is dropped: about 4 million tokens."""
-_MARK = b"\x93answers\n"
+_MAGIC = b"\x93answers\n"
 _APPLICATION = int.from_bytes(b"head")  # SQLite's application_id
 _END = -1  # follows each answer
 _MOST_UNPACKED = 64_000_000
-"""Bytes that one packed row or file may unpack to, four times what is ever written."""
-_PENDING = 66_000
+"""Bytes that one packed row or file may unpack to, four times the largest one written."""
+_ZLIB_BUFFER = 66_000
 """Upper bound of zlib's internal buffer in bytes."""
 _CREATE = """
 BEGIN IMMEDIATE;
@@ -40,7 +40,7 @@ class AnswerFile:
 
     Args:
         path: created if missing.
-        target: fingerprint of the target (`headstart.model.identity`); `new` skips other targets' answers.
+        target: fingerprint of the target (`headstart.model.identity`); `read_new` skips other targets' answers.
         most_bytes: see `MOST_BYTES`.
 
     Raises:
@@ -51,13 +51,13 @@ class AnswerFile:
         self.path = path
         self._target = target
         self._most_bytes = most_bytes
-        self._identity = self._read_to = 0  # database and row that `new` read last
-        with self._opened() as database:
+        self._identity = self._last_row = 0  # database and row that `read_new` read last
+        with self._open() as database:
             database.execute("DELETE FROM answers WHERE FALSE")  # fails where nothing can be written
 
     def add(self, answers: Sequence[Sequence[int]]) -> None:
         """Add answers as one row, atomically."""
-        with self._opened() as database:
+        with self._open() as database:
             database.execute(
                 "INSERT INTO answers (target, packed) VALUES (?, ?)", (self._target, zlib.compress(_tokens(answers), 9))
             )
@@ -65,30 +65,30 @@ class AnswerFile:
                 database.execute("DELETE FROM answers WHERE id < (SELECT (min(id) + max(id) + 1) / 2 FROM answers)")
                 database.execute("VACUUM")
 
-    def new(self) -> tuple[list[list[int]], bool]:
+    def read_new(self) -> tuple[list[list[int]], bool]:
         """Return answers added since the last call, and whether the file was recreated since (then all its answers)."""
-        with self._opened() as database:
+        with self._open() as database:
             identity = _number(database, "user_version")
-            begun_anew = self._identity not in (0, identity)
-            self._read_to = 0 if begun_anew else self._read_to
+            recreated = self._identity not in (0, identity)
+            self._last_row = 0 if recreated else self._last_row
             query = "SELECT id, target, packed FROM answers WHERE id > ? ORDER BY id"
-            rows = database.execute(query, (self._read_to,)).fetchall()
+            rows = database.execute(query, (self._last_row,)).fetchall()
         self._identity = identity
-        self._read_to = rows[-1][0] if rows else self._read_to
+        self._last_row = rows[-1][0] if rows else self._last_row
         answers, damaged = list[list[int]](), 0
         for _, target, packed in rows:
             try:
-                answers += _unpacked(packed) if target == self._target else []
+                answers += _unpack(packed) if target == self._target else []
             except (zlib.error, TypeError):
                 damaged += 1
         if damaged:
             warnings.warn(f"{damaged} rows of {self.path} are damaged: ignored.", RuntimeWarning, stacklevel=2)
         if others := sum(target != self._target for _, target, _ in rows):
             warnings.warn(f"{others} rows of {self.path} are another target's answers: ignored.", stacklevel=2)
-        return answers, begun_anew
+        return answers, recreated
 
     @contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
+    def _open(self) -> Iterator[sqlite3.Connection]:
         """Connect for one operation: a connection survives neither a fork nor a deleted file."""
         try:
             if not self.path.exists():
@@ -99,11 +99,11 @@ class AnswerFile:
                     identity = random.SystemRandom().randrange(1, 1 << 31)
                     database.executescript(_CREATE.format(application=_APPLICATION, identity=identity))
                 if _number(database, "application_id") != _APPLICATION:
-                    raise _no_answers(self.path)
+                    raise _foreign(self.path)
                 yield database
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
-                raise _no_answers(self.path) from None
+                raise _foreign(self.path) from None
             reason = error.strerror if isinstance(error, OSError) else error
             remedy = "Name a file of yours, on a disk with locks and room. If it is malformed, delete it."
             raise UserError(f"Cannot keep answers in {self.path} ({reason}).", remedy) from None
@@ -111,10 +111,10 @@ class AnswerFile:
 
 def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int) -> None:
     """Write the leading answers that fit in `most_bytes`; write no file if there are none."""
-    data, packer, kept = bytearray(_MARK), zlib.compressobj(9), 0
+    data, packer, kept = bytearray(_MAGIC), zlib.compressobj(9), 0
     for answer in answers:
         tokens = _tokens([answer])
-        if len(data) + len(tokens) > most_bytes - _PENDING:
+        if len(data) + len(tokens) > most_bytes - _ZLIB_BUFFER:
             break
         data += packer.compress(tokens)
         kept += 1
@@ -123,17 +123,17 @@ def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int)
 
 
 def read_answers(path: Path) -> list[list[int]]:
-    """Read a file of `write_answers`; a UserError if it is damaged or another kind of file."""
+    """Read a file of `write_answers`; a UserError if it is damaged or of another kind."""
     data, remedy = path.read_bytes(), "Export or fetch the heads again, or delete the file: heads draft without it."
-    if not data.startswith(_MARK):
+    if not data.startswith(_MAGIC):
         raise UserError(f"{path} holds something else than answers.", remedy)
     try:
-        return _unpacked(data.removeprefix(_MARK))
+        return _unpack(data.removeprefix(_MAGIC))
     except zlib.error as error:
         raise UserError(f"{path} is cut short or damaged ({error}).", remedy) from None
 
 
-def _no_answers(path: Path) -> UserError:
+def _foreign(path: Path) -> UserError:
     return UserError(f"{path} holds something else than answers.", "Name another file, or one that does not exist.")
 
 
@@ -141,7 +141,7 @@ def _tokens(answers: Sequence[Sequence[int]]) -> bytes:
     return np.array([token for answer in answers for token in (*answer, _END)], "<i4").tobytes()
 
 
-def _unpacked(packed: bytes) -> list[list[int]]:
+def _unpack(packed: bytes) -> list[list[int]]:
     unpacker = zlib.decompressobj()
     data = unpacker.decompress(packed, _MOST_UNPACKED)
     if not unpacker.eof or len(data) % 4:
