@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.conversations.building import Splits
+from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.loading import Prompts, load_prompts
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
 
@@ -32,3 +34,12 @@ def everything(splits: Splits) -> list[list[Conversation]]:
 def of_part(file: Path) -> list[Conversation]:
     """Read the conversations of a part, without its header line."""
     return [Conversation.from_json(json.loads(line)) for line in file.read_text().splitlines()[1:]]
+
+
+def some_conversations(target: Target, count: int = 7) -> list[Conversation]:
+    """Encode given answers of several lengths."""
+    made = []
+    for i in range(count):
+        messages = turns(f"q{i}", "la " * (1 + 5 * i % 7))
+        made.append(Conversation(f"c{i}", *encode(messages, target.tokenizer), messages))
+    return made

@@ -14,7 +14,7 @@ from rich.console import Console
 from headstart.data.conversations import batch_generator
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.identity import identity, pin_as_begun, pin_to
-from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
+from headstart.data.prompts.loading import Prompts, interleave, load_prompts
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
@@ -86,7 +86,7 @@ def test_exhausted_source_is_named_and_no_prompt_repeats(sources: list[dict[str,
 
 def test_three_sources_keep_their_weights() -> None:
     counts = Counter[int]()
-    turns = in_turns([iter(range(1000)) for _ in range(3)], [0.5, 0.3, 0.2])
+    turns = interleave([iter(range(1000)) for _ in range(3)], [0.5, 0.3, 0.2])
     for number, (source, _) in zip(range(1, 501), turns, strict=False):
         counts[source] += 1
         assert all(abs(counts[one] - number * weight) < 2 for one, weight in enumerate([0.5, 0.3, 0.2]))

@@ -24,10 +24,8 @@ from headstart.data.prompts.chat import Message, Unfit, check_offsets, render
 from headstart.support.detokenizer import MARK
 
 
-def encode(
-    messages: Sequence[Message], tokenizer: Any, *, max_tokens: int | None = None
-) -> tuple[list[int], list[bool]]:
-    """Render and tokenize a conversation; return its first `max_tokens` tokens and their loss mask.
+def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Render and tokenize a conversation; return tokens and loss mask.
 
     An answer that the template rewrites (dropping reasoning once another turn follows, say) is not supervised.
 
@@ -71,13 +69,6 @@ def encode(
             "Let the target write the answers (data.regenerate=true).",
             "in which the chat template rewrites each answer",
         )
-    if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):
-        raise Unfit(
-            f"The first answer of a conversation begins after {max_tokens} tokens.",
-            "Raise the limit or shorten it.",
-            f"whose first answer begins after {max_tokens} tokens",
-        )
-    tokens, supervised = tokens[:max_tokens], supervised[:max_tokens]
     if not any(supervised):
         raise Unfit(
             f"Nothing is supervised in a conversation of {len(messages)} messages and {len(tokens)} tokens.",
