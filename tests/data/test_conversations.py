@@ -176,7 +176,7 @@ class TestRefusals:
             def apply_chat_template(self, *_args: Any, **_kwargs: Any) -> str:
                 return "text"
 
-        with pytest.raises(UserError, match=r"Slow does not tell.*fast tokenizer"):
+        with pytest.raises(UserError, match=r"Slow has no character offsets.*fast tokenizer"):
             encode(turns("a", "b"), Slow())
 
 

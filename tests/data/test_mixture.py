@@ -120,7 +120,7 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
     data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
     said = io.StringIO()
     splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=said, width=200))
-    assert f"No more prompts in {few['source']}: the other sources stand in for the rest." in said.getvalue()
+    assert f"No more prompts in {few['source']}: the other sources replace them." in said.getvalue()
     parts = (splits.heldout, splits.validation, splits.train)
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]

@@ -143,9 +143,9 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
     (
         chat(user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}),
-        "1 with a call of a tool whose arguments are not JSON",
+        "1 with tool arguments that are not JSON",
     ),
-    ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are not a list"),
+    ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with tool calls that are not a list"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "1 with a message of the role 'wizard'"),
     ({"messages": [{"role": "user", "content": None}]}, "1 with a message without text"),
     ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without text"),
@@ -182,7 +182,11 @@ WITH_RESULT = [user("a"), assistant("f()"), {"role": "ipython", "content": "1"},
 def test_answer_roles_are_checked_only_when_answers_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": WITH_RESULT}, {"prompt": "fine"})
     asked = load(path, "train").prompts
-    assert [[message["content"] for message in prompt.asked] for prompt in asked] == [["a", "c"], ["a"], ["fine"]]
+    assert [[message["content"] for message in prompt.without_answers] for prompt in asked] == [
+        ["a", "c"],
+        ["a"],
+        ["fine"],
+    ]
     kept = load(path, "train", regenerate=False)
     assert kept.left_out.counts == {"with a message of the role 'claude-9'": 1, "with a message of the role 'tool'": 1}
     path = write(tmp_path / "q.jsonl", {"messages": ANSWERER})
@@ -410,7 +414,7 @@ class TestDatasets:
         assert {asked["streaming"] for asked in hub.asked} == {size > 1000}
 
     def test_first_rows_are_streamed(self, hub: FakeHub) -> None:
-        found = load("someone/chats", "train", limit=3, whole=False)
+        found = load("someone/chats", "train", limit=3, stream=True)
         assert [prompt.turns for prompt in found.prompts] == [["row 0"], ["row 1"], ["row 2"]]
         assert hub.asked[0]["streaming"] is True
 

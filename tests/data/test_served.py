@@ -230,7 +230,7 @@ def test_unusable_rows_are_named_and_counted(tiny_target: Target, tmp_path: Path
         'without a time (add "time", in seconds since 1970)': 1,
         "whose token ids do not spell their text: another target's": 1,
         "that were broken off": 2,
-        "with reasoning or calls of tools, and no token ids": 1,
+        "with reasoning or tool calls, and no token ids": 1,
     }
 
 

@@ -215,14 +215,14 @@ def test_unrendered_tools_are_left_out_and_counted(tiny_target: Target, tmp_path
     target = Target(tiny_target.model, tiny_tokenizer(no_results), "calls")
     (tmp_path / "results").mkdir()
     _, told = given(target, [*chats(12), *agents(3)], tmp_path / "results", heldout=0)
-    assert "Left out: 3 with results of tools that the chat template does not render." in told
+    assert "Left out: 3 with tool results that the chat template does not render." in told
 
 
 def test_unrendered_calls_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
     rows = [*chats(12), *chats(15, tool_calls=[CALL])[12:]]
     found, told = given(tiny_target, rows, tmp_path, heldout=0)
     assert len(found) == 12
-    assert "Left out: 3 with calls of tools that the chat template does not render." in told
+    assert "Left out: 3 with tool calls that the chat template does not render." in told
     (tmp_path / "own").mkdir()
     found, told = given(tiny_target, rows, tmp_path / "own", heldout=0, regenerate=True)
     assert len(found) == 15 and "the chat template" not in told, "the target's own answers call none"

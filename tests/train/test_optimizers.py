@@ -94,12 +94,12 @@ def test_matrices_that_take_turns_move_as_far(monkeypatch: pytest.MonkeyPatch) -
     start, gradient = torch.randn(12, 6), torch.randn(12, 6)
     parts = [slice(0, 4), slice(4, 12)]
     weights = [nn.Parameter(start.clone()) for _ in range(2)]
-    each, interleave = (
+    each, in_turns = (
         Muon([weight], lr=0.1, rows={weight: parts}, every=every) for weight, every in zip(weights, (1, 2), strict=True)
     )
     for step in range(4):
         before = weights[1].detach().clone()
-        for weight, muon in zip(weights, (each, interleave), strict=True):
+        for weight, muon in zip(weights, (each, in_turns), strict=True):
             weight.grad = gradient.clone()
             muon.step()
         moved = [bool((weights[1] != before)[rows].any()) for rows in parts]

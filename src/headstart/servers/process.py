@@ -159,8 +159,8 @@ class Server(RunningEngine):
         except OSError as error:
             raise UserError(
                 f"{self.engine.name} cannot be started: {self.words[0]}: {error.strerror or error}.",
-                f"Install it in an environment of its own, and say how it is started with --engine-command; by default "
-                f"that is {self.engine.command!r}.",
+                f"Install it in an environment of its own, and give its start command with --engine-command (default: "
+                f"{self.engine.command!r}).",
             ) from None
 
     def _stop(self) -> None:

@@ -72,7 +72,7 @@ class AnswerGenerator:
         if self._capture is not None:
             pairs = zip(conversations, answered, strict=True)
             self._capture.store([(item, row.states) for item, row in pairs if row.states])
-        return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *conversations]
+        return [*_fitting(given, lambda prompt: self._encode_given(prompt, left_out), left_out), *conversations]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
         """Return prompts without answers; count prompts that the chat template refuses."""
@@ -80,12 +80,12 @@ class AnswerGenerator:
         def unanswered(prompt: Prompt) -> Conversation:
             tokens = prompt_tokens(prompt.opening, with_tools(self._target.tokenizer, prompt.tools))
             return Conversation(
-                prompt.id, tokens, [False] * len(tokens), prompt.asked, prompt.category, tools=prompt.tools
+                prompt.id, tokens, [False] * len(tokens), prompt.without_answers, prompt.category, tools=prompt.tools
             )
 
         return _fitting(prompts, unanswered, left_out)
 
-    def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
+    def _encode_given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
         """Encode a prompt with its own answers, truncated after the last answer that fits."""
         longest, window = self._settings.max_prompt_tokens, self._target.max_length
         end = before = 0
@@ -162,7 +162,7 @@ class _Ongoing:
 
     def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
         self.prompt, self._tokenizer = prompt, with_tools(tokenizer, prompt.tools)
-        self.remaining = prompt.asked
+        self.remaining = prompt.without_answers
         self.messages: list[Message] = []
         self.tokens: list[int] = []
         self.supervised: list[bool] = []
@@ -183,7 +183,7 @@ class _Ongoing:
             if turn[-1]["role"] == "user":
                 break
         try:
-            tokens = self._rendered(turn)
+            tokens = self._turn_tokens(turn)
         except Unfit as misfit:
             return self._end(misfit.reason, turn)
         if len(tokens) > max_tokens:
@@ -201,7 +201,7 @@ class _Ongoing:
         self.remaining, self.cut = [], reason if self.dropped else ""
         return False
 
-    def _rendered(self, turn: list[Message]) -> list[int]:
+    def _turn_tokens(self, turn: list[Message]) -> list[int]:
         """Return the tokens these messages add; `Unfit` if the template refuses them or rewrites earlier answers."""
         tokenizer = self._tokenizer
         if not self.tokens:

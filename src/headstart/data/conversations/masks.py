@@ -46,7 +46,7 @@ def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list
         if message["role"] == "tool":
             before, after = (render(messages[:stop], tokenizer, answer=False) for stop in (index, index + 1))
             if before == after:
-                raise _not_rendered("results of tools")
+                raise _not_rendered("tool results")
         if message["role"] != "assistant":
             continue
         span = _answer_span(messages, index, whole, tokenizer)
@@ -129,7 +129,7 @@ def _after_calls(answer: Message, rendered: str, text_stop: int) -> int:
         name = call["function"]["name"]
         place = rendered.find(name, text_stop)
         if place < 0:
-            raise _not_rendered("calls of tools")
+            raise _not_rendered("tool calls")
         text_stop = place + len(name)
     return text_stop
 

@@ -48,7 +48,7 @@ _REMEDIES = {
 _CHARACTERS_PER_TOKEN = 64
 """Upper bound, so that only the start of a long text is tokenised."""
 _TRIES = 1000
-"""Rows at the start of a source after which it is abandoned, if all have an unusable shape."""
+"""A source is abandoned if its first rows, up to this number, all have an unusable shape."""
 
 T = TypeVar("T")
 
@@ -97,17 +97,17 @@ class Prompts:
 
 
 def load_prompts(
-    data: DataSection, tokenizer: Any = None, *, limit: int | None = None, seed: int | None = None, whole: bool = True
+    data: DataSection, tokenizer: Any = None, *, limit: int | None = None, seed: int | None = None, stream: bool = False
 ) -> Prompts:
     """Load a recipe's prompts; unusable, repeated and too long ones are left out and counted.
 
     With a seed, the order of a source depends on its content and the seed alone, so a larger `limit` extends the same
     sequence; without one, it is the file's. Several sources are interleaved by weight. Length is checked only with a
-    tokenizer. With a chat template plain-text rows are left out, without one all others. Unless `whole`, Hub datasets
-    are streamed. A UserError names a source that is unreadable or has no prompt.
+    tokenizer. With a chat template plain-text rows are left out, without one all others. `stream` reads Hub
+    datasets without downloading them first. A UserError names a source that is unreadable or has no prompt.
     """
     sources, left_out = data.sources, LeftOut()
-    reader, names = _Reader(data, tokenizer, seed, whole), [_name(source) for source in sources]
+    reader, names = _Reader(data, tokenizer, seed, stream), [_name(source) for source in sources]
     origins = [find_origin(source.source, source.revision) for source in sources]
     of_sources = [LeftOut() for _ in sources]
     given = list(map(reader.prompts, sources, origins, of_sources))
@@ -152,8 +152,8 @@ def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iter
 class _Reader:
     """Converter of records to prompts, shared by all sources so that no prompt repeats."""
 
-    def __init__(self, data: DataSection, tokenizer: Any, seed: int | None, whole: bool) -> None:
-        self._tokenizer, self._max_tokens, self._seed, self._whole = tokenizer, data.max_prompt_tokens, seed, whole
+    def __init__(self, data: DataSection, tokenizer: Any, seed: int | None, stream: bool) -> None:
+        self._tokenizer, self._max_tokens, self._seed, self._stream = tokenizer, data.max_prompt_tokens, seed, stream
         self._prefix_tokens = min(data.prefix_tokens, data.max_prompt_tokens)
         self._excluded = Excluded(data.exclude)
         self._plain = tokenizer is not None and not has_template(tokenizer)
@@ -164,18 +164,18 @@ class _Reader:
     def prompts(self, source: PromptSource, origin: Origin, left_out: LeftOut) -> Iterator[Prompt]:
         """Yield the usable prompts of a source, in order; a UserError if there are none."""
         read = usable = misshapen = 0
-        for record in read_records(origin, source.split or "train", self._seed, whole=self._whole):
+        for location, name, row in read_records(origin, source.split or "train", self._seed, stream=self._stream):
             read += 1
             try:
-                prompt = self._prompt(record.row, record.id)
+                prompt = self._prompt(row, name)
             except UserError:  # of the tokenizer, not of this record
                 raise
             except ValueError as error:
                 misshapen += 1
-                left_out.add(MISSHAPEN, f"{record.location}: {error}")
+                left_out.add(MISSHAPEN, f"{location}: {error}")
             except Unusable as reason:
                 misshapen += str(reason) in (PLAIN, CHAT)
-                left_out.add(str(reason), record.location)
+                left_out.add(str(reason), location)
             else:
                 usable += 1
                 yield prompt
@@ -197,7 +197,7 @@ class _Reader:
             text = beginning(prompt.turns[0], self._tokenizer, self._prefix_tokens)
             prompt = replace(prompt, messages=[{"role": "user", "content": text}])
         # AnswerGenerator that will be regenerated are not part of the prompt.
-        key = prompt_key(prompt.messages if self._keeps_answers else prompt.asked, prompt.tools)
+        key = prompt_key(prompt.messages if self._keeps_answers else prompt.without_answers, prompt.tools)
         if key in self._seen:
             raise Unusable(REPEATED)
         if self._tokenizer is not None:

@@ -158,7 +158,7 @@ def _of_exchange(row: Mapping[str, Any], target: FrozenModel) -> Served:
     given = (choice.get("token_ids"), choice.get("response_token_ids"), reply.get("output_ids"), reply.get("tokens"))
     answer = next((list(ids) for ids in given if ids), None)
     if answer is None and (message.get("tool_calls") or reasoning):
-        raise Unusable("with reasoning or calls of tools, and no token ids")
+        raise Unusable("with reasoning or tool calls, and no token ids")
     if answer is None:
         answer = _read_text(text, finish, target)
     elif text and not reasoning and not _spells(answer, text, finish, target):
