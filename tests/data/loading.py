@@ -22,6 +22,12 @@ def load(source: str, split: str = "train", tokenizer: Any = None, **how: Any) -
     return load_prompts(data, tokenizer, **how)
 
 
+def write_rows(path: Path, *rows: Any) -> str:
+    """Write JSONL, lone surrogates included; return the path for a recipe."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
 def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
     start = [] if system is None else [{"role": "system", "content": system}]
     return [*start, *({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import socket
 import subprocess
@@ -37,7 +36,7 @@ from headstart.servers.client import Stopped
 from headstart.support.artifacts import Artifact, add_reference
 from headstart.support.terminal import Bar
 from tests.data.http_server import Reply, http_server
-from tests.data.loading import everything, of_part
+from tests.data.loading import everything, of_part, write_rows
 from tests.test_pipeline import tiny_recipe
 
 ENDS = frozenset({2})
@@ -557,7 +556,7 @@ class TestConversations:
     def section(self, folder: Path, **more: Any) -> DataSection:
         file = folder / "prompts.jsonl"
         rows = [{"turns": [f"Question {i}: why {'so ' * (i % 5)}?", "And then?"][: 1 + i % 2]} for i in range(14)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(file, *rows)
         values = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 3}
         return DataSection.model_validate({"prompts": str(file), **values, **more})
 
@@ -606,7 +605,7 @@ class TestConversations:
         def section(**more: Any) -> DataSection:
             made = self.section(tmp_path, **more)
             rows = [{"turns": [f"Question {i}?", "And " * (20 * (i % 3)) + "then?"]} for i in range(14)]
-            Path(str(made.prompts)).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(Path(str(made.prompts)), *rows)
             return made
 
         whole = build_conversations(tiny_target, section(server=serve(brief(tiny_target)).url), tmp_path / "whole")

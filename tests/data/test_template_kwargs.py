@@ -21,7 +21,7 @@ from headstart.model.model import Target
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import parse_recipe
 from headstart.recipes.sections import DataSection
-from tests.data.loading import load
+from tests.data.loading import load, write_rows
 from tests.tiny import CHATML, tiny_tokenizer
 
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ 'quiet ' }}{% endif %}" + CHATML
@@ -40,11 +40,6 @@ def switched(tiny_target: Target) -> Target:
     return Target(tiny_target.model, tiny_tokenizer(SWITCH), "switched")
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_variables_reach_every_rendering(switched: Target, tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "Hi"}]
     bound = with_template_kwargs(switched.tokenizer, QUIET)
@@ -53,7 +48,7 @@ def test_variables_reach_every_rendering(switched: Target, tmp_path: Path) -> No
     assert bound.decode(encode([*asked, {"role": "assistant", "content": "Ho"}], bound)[0]).startswith("quiet")
     assert user_prefix(bound).startswith("quiet")
 
-    path = write(tmp_path / "p.jsonl", [{"turns": [f"Question {i}", "And?"]} for i in range(9)])
+    path = write_rows(tmp_path / "p.jsonl", *({"turns": [f"Question {i}", "And?"]} for i in range(9)))
     data = DataSection.model_validate({"prompts": path, "chat_template_kwargs": QUIET, **SIZES})
     splits = build_conversations(switched, data, tmp_path / "data")
     for item in (*splits.train, *splits.validation, *splits.heldout):
@@ -116,7 +111,7 @@ def chats(count: int, **answer: Any) -> list[dict[str, Any]]:
 
 def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any) -> tuple[list[Conversation], str]:
     """Build conversations with the given answers; return them and the console's text."""
-    data = {"prompts": write(folder / "p.jsonl", rows), "regenerate": False, **SIZES, "conversations": 20, **over}
+    data = {"prompts": write_rows(folder / "p.jsonl", *rows), "regenerate": False, **SIZES, "conversations": 20, **over}
     console = Console(file=io.StringIO(), width=300)
     splits = build_conversations(target, DataSection.model_validate(data), folder / "data", console)
     assert isinstance(console.file, io.StringIO)

@@ -110,7 +110,7 @@ RedHatAI's copy of the other tasks, one file each."""
 
 
 def find_questions(name: str, limit: int | None = None) -> tuple[list[Question], bool]:
-    """Return the questions of a file or suite, and whether it is a suite, with multi-turn questions asked in full.
+    """Return the questions of a file or suite, and whether it is a suite, which has all turns of a question asked.
 
     The parts of a suite are interleaved, so that a `limit` leaves equally many of each.
 
