@@ -135,9 +135,8 @@ class AnswerGenerator:
         for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
-                continue
-            row.add_answer(answer, self._target)
-            row.turn.states = continuation.states.get(number, {})
+            else:
+                row.add_answer(answer, self._target)
         return True
 
 

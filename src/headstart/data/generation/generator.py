@@ -25,7 +25,7 @@ class TurnState:
 
     Attributes:
         cache: KV cache of the earlier turns; None if they must be prefilled.
-        states: hidden states [T, E] of the earlier turns, by layer; empty if unknown.
+        states: hidden states [T, E] of the row with its added tokens, by layer; empty if they did not fit in memory.
         has_more: whether another turn may follow, so that the cache is worth keeping.
     """
 
@@ -58,8 +58,7 @@ class Continuation:
         top_p: nucleus for sampled rows, within the top `CANDIDATES`.
         check: polled; aborts by raising.
         aux_layers: layers of the hidden states to return, if memory allows.
-        turns: state of each row's conversation; empty for rows without earlier or later turns.
-        states: receives hidden states [T, E] of rows with their added tokens, by number and layer.
+        turns: state of each row's conversation; empty if nothing needs it.
         refused: receives the reasons of servers that refused rows, by number.
     """
 
@@ -71,7 +70,6 @@ class Continuation:
     check: Callable[[], None] = lambda: None
     aux_layers: tuple[int, ...] = ()
     turns: Sequence[TurnState] = ()
-    states: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
 
 

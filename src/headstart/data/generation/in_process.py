@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -67,7 +66,8 @@ class InProcess:
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
         """Continue each row, halving batches that do not fit in memory; hidden states are kept if they fit."""
         if not self.has_fixed_rotary:
-            continuation = replace(continuation, turns=())
+            for turn in continuation.turns:
+                turn.drop()
         added: dict[int, list[int]] = {}
 
         def generate(numbers: list[int]) -> bool:
@@ -142,12 +142,10 @@ class _Batch:
                 tokens = [tokens[index] for index in remaining]
             logits_BV = self._forward(tokens)
         self._keep_turns(range(len(self._alive)))
-        if self._states:
-            for row, number in enumerate(self._numbers):
-                length = len(self._rows[row]) + len(self._added[row])
-                self._continuation.states[number] = {
-                    layer: batch_BTE[row, :length] for layer, batch_BTE in self._states.items()
-                }
+        for row, number in enumerate(self._numbers if self._continuation.turns else ()):
+            length = len(self._rows[row]) + len(self._added[row])
+            states = {layer: batch_BTE[row, :length] for layer, batch_BTE in self._states.items()}
+            self._continuation.turns[number].states = states
         return self._added
 
     # -- prefill -----------------------------------------------------------------------------------------------------
