@@ -14,7 +14,7 @@ import pytest
 
 from headstart.data.prompts.overlap import SAME, Excluded, normalise
 from headstart.data.prompts.questions import read_questions
-from headstart.data.prompts.seed_prompts import SEED_PROMPTS
+from headstart.data.prompts.self_prompts import SEED_PROMPTS
 from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS
 from headstart.recipes.recipe import load_recipe

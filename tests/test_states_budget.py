@@ -12,7 +12,7 @@ from headstart.model.model import Target
 from headstart.pipeline.inventory import delete, over_budget, unreferenced
 from headstart.replay.patch import FINAL
 from headstart.support.lock import locked
-from tests.data.test_store import conversations
+from tests.data.loading import some_conversations
 from tests.test_cli import works
 
 SIZE = 1000
@@ -126,7 +126,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_reading_states_is_noted(tmp_path: Path, tiny_target: Target) -> None:
-    build_store(tmp_path, conversations(tiny_target, 2), tiny_target, [FINAL], budget_bytes=10**9)
+    build_store(tmp_path, some_conversations(tiny_target, 2), tiny_target, [FINAL], budget_bytes=10**9)
     store = StateStore(tmp_path)
     (file,) = store.files
     os.utime(file, (LONG_AGO, LONG_AGO))

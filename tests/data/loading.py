@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.conversations.building import Splits
+from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.loading import Prompts, load_prompts
+from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
 
@@ -18,6 +20,12 @@ def load(source: str, split: str = "train", tokenizer: Any = None, **how: Any) -
     settings = {name: how.pop(name) for name in names if name in how}
     data = DataSection(prompts=source, split=split).model_copy(update=settings)
     return load_prompts(data, tokenizer, **how)
+
+
+def write_rows(path: Path, *rows: Any) -> str:
+    """Write JSONL, lone surrogates included; return the path for a recipe."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
@@ -32,3 +40,12 @@ def everything(splits: Splits) -> list[list[Conversation]]:
 def of_part(file: Path) -> list[Conversation]:
     """Read the conversations of a part, without its header line."""
     return [Conversation.from_json(json.loads(line)) for line in file.read_text().splitlines()[1:]]
+
+
+def some_conversations(target: Target, count: int = 7) -> list[Conversation]:
+    """Encode given answers of several lengths."""
+    made = []
+    for i in range(count):
+        messages = turns(f"q{i}", "la " * (1 + 5 * i % 7))
+        made.append(Conversation(f"c{i}", *encode(messages, target.tokenizer), messages))
+    return made

@@ -142,14 +142,6 @@ def test_token_across_the_border_is_not_supervised() -> None:
     assert supervised_text(tokenizer, tokens, supervised) == [" cat"]
 
 
-def test_max_tokens_keeps_the_beginning() -> None:
-    tokenizer = tiny_tokenizer()
-    tokens, supervised = encode(turns("Hi", "Hello."), tokenizer)
-    assert encode(turns("Hi", "Hello."), tokenizer, max_tokens=12) == (tokens[:12], supervised[:12])
-    with pytest.raises(UserError, match="begins after 5 tokens"):
-        encode(turns("Hi", "Hello."), tokenizer, max_tokens=5)
-
-
 class TestRefusals:
     def test_no_template(self) -> None:
         for tokenizer in (tiny_tokenizer(None), None):
@@ -184,7 +176,7 @@ class TestRefusals:
             def apply_chat_template(self, *_args: Any, **_kwargs: Any) -> str:
                 return "text"
 
-        with pytest.raises(UserError, match=r"Slow does not tell.*fast tokenizer"):
+        with pytest.raises(UserError, match=r"Slow has no character offsets.*fast tokenizer"):
             encode(turns("a", "b"), Slow())
 
 

@@ -7,8 +7,9 @@ import re
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.states import shards
 from headstart.data.states.shards import StateKind, build_store
@@ -26,19 +26,13 @@ from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.servers import client
+from tests.data.http_server import Reply, http_server
+from tests.data.loading import some_conversations
 from tests.spies import spy
 from tests.tiny import KINDS, tiny_model
 
 AUX_LAYERS = (2, 1, FINAL)
 Change = Callable[[dict[str, torch.Tensor]], None]
-
-
-def conversations(target: Target, count: int = 5) -> list[Conversation]:
-    out = []
-    for i in range(count):
-        messages = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "la " * (1 + 5 * i % 7)}]
-        out.append(Conversation(f"c{i}", *encode(messages, target.tokenizer), messages))
-    return out
 
 
 def write(
@@ -84,7 +78,7 @@ def stored(
 def test_imported_states_match_computed_ones(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target, 5)
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens)
     monkeypatch.setattr(shards, "SHARD_BYTES", (shard_bytes, shard_bytes))
@@ -106,7 +100,7 @@ def test_imported_states_match_computed_ones(
 
 
 def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = conversations(tiny_target, 2)
+    given = some_conversations(tiny_target, 2)
     build_store(tmp_path / "one", given, tiny_target, (1,), budget_bytes=10**9, shards=tmp_path / "shards")
     (before,) = (tmp_path / "shards").glob("shard-*")
     for item in given:
@@ -185,7 +179,7 @@ def other_ids(tensors: dict[str, torch.Tensor]) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_bad_file_is_left_out_with_its_reason(tiny_target: Target, tmp_path: Path, change: Any, said: str) -> None:
-    given = conversations(tiny_target, 3)
+    given = some_conversations(tiny_target, 3)
     for number, item in enumerate(given):
         file = write(
             tmp_path / "files",
@@ -209,7 +203,7 @@ def test_bad_file_is_left_out_with_its_reason(tiny_target: Target, tmp_path: Pat
     [((0, 1, 2), "layer 2 holds layer 1: off by one"), ((1, 1, 3), "layer 2 holds layer 1: off by one")],
 )
 def test_wrong_layers_are_refused(tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str) -> None:
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target, 5)
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens, layers)
     with pytest.raises(UserError, match=f"{said}.*1, 2, 3"):
@@ -219,7 +213,7 @@ def test_wrong_layers_are_refused(tiny_target: Target, tmp_path: Path, layers: t
 
 def test_states_of_another_model_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target, 5)
     for item in given:
         write(tmp_path / "files", other, item.tokens)
     with pytest.raises(UserError, match="holds no state that tiny has on these tokens"):
@@ -227,7 +221,7 @@ def test_states_of_another_model_are_refused(tiny_target: Target, tmp_path: Path
 
 
 def test_folder_without_files_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    work = importing(tmp_path, tiny_target, conversations(tiny_target))
+    work = importing(tmp_path, tiny_target, some_conversations(tiny_target, 5))
     with pytest.raises(UserError, match=r"nowhere holds no .safetensors files.*shared_storage_path"):
         work.read_folder(tmp_path / "nowhere")
 
@@ -251,6 +245,18 @@ class Fake:
     lock: threading.Lock = field(default_factory=threading.Lock)
     url: str = ""
 
+    def reply(self, path: str, _headers: object, body: dict[str, Any] | None) -> Reply | None:
+        if body is None:
+            return Reply(200, {"data": [{"id": "fake"}]})
+        assert (path, body["model"], body["max_tokens"]) == ("/v1/completions", "fake", 1)
+        with self.lock:
+            fault = self.faults.pop(0) if self.faults else None
+        if fault == "drop":
+            return None
+        if isinstance(fault, int):
+            return Reply(fault, "no")
+        return Reply(200, "junk" if fault == "junk" else self.completion(body["prompt"], fault))
+
     def completion(self, tokens: list[int], fault: Any) -> dict[str, Any]:
         with self.lock:
             number = len(self.asked)
@@ -273,48 +279,15 @@ Serve = Callable[..., Fake]
 
 @pytest.fixture
 def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Serve]:
-    running: list[ThreadingHTTPServer] = []
+    with ExitStack() as running:
 
-    def started(*faults: Any) -> Fake:
-        fake = Fake(tiny_target, tmp_path / "files" / str(len(running)), list(faults))
+        def start(*faults: Any) -> Fake:
+            fake = Fake(tiny_target, tmp_path / "files" / str(next(numbers)), list(faults))
+            fake.url = running.enter_context(http_server(fake.reply))
+            return fake
 
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def reply(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def do_GET(self) -> None:
-                self.reply(200, json.dumps({"data": [{"id": "fake"}]}).encode())
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                assert (self.path, body["model"], body["max_tokens"]) == ("/v1/completions", "fake", 1)
-                with fake.lock:
-                    fault = fake.faults.pop(0) if fake.faults else None
-                if fault == "drop":
-                    self.close_connection = True
-                elif isinstance(fault, int):
-                    self.reply(fault, b"no")
-                elif fault == "junk":
-                    self.reply(200, b"junk")
-                else:
-                    self.reply(200, json.dumps(fake.completion(body["prompt"], fault)).encode())
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        running.append(server)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        fake.url = f"http://127.0.0.1:{server.server_port}"
-        return fake
-
-    yield started
-    for server in running:
-        server.shutdown()
-        server.server_close()
+        numbers = count()
+        yield start
 
 
 @pytest.fixture(autouse=True)
@@ -326,7 +299,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_conversation_is_requested_once(
     tiny_target: Target, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, requests: int
 ) -> None:
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target, 5)
     fakes = [serve(), serve()]
     work = importing(tmp_path, tiny_target, given)
     import_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
@@ -338,7 +311,7 @@ def test_each_conversation_is_requested_once(
 
 
 def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target, 5)
     fake = serve("drop", 503, "junk", 429, "lost")
     work = importing(tmp_path, tiny_target, given)
     import_from_servers([fake.url], work, 1)
@@ -346,7 +319,7 @@ def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: S
 
 
 def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target, 5)
     with pytest.raises(UserError, match="answered 404"):
         import_from_servers([serve(*[None] * 3, 404).url], importing(tmp_path, tiny_target, given), 1)
     again = importing(tmp_path, tiny_target, given)
@@ -358,7 +331,7 @@ def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: 
 )
 def test_bad_text_is_skipped(tiny_target: Target, tmp_path: Path, serve: Serve, fault: Any, reason: str) -> None:
     """The longest is requested first, and may exceed the server's context."""
-    work = importing(tmp_path, tiny_target, conversations(tiny_target))
+    work = importing(tmp_path, tiny_target, some_conversations(tiny_target, 5))
     longest = work.waiting[0]
     import_from_servers([serve(fault).url], work, 1)
     assert work.imported == 4 and work.waiting == [longest]
@@ -383,4 +356,4 @@ def test_bad_text_is_skipped(tiny_target: Target, tmp_path: Path, serve: Serve, 
 def test_faults_are_named(tiny_target: Target, tmp_path: Path, serve: Serve, faults: list[Any], said: str) -> None:
     fake = serve(*faults)
     with pytest.raises(UserError, match=said):
-        import_from_servers([fake.url], importing(tmp_path, tiny_target, conversations(tiny_target)), 1)
+        import_from_servers([fake.url], importing(tmp_path, tiny_target, some_conversations(tiny_target, 5)), 1)

@@ -26,16 +26,15 @@ from headstart.data.generation.generator import Continuation
 from headstart.data.generation.in_process import CACHE_PEAK, InProcess, next_tokens
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.loading import LeftOut
-from headstart.data.prompts.seed_prompts import SEED_PROMPTS
+from headstart.data.prompts.self_prompts import SEED_PROMPTS
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.model.model import Target, TargetOutput
 from headstart.recipes.sections import DataSection
 from headstart.replay.cache import TreeCache
-from headstart.support.files import write_jsonl
 from headstart.support.terminal import Bar
-from tests.data.loading import everything, turns
+from tests.data.loading import everything, turns, write_rows
 from tests.spies import spy
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
@@ -48,8 +47,7 @@ DROPS_THINKING = (
 
 
 def given(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
-    write_jsonl(folder / "prompts.jsonl", rows)
-    return str(folder / "prompts.jsonl")
+    return write_rows(folder / "prompts.jsonl", *rows)
 
 
 def prompt_file(folder: Path, count: int = 24) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from headstart.data.conversations import batch_generator
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.identity import identity, pin_as_begun, pin_to
-from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
+from headstart.data.prompts.loading import Prompts, interleave, load_prompts
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
@@ -25,12 +25,12 @@ from headstart.pipeline.run import Run, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, PromptSource
-from tests.data.loading import everything
+from tests.data.loading import everything, write_rows
+from tests.spies import spy
 
 
 def write(path: Path, *texts: str) -> str:
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    return str(path)
+    return write_rows(path, *({"prompt": text} for text in texts))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_exhausted_source_is_named_and_no_prompt_repeats(sources: list[dict[str,
 
 def test_three_sources_keep_their_weights() -> None:
     counts = Counter[int]()
-    turns = in_turns([iter(range(1000)) for _ in range(3)], [0.5, 0.3, 0.2])
+    turns = interleave([iter(range(1000)) for _ in range(3)], [0.5, 0.3, 0.2])
     for number, (source, _) in zip(range(1, 501), turns, strict=False):
         counts[source] += 1
         assert all(abs(counts[one] - number * weight) < 2 for one, weight in enumerate([0.5, 0.3, 0.2]))
@@ -106,25 +106,24 @@ def test_splits_keep_the_weights(tiny_target: Target, sources: list[dict[str, An
     assert [sum(item.messages[0]["content"].startswith("b") for item in part) for part in parts] == [1, 1, 3]
 
 
+def own_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> list[tuple[str, str]]:
+    return [(f"own {seed} {i}", "own") for i in range(count)]
+
+
 def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every split, and everything missing once the files are exhausted, but no more than that."""
-    asked = []
-
-    def generate_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
-        asked.append(count)
-        return [(f"own {seed} {i}", "own") for i in range(count)]
-
-    monkeypatch.setattr(batch_generator, "generate_prompts", generate_prompts)
+    monkeypatch.setattr(batch_generator, "generate_prompts", own_prompts)
+    counts = spy(monkeypatch, batch_generator, "generate_prompts", lambda _target, count, *_: count)
     sizes = {"conversations": 20, "heldout": 4, "validation": 8, "max_new_tokens": 8, "batch_size": 8}
     few = {"source": write(tmp_path / "few.jsonl", *(f"a {i}" for i in range(16))), "weight": 3}
     data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
     said = io.StringIO()
     splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=said, width=200))
-    assert f"No more prompts in {few['source']}: the other sources stand in for the rest." in said.getvalue()
+    assert f"No more prompts in {few['source']}: the other sources replace them." in said.getvalue()
     parts = (splits.heldout, splits.validation, splits.train)
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]
-    assert asked == [2, 3, 3, 8, 8], "with files left a few more than wanted, then complete batches"
+    assert counts == [2, 3, 3, 8, 8], "with files left a few more than wanted, then complete batches"
     written = identity(tiny_target, data)
     assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}))
 
@@ -133,10 +132,7 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
 def test_fractions_of_a_prompt_add_up_across_a_restart(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
-    def generate_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
-        return [(f"own {seed} {i}", "own") for i in range(count)]
-
-    monkeypatch.setattr(batch_generator, "generate_prompts", generate_prompts)
+    monkeypatch.setattr(batch_generator, "generate_prompts", own_prompts)
     sizes = {"conversations": 40, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": batch_size}
     given = {"source": write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(60))), "weight": 9}
     data = DataSection.model_validate({"prompts": [given, "self"], **sizes})
@@ -289,12 +285,11 @@ def test_recipe_mistakes_are_refused(override: str, said: str) -> None:
 
 
 def test_held_out_prompts_keep_their_system_message(tiny_target_folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "documents.jsonl"
     system, user = ({"role": role, "content": "Summarise."} for role in ("system", "user"))
     rows = [{"messages": [{**system, "content": f"Text {i}"}, user]} for i in range(6)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_rows(tmp_path / "documents.jsonl", *rows)
     sizes = {"conversations": 3, "heldout": 2, "validation": 1, "max_new_tokens": 8}
-    recipe = recipe_of(tiny_target_folder, {"prompts": str(file), **sizes})
+    recipe = recipe_of(tiny_target_folder, {"prompts": file, **sizes})
     run = Run(recipe, tmp_path / "run", Console(quiet=True))
     execute(run, stages_until("conversations"))
     asked = [question.messages(1) for question in read_questions(run.folder / "data" / "heldout.jsonl")]

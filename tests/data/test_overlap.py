@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Exc
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from tests.data.loading import load
+from tests.data.loading import load, write_rows
 
 LONG = " ".join(f"word{i}" for i in range(OVERLAP_WORDS + 10))
 CHINESE = "".join(chr(0x4E00 + i) for i in range(OVERLAP_WORDS))
@@ -23,10 +22,8 @@ CHINESE = "".join(chr(0x4E00 + i) for i in range(OVERLAP_WORDS))
 
 @pytest.fixture
 def questions(tmp_path: Path) -> str:
-    path = tmp_path / "questions.jsonl"
     rows = [{"turns": ["What is 2 + 2?", "Why?"]}, {"turns": [LONG]}, {"turns": ["Translate: " + CHINESE]}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_rows(tmp_path / "questions.jsonl", *rows)
 
 
 def words(start: int, count: int) -> str:
@@ -55,19 +52,13 @@ def test_overlap_with_a_question(questions: str, turns: list[str], reason: str |
 
 
 def test_overlapping_prompts_are_left_out_and_counted(questions: str, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    rows = [
-        {"turns": ["What is 2 + 2"]},
-        {"turns": ["Hello"]},
-        {"prompt": f"Look: {LONG}"},
-        {"prompt": "what is 2 + 2?"},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load(str(path), "train", exclude=[questions])
+    rows = [{"turns": ["What is 2 + 2"]}, {"turns": ["Hello"]}, {"prompt": f"Look: {LONG}"}]
+    path = write_rows(tmp_path / "p.jsonl", *rows, {"prompt": "what is 2 + 2?"})
+    found = load(path, "train", exclude=[questions])
     assert [prompt.turns for prompt in found.prompts] == [["Hello"]]
     assert found.left_out.counts == {SAME: 2, OVERLAPPING: 1}
     with pytest.raises(UserError, match=r"No file at .*none\.jsonl"):
-        load(str(path), "train", exclude=["none.jsonl"])
+        load(path, "train", exclude=["none.jsonl"])
 
 
 def test_overlapping_self_prompts_are_left_out(

@@ -19,7 +19,7 @@ from headstart.data.prompts.shapes import Prompt, parse_prompt
 from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
-from tests.data.loading import load
+from tests.data.loading import load, write_rows
 from tests.spies import raising
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -33,11 +33,6 @@ def assistant(text: str) -> dict[str, str]:
 
 
 SYSTEM = {"role": "system", "content": "s"}
-
-
-def write(path: Path, *rows: Any) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def chat(*messages: dict[str, Any]) -> dict[str, Any]:
@@ -99,14 +94,14 @@ PARTS = [{"type": "text", "text": "a"}, {"text": " b"}, " c"]
 )
 def test_every_record_shape_is_read(tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
     expected = [Prompt(messages, "", "p-1")]
-    assert load(write(tmp_path / "p.jsonl", row), "train").prompts == expected
+    assert load(write_rows(tmp_path / "p.jsonl", row), "train").prompts == expected
     (tmp_path / "p.json").write_text(json.dumps([row]))
     assert load(str(tmp_path / "p.json"), "train").prompts == expected
 
 
 def test_id_category_and_roles(tmp_path: Path) -> None:
     row = {"messages": [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")], "question_id": 81}
-    (prompt,) = load(write(tmp_path / "p.jsonl", {**row, "category": "maths"}), "train").prompts
+    (prompt,) = load(write_rows(tmp_path / "p.jsonl", {**row, "category": "maths"}), "train").prompts
     assert (prompt.id, prompt.category) == ("81", "maths")
     assert prompt.opening == row["messages"][:2]
     assert prompt.turns == ["a", "c"]
@@ -124,7 +119,7 @@ def test_id_category_and_roles(tmp_path: Path) -> None:
     ],
 )
 def test_unknown_shape_is_counted_and_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    found = load(write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "b"}, row), "train")
+    found = load(write_rows(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "b"}, row), "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["b"]]
     assert re.search(rf"2 of a shape that is not understood .the first: line 2: {reason}", found.left_out.notice)
     (tmp_path / "p.json").write_text(json.dumps([row]))
@@ -143,9 +138,9 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
     (
         chat(user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}),
-        "1 with a call of a tool whose arguments are not JSON",
+        "1 with tool arguments that are not JSON",
     ),
-    ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are not a list"),
+    ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with tool calls that are not a list"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "1 with a message of the role 'wizard'"),
     ({"messages": [{"role": "user", "content": None}]}, "1 with a message without text"),
     ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without text"),
@@ -180,12 +175,16 @@ WITH_RESULT = [user("a"), assistant("f()"), {"role": "ipython", "content": "1"},
 
 
 def test_answer_roles_are_checked_only_when_answers_are_kept(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": WITH_RESULT}, {"prompt": "fine"})
+    path = write_rows(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": WITH_RESULT}, {"prompt": "fine"})
     asked = load(path, "train").prompts
-    assert [[message["content"] for message in prompt.asked] for prompt in asked] == [["a", "c"], ["a"], ["fine"]]
+    assert [[message["content"] for message in prompt.without_answers] for prompt in asked] == [
+        ["a", "c"],
+        ["a"],
+        ["fine"],
+    ]
     kept = load(path, "train", regenerate=False)
     assert kept.left_out.counts == {"with a message of the role 'claude-9'": 1, "with a message of the role 'tool'": 1}
-    path = write(tmp_path / "q.jsonl", {"messages": ANSWERER})
+    path = write_rows(tmp_path / "q.jsonl", {"messages": ANSWERER})
     with pytest.raises(UserError, match=r"'claude-9'.*name speakers .* or set data\.regenerate=true") as told:
         load(path, "train", regenerate=False)
     assert "max_prompt_tokens" not in str(told.value)
@@ -194,7 +193,7 @@ def test_answer_roles_are_checked_only_when_answers_are_kept(tmp_path: Path) -> 
 def test_tool_calls_in_sharegpt(tmp_path: Path) -> None:
     call = {"name": "f", "arguments": {"x": 1}}
     turns = [("human", "a"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "b")]
-    (prompt,) = load(write(tmp_path / "p.jsonl", sharegpt(*turns)), "train", regenerate=False).prompts
+    (prompt,) = load(write_rows(tmp_path / "p.jsonl", sharegpt(*turns)), "train", regenerate=False).prompts
     assert prompt.messages == [user("a"), calls(**call), {"role": "tool", "content": "2"}, assistant("b")]
 
 
@@ -212,9 +211,9 @@ def test_tool_calls_in_sharegpt(tmp_path: Path) -> None:
 )
 def test_the_remedy_fits_the_reason(rows: list[dict[str, Any]], remedy: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=remedy):
-        load(write(tmp_path / "p.jsonl", *rows), "train", tiny_tokenizer(), max_prompt_tokens=40)
+        load(write_rows(tmp_path / "p.jsonl", *rows), "train", tiny_tokenizer(), max_prompt_tokens=40)
     # Every prompt of the second source is in the first.
-    both = (PromptSource(source=write(tmp_path / f"{name}.jsonl", {"prompt": "a"})) for name in "ab")
+    both = (PromptSource(source=write_rows(tmp_path / f"{name}.jsonl", {"prompt": "a"})) for name in "ab")
     with pytest.raises(UserError, match=r"1 repeated .*To use them: let them differ in system message, tools or turns"):
         load_prompts(DataSection(prompts=tuple(both)))
 
@@ -223,23 +222,23 @@ def test_the_remedy_fits_the_reason(rows: list[dict[str, Any]], remedy: str, tmp
 def test_tool_definitions(tmp_path: Path, written: bool) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": None, "y": [{"z": 1, "n": None}]}}}]
     row = {"prompt": "a", "tools": json.dumps(tools) if written else tools}
-    (prompt,) = load(write(tmp_path / "p.jsonl", row), "train").prompts
+    (prompt,) = load(write_rows(tmp_path / "p.jsonl", row), "train").prompts
     assert prompt.tools == [{"type": "function", "function": {"name": "f", "parameters": {"y": [{"z": 1}]}}}]
 
 
 @pytest.mark.parametrize(("row", "reason"), UNUSABLE)
 def test_unusable_record_is_left_out_and_counted(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine as well"})
+    path = write_rows(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine as well"})
     found = load(path, "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["fine as well"]]
     assert found.left_out.notice.startswith(f"Left out: {reason}.")
     with pytest.raises(UserError, match=rf"No usable prompt in .*: 1 read, {re.escape(reason)} .the first: line 1."):
-        load(write(tmp_path / "p.jsonl", row), "train")
+        load(write_rows(tmp_path / "p.jsonl", row), "train")
 
 
 def test_notice_counts_by_reason(tmp_path: Path) -> None:
     tool = {"messages": [user("a"), {"role": "tool", "content": "b"}]}
-    path = write(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
+    path = write_rows(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
     found = load(path, "train", tiny_tokenizer(), max_prompt_tokens=40)
     assert found.left_out.notice == (
         "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens. To keep them: name speakers "
@@ -252,7 +251,7 @@ def test_notice_counts_by_reason(tmp_path: Path) -> None:
 def test_prompts_refused_by_the_template_are_left_out(tmp_path: Path) -> None:
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
     system = {"messages": [{"role": "system", "content": "s"}, user("a")]}
-    path = write(tmp_path / "p.jsonl", system, {"prompt": "b"})
+    path = write_rows(tmp_path / "p.jsonl", system, {"prompt": "b"})
     found = load(path, "train", tiny_tokenizer(template), max_prompt_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["b"]]
     assert found.left_out.notice.startswith("Left out: 1 that the chat template refuses. To keep them: start with")
@@ -261,7 +260,7 @@ def test_prompts_refused_by_the_template_are_left_out(tmp_path: Path) -> None:
 def test_shuffled_order_spans_the_file_and_extends(tmp_path: Path) -> None:
     """Among repeated and overlong prompts."""
     rows = [{"prompt": f"{i % 30} " + "long " * (20 * (i % 7 == 0))} for i in range(60)]
-    path = write(tmp_path / "p.jsonl", *rows)
+    path = write_rows(tmp_path / "p.jsonl", *rows)
 
     def drawn(limit: int | None, seed: int = 1) -> list[str]:
         found = load(path, "train", tiny_tokenizer(), max_prompt_tokens=40, limit=limit, seed=seed)
@@ -277,9 +276,9 @@ def test_shuffled_order_spans_the_file_and_extends(tmp_path: Path) -> None:
 
 
 def test_file_identity_is_its_content(tmp_path: Path) -> None:
-    one = find_origin(write(tmp_path / "a.jsonl", {"prompt": "a"}))
-    same = find_origin(write(tmp_path / "b.jsonl", {"prompt": "a"}))
-    other = find_origin(write(tmp_path / "a.jsonl", {"prompt": "b"}))
+    one = find_origin(write_rows(tmp_path / "a.jsonl", {"prompt": "a"}))
+    same = find_origin(write_rows(tmp_path / "b.jsonl", {"prompt": "a"}))
+    other = find_origin(write_rows(tmp_path / "a.jsonl", {"prompt": "b"}))
     assert one.identity == same.identity != other.identity
     with pytest.raises(UserError, match=r"has no revisions.*data\.revision"):
         find_origin(str(tmp_path / "a.jsonl"), "main")
@@ -309,7 +308,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
 
 def test_duplicates_and_limit(tmp_path: Path) -> None:
     texts = ["What is 2 + 2?", "what is  2 + 2", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
-    path = write(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
+    path = write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
     kept = ["What is 2 + 2?", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
     assert [prompt.turns[0] for prompt in load(path, "train").prompts] == kept
     assert [prompt.turns[0] for prompt in load(path, "train", limit=2).prompts] == kept[:2]
@@ -321,7 +320,7 @@ def test_duplicates_match_in_everything_rendered(tmp_path: Path) -> None:
     tools = [{"prompt": "Call.", "tools": [{"name": f"f{i}"}]} for i in range(9)]
     later = [{"turns": ["Hello", f"then {i}"]} for i in range(9)]
     answers = [{"messages": [user("Why?"), assistant(f"b{i}")]} for i in range(9)]
-    path = write(tmp_path / "p.jsonl", *documents, *tools, *later, *answers, *documents)
+    path = write_rows(tmp_path / "p.jsonl", *documents, *tools, *later, *answers, *documents)
     found = load(path, "train")
     assert (len(found.prompts), found.left_out.counts) == (28, {"repeated": 17})
     kept = load(path, "train", regenerate=False)
@@ -329,7 +328,7 @@ def test_duplicates_match_in_everything_rendered(tmp_path: Path) -> None:
 
 
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "x" * 100}, {"prompt": "short"})
+    path = write_rows(tmp_path / "p.jsonl", {"prompt": "x" * 100}, {"prompt": "short"})
     tokenizer = tiny_tokenizer()
     assert [prompt.turns for prompt in load(path, "train", tokenizer, max_prompt_tokens=40).prompts] == [["short"]]
     with pytest.raises(UserError, match=r"2 read, 2 over 3 tokens.*max_prompt_tokens"):
@@ -410,7 +409,7 @@ class TestDatasets:
         assert {asked["streaming"] for asked in hub.asked} == {size > 1000}
 
     def test_first_rows_are_streamed(self, hub: FakeHub) -> None:
-        found = load("someone/chats", "train", limit=3, whole=False)
+        found = load("someone/chats", "train", limit=3, stream=True)
         assert [prompt.turns for prompt in found.prompts] == [["row 0"], ["row 1"], ["row 2"]]
         assert hub.asked[0]["streaming"] is True
 
@@ -445,7 +444,7 @@ class TestDatasets:
     def test_folder_with_the_real_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         (tmp_path / "data").mkdir()
-        write(tmp_path / "data" / "train.jsonl", {"messages": [user("a"), assistant("b")]}, {"messages": [user("c")]})
+        write_rows(tmp_path / "data" / "train.jsonl", chat(user("a"), assistant("b")), chat(user("c")))
         found = load(str(tmp_path / "data"), "train")
         assert [prompt.messages for prompt in found.prompts] == [[user("a"), assistant("b")], [user("c")]]
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -454,15 +453,15 @@ class TestDatasets:
         assert origin.commit is None
         with pytest.raises(UserError, match=r"split 'nope': .*nope"):
             load(str(tmp_path / "data"), "nope")
-        write(tmp_path / "data" / "train.jsonl", {"messages": [user("d")]})
+        write_rows(tmp_path / "data" / "train.jsonl", {"messages": [user("d")]})
         assert origin.identity != find_origin(str(tmp_path / "data")).identity
 
     def test_files_of_a_folder_may_differ_in_columns(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         folder = tmp_path / "data"
         folder.mkdir()
-        write(folder / "train-0.jsonl", *({"prompt": f"a{i}"} for i in range(3)))
-        write(folder / "train-1.jsonl", *({"prompt": f"b{i}", "score": i} for i in range(3)))
+        write_rows(folder / "train-0.jsonl", *({"prompt": f"a{i}"} for i in range(3)))
+        write_rows(folder / "train-1.jsonl", *({"prompt": f"b{i}", "score": i} for i in range(3)))
         found = load(str(folder), "train").prompts
         assert [prompt.turns[0] for prompt in found] == ["a0", "a1", "a2", "b0", "b1", "b2"]
         assert len({prompt.id for prompt in found}) == 6
@@ -492,14 +491,14 @@ class TestDatasets:
 class TestQuestions:
     def test_questions_are_read(self, tmp_path: Path) -> None:
         rows = {"turns": ["a", "b"], "category": "c", "question_id": 81}, {"turns": ["d"]}, {"prompt": "e"}
-        write(tmp_path / "q.jsonl", *rows)
+        write_rows(tmp_path / "q.jsonl", *rows)
         questions = read_questions(tmp_path / "q.jsonl")
         assert questions == [Question(81, "c", ["a", "b"]), Question(2, "", ["d"]), Question(3, "", ["e"])]
         assert [question.turns for question in questions] == [parse_prompt(row, "").turns for row in rows], (
             "as generate"
         )
         tools = [{"name": "f"}]
-        write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "system": "s", "tools": tools})
+        write_rows(tmp_path / "q.jsonl", {"turns": ["a", "b"], "system": "s", "tools": tools})
         (question,) = read_questions(tmp_path / "q.jsonl")
         assert question.messages(1) == [SYSTEM, user("a")] and question.tools == tools
 
@@ -519,7 +518,7 @@ class TestQuestions:
         ],
     )
     def test_malformed_questions_are_refused(self, tmp_path: Path, row: dict[str, Any], reason: str) -> None:
-        write(tmp_path / "q.jsonl", {"turns": ["a"]}, row)
+        write_rows(tmp_path / "q.jsonl", {"turns": ["a"]}, row)
         with pytest.raises(UserError, match=rf"q\.jsonl, line 2: .*{reason}"):
             read_questions(tmp_path / "q.jsonl")
 

@@ -10,8 +10,7 @@ import pytest
 
 from headstart.data.prompts.loading import load_prompts
 from headstart.data.prompts.overlap import Excluded, normalise
-from headstart.data.prompts.seed_prompts import SEED_PROMPTS, SHARES
-from headstart.data.prompts.self_prompts import acceptable
+from headstart.data.prompts.self_prompts import SEED_PROMPTS, SHARES, acceptable
 from headstart.data.prompts.sources import READY_MADE
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection

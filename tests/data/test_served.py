@@ -22,6 +22,7 @@ from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
+from tests.data.loading import write_rows
 from tests.hub.helpers import make_heads
 
 ONE = Served([5, 6, 7], [8, 9, 10, 11, 2], "end", 1.0)
@@ -39,7 +40,7 @@ def exchange(choice: dict[str, Any], request: dict[str, Any] | None = None, **re
 
 def left_out_of(rows: list[Any], folder: Path, target: Target) -> tuple[list[Served], dict[str, int]]:
     folder.mkdir(exist_ok=True)
-    (folder / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "given.jsonl", *rows)
     served, left_out = read_log(folder, target)
     return served, left_out.counts
 
@@ -228,9 +229,9 @@ def test_unusable_rows_are_named_and_counted(tiny_target: Target, tmp_path: Path
         "with an answer of fewer than 4 tokens": 1,
         "of a shape that is not understood": 3,
         'without a time (add "time", in seconds since 1970)': 1,
-        "whose token ids do not spell their text: another target's": 1,
+        "with token ids of another target: they do not spell the text": 1,
         "that were broken off": 2,
-        "with reasoning or calls of tools, and no token ids": 1,
+        "with reasoning or tool calls, and no token ids": 1,
     }
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,8 @@ from headstart.servers import client
 from headstart.servers.client import Stopped
 from headstart.support.artifacts import Artifact, add_reference
 from headstart.support.terminal import Bar
-from tests.data.loading import everything, of_part
+from tests.data.http_server import Reply, http_server
+from tests.data.loading import everything, of_part, write_rows
 from tests.test_pipeline import tiny_recipe
 
 ENDS = frozenset({2})
@@ -103,91 +102,56 @@ class Fake:
         stopped = {"content": "", "tokens_evaluated": len(body["prompt"])}
         return {**stopped, "tokens": self.answer(body["prompt"], body["n_predict"]), **self.extra}
 
+    def reply(self, path: str, headers: Mapping[str, str], body: dict[str, Any] | None) -> Reply | None:
+        if body is None:
+            page = self.about(path)
+            lacks_key = bool(self.key) and headers.get("Authorization") != f"Bearer {self.key}"
+            return Reply(401 if lacks_key else 404 if page is None else 200, page or {"error": "none"})
+        if path == "/tokenize":
+            tokens = self.tokenize(body.get("prompt", body.get("content"))) if self.tokenize else []
+            return Reply(200 if self.tokenize else 404, {"tokens": tokens})
+        assert path == {"vllm": "/v1/completions", "llama.cpp": "/completion"}[self.kind]
+        with self.lock:
+            self.bodies.append(body)
+            self.times.append(time.monotonic())
+            self.busy += 1
+            self.most = max(self.most, self.busy)
+        time.sleep(self.pause)
+        try:
+            return self.complete(body, self.fault())
+        finally:
+            with self.lock:
+                self.busy -= 1
+
+    def complete(self, body: dict[str, Any], fault: Any) -> Reply | None:
+        most = body.get("max_tokens", body.get("n_predict"))
+        if self.window is not None and len(body["prompt"]) + most > self.window:
+            fault = 400
+        if fault == "drop":
+            return None
+        if fault is None or fault == "cut":
+            page = self.completion(body)
+            return Reply(400 if "refused" in page else 200, page, cut=9 if fault else 0)
+        if isinstance(fault, str):
+            aborted = {"choices": [{"token_ids": [5], "finish_reason": "abort"}]}
+            return Reply(200, {"junk": "<html>one moment</html>", "empty": {"error": "none"}, "abort": aborted}[fault])
+        status, *after = fault if isinstance(fault, tuple) else (fault,)
+        return Reply(status, {"error": "too much to do"}, {"Retry-After": after[0]} if after else {})
+
 
 Serve = Callable[..., Fake]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    running: list[ThreadingHTTPServer] = []
+    with ExitStack() as running:
 
-    def started(answer: Answer, **options: Any) -> Fake:
-        fake = Fake(answer, **options)
+        def start(answer: Answer, **options: Any) -> Fake:
+            fake = Fake(answer, **options)
+            fake.url = running.enter_context(http_server(fake.reply))
+            return fake
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                page = fake.about(self.path)
-                self.say(401 if self.lacks_key() else 404 if page is None else 200, page or {"error": "none"})
-
-            def lacks_key(self) -> bool:
-                return bool(fake.key) and self.headers.get("Authorization") != f"Bearer {fake.key}"
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path == "/tokenize":
-                    text = body.get("prompt", body.get("content"))
-                    self.say(200 if fake.tokenize else 404, {"tokens": fake.tokenize(text) if fake.tokenize else []})
-                    return
-                assert self.path == {"vllm": "/v1/completions", "llama.cpp": "/completion"}[fake.kind]
-                with fake.lock:
-                    fake.bodies.append(body)
-                    fake.times.append(time.monotonic())
-                    fake.busy += 1
-                    fake.most = max(fake.most, fake.busy)
-                time.sleep(fake.pause)
-                try:
-                    self.reply(body, fake.fault())
-                finally:
-                    with fake.lock:
-                        fake.busy -= 1
-
-            def reply(self, body: dict[str, Any], fault: Any) -> None:
-                most = body.get("max_tokens", body.get("n_predict"))
-                if fake.window is not None and len(body["prompt"]) + most > fake.window:
-                    fault = 400
-                if fault == "drop":
-                    self.close_connection = True
-                elif fault == "cut":
-                    self.say(200, fake.completion(body), cut=9)
-                elif fault == "junk":
-                    self.say(200, "<html>one moment</html>")
-                elif fault == "empty":
-                    self.say(200, {"error": "none"})
-                elif fault == "abort":
-                    self.say(200, {"choices": [{"token_ids": [5], "finish_reason": "abort"}]})
-                elif fault is not None:
-                    status, after = fault if isinstance(fault, tuple) else (fault, None)
-                    self.say(status, {"error": "too much to do"}, after)
-                else:
-                    page = fake.completion(body)
-                    self.say(400 if "refused" in page else 200, page)
-
-            def say(self, status: int, page: Any, after: str | None = None, cut: int = 0) -> None:
-                text = (page if isinstance(page, str) else json.dumps(page)).encode()
-                self.send_response(status)
-                if after is not None:
-                    self.send_header("Retry-After", after)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text[: len(text) - cut])
-                if cut:
-                    self.close_connection = True
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        running.append(httpd := ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        httpd.daemon_threads = True
-        threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        fake.url = f"http://127.0.0.1:{httpd.server_port}"
-        return fake
-
-    yield started
-    for httpd in running:
-        httpd.shutdown()
-        httpd.server_close()
+        yield start
 
 
 @pytest.fixture(autouse=True)
@@ -598,7 +562,7 @@ class TestConversations:
     def section(self, folder: Path, **more: Any) -> DataSection:
         file = folder / "prompts.jsonl"
         rows = [{"turns": [f"Question {i}: why {'so ' * (i % 5)}?", "And then?"][: 1 + i % 2]} for i in range(14)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(file, *rows)
         values = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 3}
         return DataSection.model_validate({"prompts": str(file), **values, **more})
 
@@ -647,7 +611,7 @@ class TestConversations:
         def section(**more: Any) -> DataSection:
             made = self.section(tmp_path, **more)
             rows = [{"turns": [f"Question {i}?", "And " * (20 * (i % 3)) + "then?"]} for i in range(14)]
-            Path(str(made.prompts)).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(Path(str(made.prompts)), *rows)
             return made
 
         whole = built(tiny_target, section(server=serve(brief(tiny_target)).url), tmp_path / "whole")

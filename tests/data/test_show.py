@@ -32,5 +32,5 @@ def test_readable_without_colour() -> None:
 def test_coloured() -> None:
     text = shown(True, {"temperature": 0.7})
     assert "\x1b[1;4;32m⟦Hello.<|im_end|>⟧" in text
-    assert "answers drawn with" in text
+    assert "answers generated with" in text
     assert "temperature=0.7" in text

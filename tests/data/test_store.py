@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 import headstart.support.files
-from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states import shards
 from headstart.data.states.shards import Capture, ShardIndex, StateKind, build_store, shard_size
@@ -23,19 +22,12 @@ from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from tests.data.loading import some_conversations
 from tests.spies import raising, spy
 from tests.tiny import tiny_model
 
 AUX_LAYERS = (1, FINAL)
 PLENTY = 10**9
-
-
-def conversations(target: Target, count: int = 7) -> list[Conversation]:
-    out = []
-    for i in range(count):
-        messages = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "la " * (1 + 5 * i % 7)}]
-        out.append(Conversation(f"c{i}", *encode(messages, target.tokenizer), messages))
-    return out
 
 
 def build(folder: Path, target: Target, taken: Sequence[Conversation], **options: Any) -> StateStore:
@@ -65,7 +57,7 @@ class Forwards:
 
 
 def test_stored_states_match_the_target(tiny_target: Target, tmp_path: Path) -> None:
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target)
     seen: list[tuple[int, int]] = []
     build(tmp_path / "store", tiny_target, given, advance=lambda done, total: seen.append((done, total)))
     store = StateStore(tmp_path / "store")
@@ -91,12 +83,12 @@ def test_stored_states_match_the_target(tiny_target: Target, tmp_path: Path) -> 
 
 def test_dtype_is_the_targets(tmp_path: Path, tiny_target: Target) -> None:
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size).to(torch.bfloat16)
-    store = build(tmp_path, Target(model, tiny_target.tokenizer), conversations(tiny_target, 2))
+    store = build(tmp_path, Target(model, tiny_target.tokenizer), some_conversations(tiny_target, 2))
     assert store.get(0).states[FINAL].dtype == torch.bfloat16
 
 
 def test_supervised_counts(tiny_target: Target, tmp_path: Path) -> None:
-    given = conversations(tiny_target)
+    given = some_conversations(tiny_target)
     store = build(tmp_path, tiny_target, given)
     counts_V = store.supervised_counts(tiny_target.vocab_size)
     assert counts_V.shape == (tiny_target.vocab_size,)
@@ -106,7 +98,7 @@ def test_supervised_counts(tiny_target: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("states_dtype", "header"), [("auto", 600), ("fp8", 1200)])
 def test_size_matches_the_estimate(tiny_target: Target, tmp_path: Path, states_dtype: str, header: int) -> None:
-    store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype=states_dtype)
+    store = build(tmp_path, tiny_target, some_conversations(tiny_target), states_dtype=states_dtype)
     sizes = store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype
     expected = estimate_bytes(*sizes, states_dtype)
     assert expected <= store.bytes <= expected + header * len(list(tmp_path.glob("shard-*")))
@@ -118,7 +110,7 @@ class TestResume:
         self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int
     ) -> None:
         """The second build computes only missing shards and gives the store of an uninterrupted build."""
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         whole = build(tmp_path / "whole", tiny_target, given)
         with monkeypatch.context() as patch:
             killed = Forwards(tiny_target, patch, kill_at)
@@ -135,7 +127,7 @@ class TestResume:
         self.same(whole, store)
 
     def test_killed_while_writing(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
 
         replace = os.replace
 
@@ -153,7 +145,7 @@ class TestResume:
         self.same(build(tmp_path / "whole", tiny_target, given), store)
 
     def test_full_disk_in_a_shard(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given, written = conversations(tiny_target), []
+        given, written = some_conversations(tiny_target), []
 
         def full(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
             save_file(tensors, path, metadata)
@@ -173,14 +165,14 @@ class TestResume:
         assert 0 < forwards.rows < len(given)
 
     def test_finished_build_is_kept(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         build(tmp_path, tiny_target, given)
         forwards = Forwards(tiny_target, monkeypatch)
         build(tmp_path, tiny_target, given)
         assert forwards.count == 0
 
     def test_kill_before_manifest(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         whole = build(tmp_path / "whole", tiny_target, given)
         build(tmp_path / "store", tiny_target, given)
         (tmp_path / "store" / "manifest.json").unlink()
@@ -189,7 +181,7 @@ class TestResume:
         assert forwards.count == 0
 
     def test_cut_shard_is_rebuilt(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         whole = build(tmp_path / "whole", tiny_target, given)
         build(tmp_path / "store", tiny_target, given)
         shard = whole.files[1]
@@ -215,7 +207,7 @@ class TestResume:
 
 def test_conversation_takes_few_reads(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read for the tokens and one per layer, safe under concurrent threads."""
-    store = build(tmp_path, tiny_target, conversations(tiny_target))
+    store = build(tmp_path, tiny_target, some_conversations(tiny_target))
     read, reads = os.preadv, list[int]()
 
     def noted(handle: int, buffers: list[memoryview], start: int) -> int:
@@ -238,7 +230,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("where", ["states", "tokens", "header"])
     def test_bit_flip(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         before = build(tmp_path, tiny_target, given)
         kept = [before.get(i).states[FINAL].clone() for i in range(len(given))]
         shard = before.files[0]
@@ -257,14 +249,14 @@ class TestDamage:
             torch.testing.assert_close(again.get(i).states[FINAL], states_TE, rtol=1e-4, atol=1e-5)
 
     def test_verification_leaves_files_in_place(self, tiny_target: Target, tmp_path: Path) -> None:
-        store = build(tmp_path, tiny_target, conversations(tiny_target))
+        store = build(tmp_path, tiny_target, some_conversations(tiny_target))
         assert store.damaged_files() == []
         flip(store.files[1], "states")
         assert store.damaged_files() == [store.files[1]]
         assert store.files[1].exists()
 
     def test_memory_error_is_raised(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = build(tmp_path, tiny_target, conversations(tiny_target))
+        store = build(tmp_path, tiny_target, some_conversations(tiny_target))
         store = StateStore(tmp_path)
 
         monkeypatch.setattr(
@@ -275,7 +267,7 @@ class TestDamage:
         assert store.files[0].exists()
 
     def test_shard_removed_during_use(self, tiny_target: Target, tmp_path: Path) -> None:
-        store = build(tmp_path, tiny_target, conversations(tiny_target))
+        store = build(tmp_path, tiny_target, some_conversations(tiny_target))
         for file in store.files:
             file.unlink()
         with pytest.raises(UserError, match=r"is missing\..*data build"):
@@ -300,7 +292,7 @@ def poison(target: Target, monkeypatch: pytest.MonkeyPatch, *poisoned: Sequence[
 def test_not_finite_conversations_are_left_out_by_name(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states_dtype: str
 ) -> None:
-    taken = conversations(tiny_target)
+    taken = some_conversations(tiny_target)
     poison(tiny_target, monkeypatch, taken[2].tokens, taken[5].tokens)
     for _ in range(2):  # existing shards do not list them
         store = build(tmp_path, tiny_target, taken, states_dtype=states_dtype)
@@ -319,7 +311,7 @@ def test_not_finite_conversations_are_left_out_by_name(
 
 
 def test_captured_states_are_kept_only_if_finite(tiny_target: Target, tmp_path: Path) -> None:
-    taken = conversations(tiny_target, 3)
+    taken = some_conversations(tiny_target, 3)
     states = tiny_target.hidden_states([item.tokens for item in taken], AUX_LAYERS)
     states[1][1][0, 0] = -torch.inf
     kind = StateKind(tiny_target, AUX_LAYERS)
@@ -351,7 +343,7 @@ class TestCodes:
 
     @pytest.mark.parametrize(("states_dtype", "lost"), [("int8", 0.02), ("fp8", 0.05)])
     def test_int8_and_fp8_only_round(self, tiny_target: Target, tmp_path: Path, states_dtype: str, lost: float) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         plain = build(tmp_path / "plain", tiny_target, given)
         built = build(tmp_path / "codes", tiny_target, given, states_dtype=states_dtype)
         store = StateStore(tmp_path / "codes")
@@ -367,14 +359,14 @@ class TestCodes:
                 assert 0 < shares_T.max() < lost
 
     def test_budget_holds_more(self, tiny_target: Target, tmp_path: Path) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         tokens = sum(len(item.tokens) for item in given[:3])
         budget = estimate_bytes(tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
         assert len(build(tmp_path / "plain", tiny_target, given, budget_bytes=budget)) == 3
         assert len(build(tmp_path / "codes", tiny_target, given, budget_bytes=budget, states_dtype="int8")) > 3
 
     def test_coexist_with_plain(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target, 3)
+        given = some_conversations(tiny_target, 3)
         shards = tmp_path / "shards"
         plain = build(tmp_path / "plain", tiny_target, given, shards=shards)
         build(tmp_path / "codes", tiny_target, given, shards=shards, states_dtype="int8")
@@ -385,7 +377,7 @@ class TestCodes:
         assert (again.files, again.fingerprint) == (plain.files, plain.fingerprint)
 
     def test_a_flipped_scale_is_noticed(self, tiny_target: Target, tmp_path: Path) -> None:
-        store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype="int8")
+        store = build(tmp_path, tiny_target, some_conversations(tiny_target), states_dtype="int8")
         flip(store.files[0], "scales")
         with pytest.raises(UserError, match="is damaged"):
             for i in range(len(store)):
@@ -396,7 +388,7 @@ class TestMore:
     """Shards are only added: a conversation in an existing shard is not computed again."""
 
     def test_more_conversations(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         first = build(tmp_path / "one", tiny_target, given[:4], shards=tmp_path / "shards")
         before = {file: file.stat().st_mtime_ns for file in first.files}
         forwards = Forwards(tiny_target, monkeypatch)
@@ -410,7 +402,7 @@ class TestMore:
         assert len(StateStore(tmp_path / "one")) == 4, "the first store is as it was"
 
     def test_fewer_conversations(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
         forwards = Forwards(tiny_target, monkeypatch)
         store = build(tmp_path / "two", tiny_target, [given[5], given[2], given[5]], shards=tmp_path / "shards")
@@ -418,7 +410,7 @@ class TestMore:
         assert [store.get(i).tokens_T.tolist() for i in range(3)] == [list(given[i].tokens) for i in (5, 2, 5)]
 
     def test_additional_layer(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         first = build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
         asked = spy(monkeypatch, tiny_target, "hidden_states", lambda _rows, layers: tuple(layers))
         store = build(tmp_path / "two", tiny_target, given, aux_layers=(2, *AUX_LAYERS), shards=tmp_path / "shards")
@@ -431,7 +423,7 @@ class TestMore:
                 torch.testing.assert_close(store.get(i).states[layer], expected[layer], rtol=1e-4, atol=1e-5)
 
     def test_other_mask_same_states(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = conversations(tiny_target, 3)
+        given = some_conversations(tiny_target, 3)
         first = build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
         forwards = Forwards(tiny_target, monkeypatch)
         masked = [Conversation(c.id, c.tokens, [*c.supervised[:-1], True], c.messages) for c in given]
@@ -442,7 +434,7 @@ class TestMore:
         assert [mask.tolist() for mask in store.supervised()] == [list(item.supervised) for item in masked]
 
     def test_other_target_has_its_own_states(self, tiny_target: Target, tmp_path: Path) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         first = build(tmp_path, tiny_target, given)
         other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
         store = build(tmp_path, other, given)
@@ -453,14 +445,14 @@ class TestMore:
 
     def test_foreign_files_stay(self, tiny_target: Target, tmp_path: Path) -> None:
         (tmp_path / "notes.txt").write_text("mine")
-        build(tmp_path, tiny_target, conversations(tiny_target, 2))
-        build(tmp_path, tiny_target, conversations(tiny_target, 3))
+        build(tmp_path, tiny_target, some_conversations(tiny_target, 2))
+        build(tmp_path, tiny_target, some_conversations(tiny_target, 3))
         assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 class TestBudget:
     def test_last_conversations_are_left_out(self, tiny_target: Target, tmp_path: Path) -> None:
-        given = conversations(tiny_target)
+        given = some_conversations(tiny_target)
         per_token = estimate_bytes(1, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
         budget = per_token * sum(len(item.tokens) for item in given[:4]) + per_token
         store = build(tmp_path, tiny_target, given, budget_bytes=budget)
@@ -470,7 +462,7 @@ class TestBudget:
 
     def test_budget_below_one_conversation(self, tiny_target: Target, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"does not hold one conversation .*cache_gigabytes"):
-            build(tmp_path, tiny_target, conversations(tiny_target), budget_bytes=1000)
+            build(tmp_path, tiny_target, some_conversations(tiny_target), budget_bytes=1000)
 
     def test_too_little_disk(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         class Full:
@@ -478,7 +470,7 @@ class TestBudget:
 
         monkeypatch.setattr(headstart.support.files.shutil, "disk_usage", lambda _place: Full)
         with pytest.raises(UserError, match=r"Keeping hidden states needs .* and 1.0 kB are free"):
-            build(tmp_path / "store", tiny_target, conversations(tiny_target))
+            build(tmp_path / "store", tiny_target, some_conversations(tiny_target))
         assert not (tmp_path / "store").exists()
 
 
@@ -497,7 +489,7 @@ class TestRefusals:
 
     def test_missing_aux_layer(self, tiny_target: Target, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="Layer 9 does not exist"):
-            build(tmp_path, tiny_target, conversations(tiny_target, 1), aux_layers=(9,))
+            build(tmp_path, tiny_target, some_conversations(tiny_target, 1), aux_layers=(9,))
 
     def test_unknown_format(self, tmp_path: Path) -> None:
         (tmp_path / "manifest.json").write_text('{"format": 4}')

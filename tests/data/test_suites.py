@@ -58,7 +58,7 @@ def test_local_copy_is_asked_turn_by_turn(
     tiny_target: Target, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (part,) = SUITES["mt-bench"].parts
+    (part,) = SUITES["mt-bench"]
     assert part.local_copy.is_relative_to(tmp_path)
     part.local_copy.parent.mkdir(parents=True)
     part.local_copy.write_bytes(lines(MT_BENCH))

@@ -21,7 +21,7 @@ from headstart.model.model import Target
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import parse_recipe
 from headstart.recipes.sections import DataSection
-from tests.data.loading import load
+from tests.data.loading import load, write_rows
 from tests.tiny import CHATML, tiny_tokenizer
 
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ 'quiet ' }}{% endif %}" + CHATML
@@ -40,11 +40,6 @@ def switched(tiny_target: Target) -> Target:
     return Target(tiny_target.model, tiny_tokenizer(SWITCH), "switched")
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_variables_reach_every_rendering(switched: Target, tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "Hi"}]
     bound = with_template_kwargs(switched.tokenizer, QUIET)
@@ -53,7 +48,7 @@ def test_variables_reach_every_rendering(switched: Target, tmp_path: Path) -> No
     assert bound.decode(encode([*asked, {"role": "assistant", "content": "Ho"}], bound)[0]).startswith("quiet")
     assert user_prefix(bound).startswith("quiet")
 
-    path = write(tmp_path / "p.jsonl", [{"turns": [f"Question {i}", "And?"]} for i in range(9)])
+    path = write_rows(tmp_path / "p.jsonl", *({"turns": [f"Question {i}", "And?"]} for i in range(9)))
     data = DataSection.model_validate({"prompts": path, "chat_template_kwargs": QUIET, **SIZES})
     splits = build_conversations(switched, data, tmp_path / "data")
     for item in (*splits.train, *splits.validation, *splits.heldout):
@@ -116,7 +111,7 @@ def chats(count: int, **answer: Any) -> list[dict[str, Any]]:
 
 def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any) -> tuple[list[Conversation], str]:
     """Build conversations with the given answers; return them and the console's text."""
-    data = {"prompts": write(folder / "p.jsonl", rows), "regenerate": False, **SIZES, "conversations": 20, **over}
+    data = {"prompts": write_rows(folder / "p.jsonl", *rows), "regenerate": False, **SIZES, "conversations": 20, **over}
     console = Console(file=io.StringIO(), width=300)
     splits = build_conversations(target, DataSection.model_validate(data), folder / "data", console)
     assert isinstance(console.file, io.StringIO)
@@ -215,14 +210,14 @@ def test_unrendered_tools_are_left_out_and_counted(tiny_target: Target, tmp_path
     target = Target(tiny_target.model, tiny_tokenizer(no_results), "calls")
     (tmp_path / "results").mkdir()
     _, told = given(target, [*chats(12), *agents(3)], tmp_path / "results", heldout=0)
-    assert "Left out: 3 with results of tools that the chat template does not render." in told
+    assert "Left out: 3 with tool results that the chat template does not render." in told
 
 
 def test_unrendered_calls_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
     rows = [*chats(12), *chats(15, tool_calls=[CALL])[12:]]
     found, told = given(tiny_target, rows, tmp_path, heldout=0)
     assert len(found) == 12
-    assert "Left out: 3 with calls of tools that the chat template does not render." in told
+    assert "Left out: 3 with tool calls that the chat template does not render." in told
     (tmp_path / "own").mkdir()
     found, told = given(tiny_target, rows, tmp_path / "own", heldout=0, regenerate=True)
     assert len(found) == 15 and "the chat template" not in told, "the target's own answers call none"

@@ -20,7 +20,7 @@ from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
-from tests.data.loading import turns
+from tests.data.loading import turns, write_rows
 from tests.tiny import tiny_tokenizer
 
 TOOLS = (
@@ -100,7 +100,7 @@ def test_invalid_utf8_is_named_or_counted(tiny_target: Target, tmp_path: Path) -
         {"request": {"messages": asked, "user": half}, "response": reply},
         {"request": {"prompt": f"Rain {half}"}, "response": reply},
     ]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "log.jsonl", *rows)
     served, left_out = read_log(tmp_path, target)
     assert len(served) == 1 and left_out.counts == {"with text that is not UTF-8": 5}
 

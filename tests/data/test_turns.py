@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from headstart.data.conversations.answers import AnswerGenerator
 from headstart.data.conversations.records import Conversation
-from headstart.data.generation.generator import TurnCaches
+from headstart.data.generation.generator import TurnState
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.states.shards import Capture, StateKind
@@ -58,7 +58,7 @@ def test_next_turn_continues_from_the_cache(kind: str, read: list[int], monkeypa
     once = sum(read)
     assert len([item for item in kept if len(item.messages) > 2]) > 2, "some have later turns"
     read.clear()
-    monkeypatch.setattr(TurnCaches, "keep", lambda *_, **__: None)
+    monkeypatch.setattr(TurnState, "keep", lambda *_, **__: None)
     assert [item.tokens for item in answers(target)] == [item.tokens for item in kept]
     assert (sum(read) > once + 100) is (kind != "llama_long")
 

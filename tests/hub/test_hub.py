@@ -218,7 +218,7 @@ def test_target_without_a_network(hub: FakeHub, client: Client, tiny_target_fold
 
 
 def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> None:
-    (part,) = SUITES["gsm8k"].parts
+    (part,) = SUITES["gsm8k"]
     with hub.down():
         line = client.refusal("suite", name="gsm8k")
     assert "Cannot fetch gsm8k, which is main/test-00000-of-00001.parquet of 'openai/gsm8k'" in line

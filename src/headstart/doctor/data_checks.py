@@ -69,9 +69,9 @@ def _render_again(item: Conversation, subject: Subject) -> tuple[list[int], list
     """Render tokens and mask again, copying the target's own answers: their text may tokenize differently."""
     tokenizer, ends = with_tools(subject.target.tokenizer, item.tools), subject.target.end_tokens
     if _origin(item) == "given":
-        return encode(item.messages, tokenizer, max_tokens=len(item.tokens))
-    tokens: list[int] = []
-    mask: list[bool] = []
+        tokens, mask = encode(item.messages, tokenizer)
+        return tokens[: len(item.tokens)], mask[: len(item.tokens)]
+    tokens, mask = list[int](), list[bool]()
     answered = 0
     for turn, message in enumerate(item.messages):
         if message["role"] != "assistant" or len(tokens) > len(item.tokens):

@@ -84,7 +84,7 @@ def counted_lengths(data: DataSection, tokenizer: Any, context: int) -> Lengths:
     """
     if not data.sources:
         return assumed_lengths(data, context)
-    prompts = load_prompts(data, tokenizer, limit=SAMPLE, whole=False).prompts
+    prompts = load_prompts(data, tokenizer, limit=SAMPLE, stream=True).prompts
     rows = [_of_prompt(prompt, data, tokenizer, context) for prompt in prompts]
     tokens, answer, turns = (fmean(getattr(row, name) for row in rows) for name in ("tokens", "answer", "turns"))
     longest = max(row.longest for row in rows)
@@ -104,7 +104,7 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, context: int) 
         answers = [count(message) for message in later if message["role"] == "assistant"]
         tokens = read + sum(map(count, later)) + _TURN * (len(answers) - 1)
         return Lengths(min(tokens, context), sum(answers), 0, 0)
-    for message in prompt.asked[len(prompt.opening) :]:
+    for message in prompt.without_answers[len(prompt.opening) :]:
         room = context - data.max_new_tokens - read - turns * usual
         if (further := count(message) + _TURN) > min(room, data.max_prompt_tokens):
             break

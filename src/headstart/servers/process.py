@@ -159,9 +159,8 @@ class Server(RunningEngine):
         if shutil.which(self.words[0]) is None:
             raise UserError(
                 f"{self.engine.name} cannot be started: {self.words[0]} is no command here.",
-                f"Install it in an environment of its own, and say how it is started with "
-                f"{'data.server_command' if self._many else '--engine-command'}; by default that is "
-                f"{self.engine.command!r}.",
+                "Install it in an environment of its own, and give its start command with "
+                f"{'data.server_command' if self._many else '--engine-command'} (default: {self.engine.command!r}).",
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab" if self.has_died else "wb") as log:

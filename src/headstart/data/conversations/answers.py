@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation, spans_of
-from headstart.data.generation.generator import CANDIDATES, Continuation, TextGenerator, TurnCaches
+from headstart.data.generation.generator import CANDIDATES, Continuation, TextGenerator, TurnState
 from headstart.data.generation.in_process import InProcess
 from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render, with_tools
 from headstart.data.prompts.loading import REFUSED, LeftOut
@@ -56,8 +56,8 @@ class AnswerGenerator:
         sampled = round(sampled_fraction * len(ongoing))
         for index, row in enumerate(ongoing):
             row.temperature = 1.0 if index < sampled else settings.temperature
-        turn, caches = 0, TurnCaches()
-        while self._next_turn(ongoing, seed * 31 + turn, caches):
+        turn = 0
+        while self._next_turn(ongoing, seed * 31 + turn):
             turn += 1
         for row in ongoing:
             if not any(row.supervised):
@@ -71,8 +71,8 @@ class AnswerGenerator:
         conversations = [row.conversation(sampling) for row in answered]
         if self._capture is not None:
             pairs = zip(conversations, answered, strict=True)
-            self._capture.store([(item, row.states) for item, row in pairs if row.states])
-        return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *conversations]
+            self._capture.store([(item, row.turn.states) for item, row in pairs if row.turn.states])
+        return [*_fitting(given, lambda prompt: self._encode_given(prompt, left_out), left_out), *conversations]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
         """Return prompts without answers; count prompts that the chat template refuses."""
@@ -80,12 +80,12 @@ class AnswerGenerator:
         def unanswered(prompt: Prompt) -> Conversation:
             tokens = prompt_tokens(prompt.opening, with_tools(self._target.tokenizer, prompt.tools))
             return Conversation(
-                prompt.id, tokens, [False] * len(tokens), prompt.asked, prompt.category, tools=prompt.tools
+                prompt.id, tokens, [False] * len(tokens), prompt.without_answers, prompt.category, tools=prompt.tools
             )
 
         return _fitting(prompts, unanswered, left_out)
 
-    def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
+    def _encode_given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
         """Encode a prompt with its own answers, truncated after the last answer that fits."""
         longest, window = self._settings.max_prompt_tokens, self._target.max_length
         end = before = 0
@@ -112,7 +112,7 @@ class AnswerGenerator:
             prompt.id, tokens[:end], supervised[:end], prompt.messages, prompt.category, sampling, prompt.tools
         )
 
-    def _next_turn(self, ongoing: Sequence[_Ongoing], seed: int, caches: TurnCaches) -> bool:
+    def _next_turn(self, ongoing: Sequence[_Ongoing], seed: int) -> bool:
         """Answer the next user turn of each conversation; return False when no turn is left."""
         settings = self._settings
         limits = settings.max_prompt_tokens, settings.max_new_tokens, self._generator.window
@@ -120,7 +120,8 @@ class AnswerGenerator:
         rows.sort(key=lambda row: len(row.tokens))
         if not rows:
             return False
-        caches.begin([(ongoing.index(row), bool(row.remaining), row.states) for row in rows])
+        for row in rows:
+            row.turn.has_more = bool(row.remaining)
         continuation = Continuation(
             settings.max_new_tokens,
             [row.temperature for row in rows],
@@ -128,15 +129,14 @@ class AnswerGenerator:
             seed,
             check=self._check,
             aux_layers=() if self._capture is None else self._capture.aux_layers,
-            turns=caches,
+            turns=[row.turn for row in rows],
         )
         answers = self._generator.continue_rows([row.tokens for row in rows], continuation)
         for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
-                continue
-            row.add_answer(answer, self._target)
-            row.states = continuation.states.get(number, {})
+            else:
+                row.add_answer(answer, self._target)
         return True
 
 
@@ -154,7 +154,7 @@ def _fitting(
 
 
 class _Ongoing:
-    """A conversation in progress: exact tokens, their hidden states by layer (empty if unknown), remaining messages.
+    """A conversation in progress: exact tokens, state between turns, and remaining messages.
 
     If it ends early, `cut` holds the reason for `LeftOut`, `why` the server's message and `dropped` the number of lost
     turns. `is_clipped` marks a last answer without an end token.
@@ -162,12 +162,12 @@ class _Ongoing:
 
     def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
         self.prompt, self._tokenizer = prompt, with_tools(tokenizer, prompt.tools)
-        self.remaining = prompt.asked
+        self.remaining = prompt.without_answers
         self.messages: list[Message] = []
         self.tokens: list[int] = []
         self.supervised: list[bool] = []
         self.temperature = 0.0
-        self.states: dict[int, Tensor] = {}
+        self.turn = TurnState()
         self.cut = self.why = ""
         self.dropped, self.is_clipped = 0, False
 
@@ -183,7 +183,7 @@ class _Ongoing:
             if turn[-1]["role"] == "user":
                 break
         try:
-            tokens = self._rendered(turn)
+            tokens = self._turn_tokens(turn)
         except Unfit as misfit:
             return self._end(misfit.reason, turn)
         if len(tokens) > max_tokens:
@@ -199,9 +199,10 @@ class _Ongoing:
         """Drop the remaining messages; return False."""
         self.dropped = sum(message["role"] == "user" for message in [*turn, *self.remaining])
         self.remaining, self.cut = [], reason if self.dropped else ""
+        self.turn.drop()
         return False
 
-    def _rendered(self, turn: list[Message]) -> list[int]:
+    def _turn_tokens(self, turn: list[Message]) -> list[int]:
         """Return the tokens these messages add; `Unfit` if the template refuses them or rewrites earlier answers."""
         tokenizer = self._tokenizer
         if not self.tokens:

@@ -11,7 +11,7 @@ from headstart.data.generation.generator import TextGenerator
 from headstart.data.generation.in_process import InProcess
 from headstart.data.generation.servers import Servers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
-from headstart.data.prompts.loading import LeftOut, in_turns
+from headstart.data.prompts.loading import LeftOut, interleave
 from headstart.data.prompts.overlap import Excluded, normalise
 from headstart.data.prompts.self_prompts import generate_prompts
 from headstart.data.prompts.shapes import Prompt
@@ -66,7 +66,7 @@ class BatchGenerator:
             # A margin, since some of these prompts are unusable.
             count = missing + -(-missing // 4) if prompts else self.settings.batch_size
             own = self._self_prompts(generator, f"{split}-{number}", count, seed, check, left_out)[:missing]
-            turns = in_turns([iter(prompts), iter(own)], [1 - own_share, own_share])
+            turns = interleave([iter(prompts), iter(own)], [1 - own_share, own_share])
             prompts = [prompt for _, prompt in turns] if prompts else own
         answers = AnswerGenerator(self.target, self.settings, generator, self._capture, check)
         if split == "heldout":

@@ -162,7 +162,7 @@ class ConversationBuild:
         return both
 
     def run(self, console: Console | None = None, records_time: bool = True) -> None:
-        """Generate the missing batches of all splits, shared with other processes; one of them `records_time`."""
+        """Generate the missing batches of all splits, shared with other processes. One process `records_time`."""
         requested, answer_tokens, started = sum(self.counts.values()), 0, time.perf_counter()
         with progress_bar(console, "conversations", total=requested) as bar:
             for split, count in self.counts.items():
@@ -231,7 +231,7 @@ class ConversationBuild:
             ended = f"data.cache_gigabytes={settings.cache_gigabytes:g} is full. Raise it for more."
         used_up = [source for source, last in self._prompts.used_up.items() if last <= self.prompts_used]
         if used_up and (settings.self_share or len(used_up) < len(settings.sources)):
-            notices.append(f"No more prompts in {', '.join(used_up)}: the other sources stand in for the rest.")
+            notices.append(f"No more prompts in {', '.join(used_up)}: the other sources replace them.")
         elif used_up:
             ended = f"there are no more prompts in {', '.join(used_up)}. Give more of them."
         if ended and count < settings.conversations:

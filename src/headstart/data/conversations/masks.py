@@ -24,10 +24,8 @@ from headstart.data.prompts.chat import Message, Unfit, check_offsets, render
 from headstart.support.detokenizer import MARK
 
 
-def encode(
-    messages: Sequence[Message], tokenizer: Any, *, max_tokens: int | None = None
-) -> tuple[list[int], list[bool]]:
-    """Render and tokenize a conversation; return its first `max_tokens` tokens and their loss mask.
+def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Render and tokenize a conversation; return tokens and loss mask.
 
     An answer that the template rewrites (dropping reasoning once another turn follows, say) is not supervised.
 
@@ -48,7 +46,7 @@ def encode(
         if message["role"] == "tool":
             before, after = (render(messages[:stop], tokenizer, answer=False) for stop in (index, index + 1))
             if before == after:
-                raise _not_rendered("results of tools")
+                raise _not_rendered("tool results")
         if message["role"] != "assistant":
             continue
         span = _answer_span(messages, index, whole, tokenizer)
@@ -71,13 +69,6 @@ def encode(
             "Let the target write the answers (data.regenerate=true).",
             "in which the chat template rewrites each answer",
         )
-    if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):
-        raise Unfit(
-            f"The first answer of a conversation begins after {max_tokens} tokens.",
-            "Raise the limit or shorten it.",
-            f"whose first answer begins after {max_tokens} tokens",
-        )
-    tokens, supervised = tokens[:max_tokens], supervised[:max_tokens]
     if not any(supervised):
         raise Unfit(
             f"Nothing is supervised in a conversation of {len(messages)} messages and {len(tokens)} tokens.",
@@ -138,7 +129,7 @@ def _after_calls(answer: Message, rendered: str, text_stop: int) -> int:
         name = call["function"]["name"]
         place = rendered.find(name, text_stop)
         if place < 0:
-            raise _not_rendered("calls of tools")
+            raise _not_rendered("tool calls")
         text_stop = place + len(name)
     return text_stop
 

@@ -136,6 +136,6 @@ def show_conversation(conversation: Conversation, tokenizer: Any, console: Conso
     supervised, total = sum(conversation.supervised), len(conversation.tokens)
     legend = Text(f"{total} tokens, {supervised} supervised ({supervised / max(1, total):.0%}), in ")
     legend.append(f"{_OPEN}this style{_CLOSE}", style=_SUPERVISED)
-    drawn = ", ".join(f"{key}={value}" for key, value in conversation.sampling.items())
-    legend.append(f"; answers drawn with {drawn}" if drawn else "; answers as given")
+    sampling = ", ".join(f"{key}={value}" for key, value in conversation.sampling.items())
+    legend.append(f"; answers generated with {sampling}" if sampling else "; answers as given")
     console.print(legend, style="dim")

@@ -19,40 +19,29 @@ _TURN_SHARE = 0.01
 """Largest fraction of free memory for one conversation's KV cache between turns."""
 
 
-class TurnCaches:
-    """KV caches of conversations between turns, so that no text is prefilled twice."""
+@dataclass
+class TurnState:
+    """State of a row's conversation between turns, so that no text is prefilled twice.
 
-    def __init__(self) -> None:
-        self._conversations: list[int] = []
-        self._unfinished: set[int] = set()
-        self._caches: dict[int, TreeCache] = {}
-        self._states: dict[int, Mapping[int, Tensor]] = {}
+    Attributes:
+        cache: KV cache of the earlier turns; None if they must be prefilled.
+        states: hidden states [T, E] of the row with its added tokens, by layer; empty if they did not fit in memory.
+        has_more: whether another turn may follow, so that the cache is worth keeping.
+    """
 
-    def begin(self, rows: Sequence[tuple[int, bool, Mapping[int, Tensor]]]) -> None:
-        """Start a turn with (conversation number, may another turn follow, hidden states so far or empty) per row."""
-        self._conversations = [number for number, _, _ in rows]
-        self._unfinished = {number for number, more, _ in rows if more}
-        self._states = {number: states for number, _, states in rows if states}
-        self._caches = {number: self._caches[number] for number in self._conversations if number in self._caches}
+    cache: TreeCache | None = None
+    states: Mapping[int, Tensor] = field(default_factory=dict)
+    has_more: bool = False
 
-    def take(self, row: int, with_states: bool) -> tuple[TreeCache, Mapping[int, Tensor]] | None:
-        """Hand over the cache and states of a row's conversation; None if it must be prefilled."""
-        number = self._conversations[row]
-        states = self._states.get(number, {})
-        if number not in self._caches or (with_states and not states):
-            return None
-        return self._caches.pop(number), states
+    def keep(self, target: Target, cache: TreeCache, index: int, length: int) -> None:
+        """Copy a row of a cache if another turn may follow and the copy fits in memory."""
+        size = length * target.kv_bytes_per_token
+        if self.has_more and size <= _TURN_SHARE * free_bytes(target.device):
+            self.cache = cache.copy_row(index, length)
 
-    def keep(self, target: Target, row: int, cache: TreeCache, *, index: int, length: int) -> None:
-        """Copy the cache of an ended row if another turn may follow and the copy fits in memory."""
-        number, size = self._conversations[row], length * target.kv_bytes_per_token
-        if number in self._unfinished and size <= _TURN_SHARE * free_bytes(target.device):
-            self._caches[number] = cache.copy_row(index, length)
-
-    def clear(self) -> None:
-        """Drop all caches to free memory."""
-        self._caches.clear()
-        self._unfinished.clear()
+    def drop(self) -> None:
+        """Free the cache, and keep no other one in this turn."""
+        self.cache, self.has_more = None, False
 
 
 CANDIDATES = 64
@@ -69,8 +58,7 @@ class Continuation:
         top_p: nucleus for sampled rows, within the top `CANDIDATES`.
         check: polled; aborts by raising.
         aux_layers: layers of the hidden states to return, if memory allows.
-        turns: caches from earlier turns of the rows' conversations.
-        states: receives hidden states [T, E] of rows with their added tokens, by number and layer.
+        turns: state of each row's conversation; empty if nothing needs it.
         refused: receives the reasons of servers that refused rows, by number.
     """
 
@@ -81,8 +69,7 @@ class Continuation:
     top_p: float = 1.0
     check: Callable[[], None] = lambda: None
     aux_layers: tuple[int, ...] = ()
-    turns: TurnCaches | None = None
-    states: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    turns: Sequence[TurnState] = ()
     refused: dict[int, str] = field(default_factory=dict)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -67,7 +66,8 @@ class InProcess:
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
         """Continue each row, halving batches that do not fit in memory; hidden states are kept if they fit."""
         if not self.has_fixed_rotary:
-            continuation = replace(continuation, turns=None)
+            for turn in continuation.turns:
+                turn.drop()
         added: dict[int, list[int]] = {}
 
         def generate(numbers: list[int]) -> bool:
@@ -86,8 +86,8 @@ class InProcess:
                         "Lower data.max_new_tokens or data.max_prompt_tokens, or use another device.",
                     ) from error
                 self._max_tokens = min(self._max_tokens, count * length / 2)
-                if continuation.turns is not None:  # dropped caches are prefilled again
-                    continuation.turns.clear()
+                for turn in continuation.turns:  # their text is prefilled again
+                    turn.drop()
                 raise
             added.update(zip(numbers, generated, strict=True))
             return True
@@ -138,18 +138,14 @@ class _Batch:
             if len(remaining) <= _KEPT * len(self._alive):
                 self._keep_turns(sorted(set(range(len(self._alive))) - set(remaining)))
                 self._cache.reorder(remaining)
-                self._alive, tokens = (
-                    [self._alive[index] for index in remaining],
-                    [tokens[index] for index in remaining],
-                )
+                self._alive = [self._alive[index] for index in remaining]
+                tokens = [tokens[index] for index in remaining]
             logits_BV = self._forward(tokens)
         self._keep_turns(range(len(self._alive)))
-        if self._states:
-            for row, number in enumerate(self._numbers):
-                length = len(self._rows[row]) + len(self._added[row])
-                self._continuation.states[number] = {
-                    layer: batch_BTE[row, :length] for layer, batch_BTE in self._states.items()
-                }
+        for row, number in enumerate(self._numbers if self._continuation.turns else ()):
+            length = len(self._rows[row]) + len(self._added[row])
+            states = {layer: batch_BTE[row, :length] for layer, batch_BTE in self._states.items()}
+            self._continuation.turns[number].states = states
         return self._added
 
     # -- prefill -----------------------------------------------------------------------------------------------------
@@ -164,14 +160,14 @@ class _Batch:
 
     def _restore_turns(self) -> bool:
         """Restore caches of earlier turns; return False if there are none."""
-        if (turns := self._continuation.turns) is None:
-            return False
-        has_restored = False
-        for index, row in enumerate(self._alive):
-            if (earlier := turns.take(self._numbers[row], bool(self._states))) is not None:
+        turns, has_restored = self._continuation.turns, False
+        for index, row in enumerate(self._alive if turns else ()):
+            turn = turns[self._numbers[row]]
+            cache, turn.cache = turn.cache, None
+            if cache is not None and (turn.states or not self._states):
                 has_restored = True
-                self._cache.load_row(index, earlier[0])
-                states = {layer: earlier[1][layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
+                self._cache.load_row(index, cache)
+                states = {layer: turn.states[layer][None, : self._cache.lengths[index]] for layer in self._aux_layers}
                 self._store([row], [0], states)
         return has_restored
 
@@ -237,13 +233,12 @@ class _Batch:
 
     def _keep_turns(self, indices: Iterable[int]) -> None:
         """Keep these rows' caches if another turn may follow."""
-        if (turns := self._continuation.turns) is None:
-            return
-        for index in indices:
+        turns = self._continuation.turns
+        for index in indices if turns else ():
             row = self._alive[index]
             if self._added[row][-1] in self._continuation.ends:
                 length = min(self._cache.lengths[index], len(self._rows[row]) + len(self._added[row]))
-                turns.keep(self._target, self._numbers[row], self._cache, index=index, length=length)
+                turns[self._numbers[row]].keep(self._target, self._cache, index, length)
 
 
 def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, uniform: Sequence[float]) -> list[int]:

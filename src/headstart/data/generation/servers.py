@@ -57,18 +57,18 @@ class Servers:
     @cached_property
     def window(self) -> int:
         """Smallest context length of the target and the servers that report one."""
-        return min([self._target.max_length, *filter(None, (served.window for served in self._served))])
+        return min([self._target.max_length, *filter(None, (served.window for served in self._models))])
 
     @cached_property
     def requests(self) -> int:
         """Concurrent requests over all servers: by default twice the slots of a llama-server, `REQUESTS` for others."""
         if self._requests is None:
-            per_server = max(2 * served.slots if served.slots else REQUESTS for served in self._served)
+            per_server = max(2 * served.slots if served.slots else REQUESTS for served in self._models)
             self._pool.requests = self._pool.requests // REQUESTS * per_server
         return self._pool.requests
 
     @cached_property
-    def _served(self) -> list[ServedModel]:
+    def _models(self) -> list[ServedModel]:
         return self._pool.query(lambda endpoint: endpoint.cached(self._find_model))
 
     def concurrent_batches(self, rows: int) -> int:
@@ -136,7 +136,7 @@ class Servers:
             reply = served.dialect.read(page)
         except NoTokenIds:
             raise UserError(
-                f"{endpoint.url} returns no token ids, and text alone does not say which were written.",
+                f"{endpoint.url} returns no token ids, and its text may tokenize to other ids.",
                 "Use vLLM (0.10.2 or newer) or llama-server.",
             ) from None
         except (KeyError, IndexError, TypeError, AttributeError):

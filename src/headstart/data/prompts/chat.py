@@ -69,7 +69,7 @@ def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
     """
     check_template(tokenizer)
     try:
-        text = _rendered(messages, tokenizer, answer)
+        text = _apply_template(messages, tokenizer, answer)
         text.encode()
     except UnicodeEncodeError as error:
         fields = {"messages": list(messages), **template_kwargs(tokenizer)}
@@ -89,26 +89,25 @@ def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
     return text
 
 
-def _rendered(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:
+def _apply_template(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:
     """Render with the arguments of tool calls as objects, or as JSON for templates that write them out unconverted."""
 
     def apply(given: Sequence[Message]) -> str:
         return str(tokenizer.apply_chat_template(list(given), tokenize=False, add_generation_prompt=answer))
 
-    if not (called := _called(messages)):
+    if not (called := _calls_with_arguments(messages)):
         return apply(messages)
     with suppress(*TEMPLATE_ERRORS):  # such as a TypeError from a concatenation with an object
         text = apply(messages)
         if not any(function["arguments"] and str(function["arguments"]) in text for function in called):
             return text
     as_json = deepcopy(list(messages))
-    for function in _called(as_json):
+    for function in _calls_with_arguments(as_json):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return apply(as_json)
 
 
-def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """List the tool calls with arguments."""
+def _calls_with_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
     functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     return [function for function in functions if isinstance(function.get("arguments"), dict)]
 
@@ -143,12 +142,12 @@ def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an answer's tool calls with arguments as objects, as chat templates expect."""
     called = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if not isinstance(called, list) or not all(isinstance(call, Mapping) for call in called):
-        raise Unusable("with calls of tools that are not a list")
+        raise Unusable("with tool calls that are not a list")
     calls = []
     for call in called:
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise Unusable("with a call of a tool that names no function")
+            raise Unusable("with a tool call that names no function")
         if isinstance(arguments := function.get("arguments"), str):
             function = {**function, "arguments": parse_arguments(arguments or "{}")}
         calls.append({**call, "function": function} if "function" in call else {"function": function})
@@ -160,7 +159,7 @@ def parse_arguments(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise Unusable("with a call of a tool whose arguments are not JSON") from None
+        raise Unusable("with tool arguments that are not JSON") from None
 
 
 def text_of(content: Any) -> str:
@@ -190,7 +189,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
-    """Copy a tokenizer with these chat template variables bound, beside earlier ones; return it as is without any."""
+    """Copy a tokenizer and bind chat template variables, in addition to earlier ones; unchanged without any."""
     if not values:
         return tokenizer
     check_template(tokenizer)
@@ -209,7 +208,7 @@ def with_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
     """Copy a tokenizer with tool definitions bound to its chat template; `Unfit` if the template does not use them."""
     if tools and not has_variable(tokenizer, "tools"):
         raise Unfit(
-            "The target's chat template has no place for definitions of tools.",
+            "The target's chat template does not use tool definitions.",
             "Use a target that was trained to call tools, or leave the definitions out.",
             "with tools that the chat template does not render",
         )
@@ -242,7 +241,7 @@ def _variables(template: str) -> set[str]:
 def check_template(tokenizer: Any) -> None:
     if tokenizer is None or not has_template(tokenizer):
         raise UserError(
-            "The target's tokenizer has no chat template, so there is no telling what the assistant wrote.",
+            "The target's tokenizer has no chat template, so prompts and answers cannot be told apart.",
             "Choose an instruction-tuned target, or set tokenizer.chat_template and save it with the model.",
         )
 
@@ -263,6 +262,6 @@ def check_offsets(tokenizer: Any) -> None:
     """Refuse a slow tokenizer, which has no character offsets."""
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"{type(tokenizer).__name__} does not tell which characters a token covers.",
+            f"{type(tokenizer).__name__} has no character offsets of its tokens.",
             "Use a target with a fast tokenizer (tokenizer.json).",
         )

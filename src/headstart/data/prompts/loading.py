@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
 
 MISSHAPEN = "of a shape that is not understood"
-PLAIN = "of plain text, which only targets without a chat template go on with"
+PLAIN = "of plain text, which only targets without a chat template continue"
 REFUSED = "that a server refused"
 CHAT = "of conversations, which a target without a chat template cannot answer"
 REPEATED = "repeated"
@@ -47,7 +48,7 @@ _REMEDIES = {
 _CHARACTERS_PER_TOKEN = 64
 """Upper bound, so that only the start of a long text is tokenised."""
 _TRIES = 1000
-"""Give up a source if this many rows at its start all have an unusable shape."""
+"""A source is abandoned if its first rows, up to this number, all have an unusable shape."""
 
 T = TypeVar("T")
 
@@ -56,12 +57,12 @@ class LeftOut:
     """Counts of unusable records by reason, with the first of each in `examples`."""
 
     def __init__(self, counts: Mapping[str, int] | None = None, examples: Mapping[str, str] | None = None) -> None:
-        self.counts = dict(counts or {})
+        self.counts = Counter(counts or {})
         self.examples = dict(examples or {})
 
     def add(self, reason: str, example: str = "", count: int = 1) -> None:
         reason, example = (text.encode(errors="backslashreplace").decode() for text in (reason, example))
-        self.counts[reason] = self.counts.get(reason, 0) + count
+        self.counts[reason] += count
         self.examples.setdefault(reason, example)
 
     def add_all(self, other: LeftOut) -> None:
@@ -72,7 +73,7 @@ class LeftOut:
     def notice(self) -> str:
         """Counts by reason, most frequent first, and remedies; empty if nothing was left out."""
         phrases = []
-        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+        for reason, count in self.counts.most_common():
             first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN or reason.endswith(REFUSED) else ""
             phrases.append(f"{count} {reason}{first}")
         remedies = f" To keep them: {self.remedies}." if self.remedies else ""
@@ -81,14 +82,14 @@ class LeftOut:
     @property
     def remedies(self) -> str:
         """Known remedies, by frequency of their reasons."""
-        ordered = sorted(self.counts, key=lambda reason: -self.counts[reason])
-        found = [next((do for why, do in _REMEDIES.items() if re.search(why, reason)), "") for reason in ordered]
+        reasons = [reason for reason, _ in self.counts.most_common()]
+        found = [next((do for why, do in _REMEDIES.items() if re.search(why, reason)), "") for reason in reasons]
         return "; ".join(dict.fromkeys(filter(None, found)))
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts in drawing order, unusable records, and exhausted sources with the index after their last prompt."""
+    """Prompts in their order of use, unusable records, and exhausted sources with the index after their last prompt."""
 
     prompts: list[Prompt]
     left_out: LeftOut
@@ -96,22 +97,22 @@ class Prompts:
 
 
 def load_prompts(
-    data: DataSection, tokenizer: Any = None, *, limit: int | None = None, seed: int | None = None, whole: bool = True
+    data: DataSection, tokenizer: Any = None, *, limit: int | None = None, seed: int | None = None, stream: bool = False
 ) -> Prompts:
     """Load a recipe's prompts; unusable, repeated and too long ones are left out and counted.
 
-    With a seed each source is shuffled as a function of its content and the seed alone, so a larger `limit` extends the
-    same sequence; without one, file order. Several sources are interleaved by weight. Length is only checked with a
-    tokenizer. With a chat template plain-text rows are left out, without one all others. Unless `whole`, Hub datasets
-    are streamed. A UserError names a source that is unreadable or has no prompt.
+    With a seed, the order of a source depends on its content and the seed alone, so a larger `limit` extends the same
+    sequence; without one, it is the file's. Several sources are interleaved by weight. Length is checked only with a
+    tokenizer. With a chat template plain-text rows are left out, without one all others. `stream` reads Hub
+    datasets without downloading them first. A UserError names a source that is unreadable or has no prompt.
     """
     sources, left_out = data.sources, LeftOut()
-    reader, names = _Reader(data, tokenizer, seed, whole), [_name(source) for source in sources]
+    reader, names = _Reader(data, tokenizer, seed, stream), [_name(source) for source in sources]
     origins = [find_origin(source.source, source.revision) for source in sources]
     of_sources = [LeftOut() for _ in sources]
     given = list(map(reader.prompts, sources, origins, of_sources))
     prompts, last = list[Prompt](), [0] * len(sources)
-    for number, prompt in in_turns(given, [source.weight for source in sources]):
+    for number, prompt in interleave(given, [source.weight for source in sources]):
         if len(sources) > 1:  # files of the same name give the same ids; prompts default to their source's category
             category = prompt.category or sources[number].source
             prompt = replace(prompt, id=f"{number + 1}-{prompt.id}", category=category)
@@ -125,13 +126,12 @@ def load_prompts(
     return Prompts(prompts, left_out, used_up)
 
 
-def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[tuple[int, T]]:
+def interleave(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[tuple[int, T]]:
     """Interleave sources in proportion to their weights (above 0); yield (source number, item).
 
-    Every prefix is proportional to within one item for two sources and a few for more. Exhausted sources are skipped;
-    the others keep their proportions.
+    Every prefix is proportional to within one item for two sources, and a few for more. Exhausted sources are skipped.
 
-    >>> "".join(item for _, item in in_turns([iter("aaaaaa"), iter("BB")], [3, 1]))
+    >>> "".join(item for _, item in interleave([iter("aaaaaa"), iter("BB")], [3, 1]))
     'aaBaaaBa'
     """
     due = [0.0] * len(sources)
@@ -150,10 +150,10 @@ def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterat
 
 
 class _Reader:
-    """Conversion of records to prompts, shared by all sources so that no prompt repeats."""
+    """Converter of records to prompts, shared by all sources so that no prompt repeats."""
 
-    def __init__(self, data: DataSection, tokenizer: Any, seed: int | None, whole: bool) -> None:
-        self._tokenizer, self._max_tokens, self._seed, self._whole = tokenizer, data.max_prompt_tokens, seed, whole
+    def __init__(self, data: DataSection, tokenizer: Any, seed: int | None, stream: bool) -> None:
+        self._tokenizer, self._max_tokens, self._seed, self._stream = tokenizer, data.max_prompt_tokens, seed, stream
         self._prefix_tokens = min(data.prefix_tokens, data.max_prompt_tokens)
         self._excluded = Excluded(data.exclude)
         self._plain = tokenizer is not None and not has_template(tokenizer)
@@ -163,23 +163,23 @@ class _Reader:
 
     def prompts(self, source: PromptSource, origin: Origin, left_out: LeftOut) -> Iterator[Prompt]:
         """Yield the usable prompts of a source, in order; a UserError if there are none."""
-        read = usable = hopeless = 0
-        for record in read_records(origin, source.split or "train", self._seed, whole=self._whole):
+        read = usable = misshapen = 0
+        for location, name, row in read_records(origin, source.split or "train", self._seed, stream=self._stream):
             read += 1
             try:
-                prompt = self._prompt(record.row, record.id)
+                prompt = self._prompt(row, name)
             except UserError:  # of the tokenizer, not of this record
                 raise
             except ValueError as error:
-                hopeless += 1
-                left_out.add(MISSHAPEN, f"{record.location}: {error}")
+                misshapen += 1
+                left_out.add(MISSHAPEN, f"{location}: {error}")
             except Unusable as reason:
-                hopeless += str(reason) in (PLAIN, CHAT)
-                left_out.add(str(reason), record.location)
+                misshapen += str(reason) in (PLAIN, CHAT)
+                left_out.add(str(reason), location)
             else:
                 usable += 1
                 yield prompt
-            if hopeless == read == _TRIES:
+            if misshapen == read == _TRIES:
                 break
         if not usable:
             raise _none_left(_name(source), read, left_out)
@@ -197,7 +197,7 @@ class _Reader:
             text = beginning(prompt.turns[0], self._tokenizer, self._prefix_tokens)
             prompt = replace(prompt, messages=[{"role": "user", "content": text}])
         # AnswerGenerator that will be regenerated are not part of the prompt.
-        key = prompt_key(prompt.messages if self._keeps_answers else prompt.asked, prompt.tools)
+        key = prompt_key(prompt.messages if self._keeps_answers else prompt.without_answers, prompt.tools)
         if key in self._seen:
             raise Unusable(REPEATED)
         if self._tokenizer is not None:

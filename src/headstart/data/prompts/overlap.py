@@ -46,8 +46,8 @@ class Excluded:
 
     def __init__(self, files: Sequence[str]) -> None:
         questions = [question for file in files for question in read_questions(Path(file).expanduser())]
-        self._asked = {normalise(question.turns[0]) for question in questions}
-        self._runs = {run for question in questions for turn in question.turns for run in _runs(turn)}
+        self._first_turns = {normalise(question.turns[0]) for question in questions}
+        self._ngrams = {ngram for question in questions for turn in question.turns for ngram in _ngrams(turn)}
 
     def reason(self, turns: Sequence[str]) -> str | None:
         """Return the reason to exclude a prompt, given its user turns and then its other texts, or None.
@@ -55,14 +55,14 @@ class Excluded:
         The first turn equals a question's (see `normalise`), or a text shares `OVERLAP_WORDS` consecutive words with a
         turn of a question, ignoring punctuation and case. A shorter question inside a longer prompt is not found.
         """
-        if turns and normalise(turns[0]) in self._asked:
+        if turns and normalise(turns[0]) in self._first_turns:
             return SAME
-        if self._runs and any(run in self._runs for turn in turns for run in _runs(turn)):
+        if self._ngrams and any(ngram in self._ngrams for turn in turns for ngram in _ngrams(turn)):
             return OVERLAPPING
         return None
 
 
-def _runs(text: str) -> Iterator[tuple[str, ...]]:
+def _ngrams(text: str) -> Iterator[tuple[str, ...]]:
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
     for start in range(len(words) - OVERLAP_WORDS + 1):
         yield tuple(words[start : start + OVERLAP_WORDS])

@@ -64,7 +64,7 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-# -- question sets that others publish ---------------------------------------------------------------------------------
+# -- published question sets ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,14 @@ class QuestionFile:
     Attributes:
         columns: renames columns to the names of `headstart.data.prompts.shapes`.
         category: default category of its questions.
+        limit: default number of questions; None for all.
     """
 
     dataset: str
     file: str
     columns: Mapping[str, str] = field(default_factory=dict)
     category: str = ""
+    limit: int | None = None
 
     @property
     def local_copy(self) -> Path:
@@ -88,50 +90,29 @@ class QuestionFile:
         return cache / "headstart" / "suites" / self.dataset / self.file
 
 
-@dataclass(frozen=True)
-class Suite:
-    """A named question set; by default the first `most` questions of each part are used."""
-
-    parts: tuple[QuestionFile, ...]
-    most: int | None = None
-
-
+_TABLE = "test-00000-of-00001.parquet"
 _MT_BENCH = QuestionFile("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", {"prompt": "turns"})
-_SPEC_BENCH = "translation", "summarization", "qa", "math_reasoning", "rag"
-
-SUITES = {
-    "mt-bench": Suite((_MT_BENCH,)),
-    "humaneval": Suite(
-        (
-            QuestionFile(
-                "openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet", {"task_id": "id"}, "code"
-            ),
-        )
-    ),
-    "gsm8k": Suite(
-        (QuestionFile("openai/gsm8k", "main/test-00000-of-00001.parquet", {"question": "prompt"}, "math"),), 80
-    ),
-    # MT-bench plus RedHatAI's copy of the other tasks, one file each.
-    "spec-bench": Suite(
-        (
-            _MT_BENCH,
-            *(QuestionFile("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH),
-        )
-    ),
-    "alpaca": Suite(
-        (
-            QuestionFile(
-                "tatsu-lab/alpaca", "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", category="instructions"
-            ),
-        ),
-        80,
-    ),
+_HUMANEVAL = QuestionFile("openai/openai_humaneval", f"openai_humaneval/{_TABLE}", {"task_id": "id"}, "code")
+_GSM8K = QuestionFile("openai/gsm8k", f"main/{_TABLE}", {"question": "prompt"}, "math", limit=80)
+_ALPACA_TABLE = "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet"
+_ALPACA = QuestionFile("tatsu-lab/alpaca", _ALPACA_TABLE, category="instructions", limit=80)
+_SPEC_BENCH = [
+    QuestionFile("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task)
+    for task in ("translation", "summarization", "qa", "math_reasoning", "rag")
+]
+SUITES: dict[str, tuple[QuestionFile, ...]] = {
+    "mt-bench": (_MT_BENCH,),
+    "humaneval": (_HUMANEVAL,),
+    "gsm8k": (_GSM8K,),
+    "spec-bench": (_MT_BENCH, *_SPEC_BENCH),
+    "alpaca": (_ALPACA,),
 }
-"""Question sets by name; long ones default to 80 questions, as in the EAGLE papers."""
+"""Question sets by name; long ones default to 80 questions, as in the EAGLE papers. Spec-bench is MT-bench plus
+RedHatAI's copy of the other tasks, one file each."""
 
 
 def find_questions(name: str, limit: int | None = None) -> tuple[list[Question], bool]:
-    """Return the questions of a file or suite, and whether it is a suite, with multi-turn questions asked in full.
+    """Return the questions of a file or suite, and whether it is a suite, which has all turns of a question asked.
 
     The parts of a suite are interleaved, so that a `limit` leaves equally many of each.
 
@@ -142,14 +123,11 @@ def find_questions(name: str, limit: int | None = None) -> tuple[list[Question],
     if path.exists():
         return read_questions(path), False
     if name not in SUITES:
-        meant = close(name, SUITES)
-        hint = f"Did you mean {meant}? " if meant else ""
+        hint = f"Did you mean {meant}? " if (meant := close(name, SUITES)) else ""
         raise UserError(f"No file at {name}.", f"{hint}Name a JSONL file, or one of {', '.join(SUITES)}.")
-    suite = SUITES[name]
-    most = limit if limit is not None else suite.most
-    parts = [list(islice(_read(name, part), most)) for part in suite.parts]
-    asked = [question for together in zip_longest(*parts) for question in together if question is not None]
-    return asked[:limit], True
+    parts = [list(islice(_read(name, part), part.limit if limit is None else limit)) for part in SUITES[name]]
+    interleaved = [question for each in zip_longest(*parts) for question in each if question is not None]
+    return interleaved[:limit], True
 
 
 def _read(suite: str, part: QuestionFile) -> Iterable[Question]:

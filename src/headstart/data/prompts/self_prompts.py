@@ -1,21 +1,31 @@
 """Self-prompting: the target writes the user's turns, so that a first run needs no download.
 
-It continues the chat template's user prefix, optionally with a seed prompt, to the end of the turn.
+It continues the chat template's user prefix, optionally with a seed prompt, to the end of the turn. Seed prompts are
+openings of many kinds of requests: without them, a target writes few kinds. None is taken from a benchmark or modelled
+on a benchmark question.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from headstart.data.generation.generator import Continuation, TextGenerator
 from headstart.data.generation.in_process import InProcess
 from headstart.data.prompts.chat import check_prompts
-from headstart.data.prompts.seed_prompts import SEED_PROMPTS, SHARES, TOPICS
 from headstart.model.model import Target
 from headstart.support.detokenizer import decode_text
 
+*_CATEGORIES, _LAST = map(json.loads, Path(__file__).with_name("seed_prompts.jsonl").read_text("utf-8").splitlines())
+SEED_PROMPTS: dict[str, list[str]] = {row["category"]: row["seed_prompts"] for row in _CATEGORIES}
+"""Seed prompts by category, with the placeholder {topic}."""
+SHARES: dict[str, float] = {row["category"]: row["share"] for row in _CATEGORIES if row["share"] != 1}
+"""Sampling weights of categories, 1 by default: other text teaches little code and arithmetic. The packaged requests
+use the same mixture."""
+_TOPICS: list[str] = _LAST["topics"]
 _SENTINEL = "\u2603headstart\u2603"
 _MAX_PROMPT_TOKENS = 128
 
@@ -46,7 +56,7 @@ def generate_prompts(
     starts = []
     for _ in range(count):
         (category,) = rng.choices(categories, shares)
-        starts.append((category, rng.choice(by_category[category]).replace("{topic}", rng.choice(TOPICS))))
+        starts.append((category, rng.choice(by_category[category]).replace("{topic}", rng.choice(_TOPICS))))
     prefix = user_prefix(target.tokenizer)
     rows = [target.tokenizer(prefix + seed_prompt, add_special_tokens=False)["input_ids"] for _, seed_prompt in starts]
     ends = target.end_tokens

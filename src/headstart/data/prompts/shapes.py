@@ -11,7 +11,7 @@ from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, is_utf8, pa
 
 SHAPES = (
     '{"turns": [text, ...]}',
-    '{"messages": [{"role", "content"}, ...]}, with "tools" and calls of them',
+    '{"messages": [{"role", "content"}, ...]}, with "tools" and "tool_calls"',
     '{"conversations": [{"from", "value"}, ...]} (ShareGPT)',
     '{"instruction", "input", "output"} (Alpaca)',
     '{"prompt": text}',
@@ -50,7 +50,7 @@ class Prompt:
         return opening(self.messages)
 
     @property
-    def asked(self) -> list[Message]:
+    def without_answers(self) -> list[Message]:
         """The messages without answers, up to the first tool result, which belongs to a given answer's call."""
         results = (i for i, message in enumerate(self.messages) if message["role"] == "tool")
         return [message for message in self.messages[: next(results, None)] if message["role"] != "assistant"]

@@ -19,10 +19,10 @@ from headstart.support.files import file_hash, read_json, read_jsonl
 
 READY_MADE = "ready-made"
 """The packaged requests, written by SmolLM2-135M-Instruct from our seed prompts (see `self_prompts`)."""
-_WHOLE_BYTES = 8_000_000_000
-"""Hub datasets up to this size are downloaded and shuffled as a whole."""
+_MAX_DOWNLOAD = 8_000_000_000
+"""Size in bytes up to which Hub datasets are downloaded; larger ones are streamed."""
 _BUFFER = 20_000
-"""Shuffle buffer, in records, of larger datasets, which are streamed."""
+"""Shuffle buffer of streamed datasets, in records."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -40,13 +40,8 @@ class Origin:
         return f"content {self.content}" if self.commit is None else f"{self.source} at {self.commit}"
 
 
-@dataclass(frozen=True)
-class Record:
-    """One record of a source, with a `location` for messages ("line 3") and an `id` unique in the source."""
-
-    location: str
-    id: str
-    row: Mapping[str, Any]
+Record = tuple[str, str, Mapping[str, Any]]
+"""Location for messages ("line 3"), id unique in the source, and row of a record."""
 
 
 def find_origin(source: str, revision: str | None = None) -> Origin:
@@ -56,21 +51,21 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
     """
     path = _local(source)
     if path is None:
-        whole = revision is not None and _COMMIT.fullmatch(revision)
-        return Origin(source, commit=revision if whole else _commit_of(source, revision))
+        is_commit = revision is not None and _COMMIT.fullmatch(revision)
+        return Origin(source, commit=revision if is_commit else _commit_of(source, revision))
     if revision is not None:
         raise UserError(f"{path} has no revisions.", "Remove data.revision: it belongs to datasets of the hub.")
     return Origin(source, content=_hash(path))
 
 
-def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: bool = True) -> Iterator[Record]:
+def read_records(origin: Origin, split: str, seed: int | None, *, stream: bool) -> Iterator[Record]:
     """Yield every record once, shuffled by `seed`; None keeps file order.
 
-    Unless `whole`, Hub datasets are streamed. A UserError names the unreadable source or malformed line.
+    `stream` reads Hub datasets without downloading them first. A UserError names the unreadable source or line.
     """
     path = _local(origin.source)
     if path is None or path.is_dir():
-        yield from _dataset_records(origin, split, seed, whole=whole)
+        yield from _dataset_records(origin, split, seed, stream=stream)
     else:
         records = _file_records(path)
         yield from records if seed is None else shuffled(list(records), seed)
@@ -116,7 +111,7 @@ def _hash(path: Path) -> str:
 def _file_records(path: Path) -> Iterator[Record]:
     if path.suffix == ".jsonl":
         for number, row in read_jsonl(path):
-            yield Record(f"line {number}", f"{path.stem}-{number}", row)
+            yield f"line {number}", f"{path.stem}-{number}", row
         return
     if path.suffix != ".json":
         raise UserError(f"{path} is neither .jsonl nor .json.", "Convert it: one JSON object a line.")
@@ -127,13 +122,13 @@ def _file_records(path: Path) -> Iterator[Record]:
         if not isinstance(row, dict):
             problem = f"{path}, record {number}: a {type(row).__name__}, not an object."
             raise UserError(problem, "Write a list of objects.")
-        yield Record(f"record {number}", f"{path.stem}-{number}", row)
+        yield f"record {number}", f"{path.stem}-{number}", row
 
 
 # -- datasets ----------------------------------------------------------------------------------------------------------
 
 
-def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: bool) -> Iterator[Record]:
+def _dataset_records(origin: Origin, split: str, seed: int | None, *, stream: bool) -> Iterator[Record]:
     import datasets  # slow to import, and few runs need it
 
     name, _, config = origin.source.partition(":")
@@ -141,7 +136,7 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
         name, config = str(folder), "" if folder == Path(origin.source).expanduser() else config
     try:
         size = 0 if origin.commit is None else _bytes_of(name, config, origin.commit)
-        streaming = size > 0 and not (whole and size <= _WHOLE_BYTES)
+        streaming = size > 0 and (stream or size > _MAX_DOWNLOAD)
         try:
             rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
         except datasets.exceptions.DatasetGenerationError:
@@ -159,7 +154,7 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
             order = range(len(rows)) if seed is None else shuffled(range(len(rows)), seed)
             numbered = ((number, rows[number]) for number in order)
         for number, row in numbered:
-            yield Record(f"row {number + 1}", f"{split}-{number + 1}", row)
+            yield f"row {number + 1}", f"{split}-{number + 1}", row
     except UserError:
         raise
     except Exception as error:  # datasets raises many kinds, all the same to the user
@@ -184,7 +179,7 @@ def _commit_of(source: str, revision: str | None) -> str:
         if info is not None:
             return str(info.sha)
         if revision is None:
-            return _downloaded(name, config)
+            return _downloaded_commit(name, config)
     except Exception as error:
         raise _unreadable(repr(source), error) from error
     raise UserError(
@@ -198,7 +193,7 @@ def _bytes_of(name: str, config: str, commit: str) -> int:
     info = _hub_info(name, commit)
     if info is not None:
         return sum(file.size or 0 for file in info.siblings or [])
-    downloaded = _downloaded(name, config)
+    downloaded = _downloaded_commit(name, config)
     if downloaded != commit:  # `datasets` would return it instead
         raise UserError(
             f"The hub does not answer, and of {name!r} only revision {downloaded} was downloaded before, not {commit}.",
@@ -207,7 +202,7 @@ def _bytes_of(name: str, config: str, commit: str) -> int:
     return 0
 
 
-def _downloaded(name: str, config: str) -> str:
+def _downloaded_commit(name: str, config: str) -> str:
     """Return the last downloaded commit of a dataset."""
     import datasets
 

@@ -99,11 +99,10 @@ class RequestLog:
 
     def add(self, served: Served) -> None:
         """Log a request if the filter keeps it."""
-        kept: Served | None = served
+        kept: Served | None = None
         try:
             kept = served if self._keep is None else self._keep(served)
         except Exception as error:  # fail closed: the filter may hide private data
-            kept = None
             self._warn(f"The filter of the log raised {type(error).__name__}: {error}; such requests are not kept.")
         if kept is None:
             return

@@ -158,22 +158,22 @@ def _of_exchange(row: Mapping[str, Any], target: FrozenModel) -> Served:
     given = (choice.get("token_ids"), choice.get("response_token_ids"), reply.get("output_ids"), reply.get("tokens"))
     answer = next((list(ids) for ids in given if ids), None)
     if answer is None and (message.get("tool_calls") or reasoning):
-        raise Unusable("with reasoning or calls of tools, and no token ids")
+        raise Unusable("with reasoning or tool calls, and no token ids")
     if answer is None:
         answer = _read_text(text, finish, target)
     elif text and not reasoning and not _spells(answer, text, finish, target):
-        raise Unusable("whose token ids do not spell their text: another target's")
+        raise Unusable("with token ids of another target: they do not spell the text")
     sampling = {name: request[name] for name in _SAMPLING if request.get(name) is not None}
     penalties = any(request.get(name, neutral) not in (None, neutral) for name, neutral in _NEUTRAL.items())
     forced = any(request.get(name) not in (None, {}, [], "", {"type": "text"}) for name in _PROCESSED)
     if penalties or forced:
         sampling["processed"] = True
     source = str(request.get("user") or request.get("safety_identifier") or "")
-    named = hashlib.sha256(source.encode()).hexdigest()[:12] if source else ""
+    source_hash = hashlib.sha256(source.encode()).hexdigest()[:12] if source else ""
     time = row.get("time") or reply.get("created")
     if time is None:
         raise Unusable('without a time (add "time", in seconds since 1970)')
-    return Served(_prompt(request, reply, choice, target), answer, finish, float(time), sampling, source=named)
+    return Served(_prompt(request, reply, choice, target), answer, finish, float(time), sampling, source=source_hash)
 
 
 def _prompt(

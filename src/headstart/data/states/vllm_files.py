@@ -276,7 +276,7 @@ def _request_file(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
             fcntl.flock(lock, fcntl.LOCK_SH)
     elif not file.is_file():
         raise UserError(
-            f"{endpoint.url} says it wrote {file}, and there is no such file here.",
+            f"{endpoint.url} reports the file {file}, and there is no such file here.",
             "shared_storage_path has to be a folder that the server and this machine both see under this name.",
         )
     if not file.is_file():
