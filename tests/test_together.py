@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 
 from headstart.cli.app import data_build
@@ -25,7 +23,7 @@ from headstart.recipes.values import recipe_text
 from headstart.support.lock import locked
 from tests.data.test_store import poison
 from tests.forks import Forks
-from tests.test_pipeline import quiet, tiny_recipe
+from tests.test_pipeline import logged, quiet, tiny_recipe
 from tests.test_stages import said
 
 DIES = """
@@ -105,7 +103,7 @@ def test_a_second_process_leaves_when_no_data_is_left_to_write(tmp_path: Path, t
     """The first one may be training by then."""
     recipe, stages = tiny_recipe(tmp_path, tiny_target_folder), stages_until("states")
     execute(quiet(tmp_path / "run", recipe), stages)
-    second = Run(recipe, tmp_path / "run", Console(file=io.StringIO(), width=200))
+    second = logged(tmp_path / "run", recipe)
     with locked(tmp_path / "run"):
         execute_together(second, stages)
     assert "no data left to write" in said(second)

@@ -16,14 +16,15 @@ from headstart.model.model import Target
 from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.inventory import delete, run_states, show_runs, unreferenced
 from headstart.pipeline.plan import make_plan
-from headstart.pipeline.run import Run, execute
+from headstart.pipeline.run import execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.recipes.values import recipe_text
 from headstart.support.files import format_bytes
 from headstart.train import trainer
 from tests.test_cli import refused, works
-from tests.test_pipeline import quiet, tiny_recipe
+from tests.test_pipeline import logged, quiet, tiny_recipe
+from tests.test_stages import said
 from tests.train.test_golden import HEADS
 
 
@@ -46,8 +47,7 @@ def test_without_the_target_heads_train_and_imports_are_refused(data: tuple[Reci
         works("train", file, "--run-dir", run)
         assert (run / "train" / "last").is_dir()
         for source in ([], [folder]):
-            said = refused("data", "import-states", file, *source, "--run-dir", run)
-            assert "run it where the target is" in said
+            assert "run it where the target is" in refused("data", "import-states", file, *source, "--run-dir", run)
     finally:
         (folder / "away").rename(folder / "target")
 
@@ -75,9 +75,8 @@ def test_an_interrupted_training(data: tuple[Recipe, Path], tmp_path: Path, monk
     execute(quiet(runs / "run", other), stages_until("train"))
     (left,) = [one for one in unreferenced(runs) if one.path not in others]
     assert "a training interrupted at step 2, needed by no run" in left.what
-    out = io.StringIO()
-    execute(Run(recipe, runs / "run", Console(file=out, width=200)), stages_until("train"))
-    assert "Continuing from step 2" in out.getvalue()
+    execute(run := logged(runs / "run", recipe), stages_until("train"))
+    assert "Continuing from step 2" in said(run)
     kinds = {one.what for one in unreferenced(runs)}
     assert "heads that no run refers to" in kinds, "the other learning rate's finished heads"
     assert delete(runs, unreferenced(runs)) > 0

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
-from headstart.hub.engines.importing import untuned
+from headstart.hub.engines.importing import import_heads, untuned
 from headstart.hub.format import export_heads
 from headstart.model.model import Target
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -35,8 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "medusa": {"family": "medusa", "num_heads": 3, "num_layers": 2, "input_map": False},
     "medusa-shared": {"family": "medusa", "num_heads": 2, "input_map": False, "shared_lm_head": True},
 }
-
-
 BLOCK = {"family": "dflash", "block_size": 4, "aux_layers": (2, 4, 7), "mask_token_id": 7}
 DSPARK = {**BLOCK, "family": "dspark", "markov_rank": 8}
 WINDOW = {"num_layers": 2, "sliding_window": 6}
@@ -103,3 +102,19 @@ def edited(folder: Path) -> Iterator[dict[str, Any]]:
     config = json.loads((folder / "config.json").read_text())
     yield config
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def change(folder: Path, **settings: Any) -> None:
+    """Change settings of config.json; None removes one."""
+    with edited(folder) as config:
+        config.update(settings)
+        for name in [name for name, value in config.items() if value is None]:
+            del config[name]
+
+
+def problem(folder: Path, target: Target) -> str:
+    """Return the problem of an import that is refused."""
+    with pytest.raises(UserError) as caught:
+        import_heads(folder, target, folder.parent / "ours")
+    assert not (folder.parent / "ours").exists(), "nothing is written"
+    return caught.value.problem

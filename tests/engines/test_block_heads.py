@@ -20,7 +20,7 @@ from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads, read_checked
 from headstart.model.model import Target
 from tests.engines.block_readers import drafted
-from tests.engines.conftest import CASES, Made, edited
+from tests.engines.conftest import CASES, Made, change, problem
 
 TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22, 17]
 BLOCKS = [name for name in CASES if CASES[name]["family"] in ("dflash", "dspark") and "reduced" not in name]
@@ -137,21 +137,6 @@ def theirs(made: Made, tmp_path: Path) -> Path:
     export_for(made("dflash")[1], tmp_path / "theirs", "vllm", dtype="float32")
     change(tmp_path / "theirs", headstart=None)
     return tmp_path / "theirs"
-
-
-def change(folder: Path, **settings: Any) -> None:
-    """Change settings of config.json; None removes one."""
-    with edited(folder) as config:
-        config.update(settings)
-        for name in [name for name, value in config.items() if value is None]:
-            del config[name]
-
-
-def problem(folder: Path, target: Target) -> str:
-    with pytest.raises(UserError) as caught:
-        import_heads(folder, target, folder.parent / "ours")
-    assert not (folder.parent / "ours").exists(), "nothing is written"
-    return caught.value.problem
 
 
 def test_embeddings_and_lm_head_of_the_target_may_be_included(theirs: Path, target: Target, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from tests.engines.conftest import Made, edited
+from tests.engines.conftest import Made, change, edited, problem
 from tests.engines.test_formats import CHAIN, HELD, off, ours, read
 from tests.test_cli import works
 
@@ -194,18 +194,6 @@ def theirs(target: Target, tmp_path: Path) -> Path:
     return foreign("specforge", target, tmp_path / "theirs")
 
 
-def problem(folder: Path, target: Target) -> str:
-    with pytest.raises(UserError) as caught:
-        import_heads(folder, target, folder.parent / "ours")
-    assert not (folder.parent / "ours").exists(), "nothing is written"
-    return caught.value.problem
-
-
-def change(folder: Path, **settings: Any) -> None:
-    with edited(folder) as config:
-        config.update(settings)
-
-
 def test_pickled_weights_are_refused(theirs: Path, target: Target) -> None:
     (theirs / "model.safetensors").rename(theirs / "pytorch_model.bin")
     assert "pickled file, which can run any program" in problem(theirs, target)
@@ -246,7 +234,8 @@ def test_huge_layers_are_refused(theirs: Path, target: Target) -> None:
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "num_hidden_layers"):
         before = (theirs / "config.json").read_text()
         for value in (1 << 40, -1, "64", True, None):
-            change(theirs, **{name: value})
+            with edited(theirs) as config:
+                config[name] = value
             assert problem(theirs, target)
         (theirs / "config.json").write_text(before)
     change(theirs, intermediate_size=1 << 20)

@@ -16,7 +16,7 @@ from headstart.cli.adapt import adapt_app
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder, race
-from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, TrustOption, with_options
+from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, TrustOption, open_run, with_options
 from headstart.cli.report import report_app
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
@@ -77,7 +77,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
             "Run headstart data build first, then launch training alone: -m headstart.train RECIPE (with a dot).",
         )
     began = perf_counter()
-    work = _run(recipe, overrides, run_dir)
+    work = open_run(recipe, overrides, run_dir)
     worked, now = _execute(work, STAGES), perf_counter() - began
     every = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
     if not worked:
@@ -179,7 +179,7 @@ def plan(
     from headstart.pipeline.stages import STAGES, check_inputs
     from headstart.support.files import write_json
 
-    work = _run(recipe, overrides, run_dir)
+    work = open_run(recipe, overrides, run_dir)
     check_inputs(work.recipe, STAGES)
     estimate = make_plan(work, processes, prompt_tokens, tokens_per_second)
     show_plan(work, estimate)
@@ -203,7 +203,7 @@ def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir 
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.pipeline.together import execute_together
 
-    work, stages = _run(recipe, overrides, run_dir), stages_until("states")
+    work, stages = open_run(recipe, overrides, run_dir), stages_until("states")
     check_inputs(work.recipe, stages)
     execute_together(work, stages)
     say(work.console, ("Conversations", work.folder / CONVERSATIONS), ("Look", f"headstart data show {work.folder}"))
@@ -249,7 +249,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     from headstart.train.processes import exit_together
 
     with exit_together():
-        work = _run(recipe, overrides, run_dir)
+        work = open_run(recipe, overrides, run_dir)
         train_together(work)
     say(
         work.console,
@@ -300,7 +300,7 @@ def tune(
     from headstart.pipeline.stages import stages_until
 
     if in_run:
-        work = _run(str(folder / "recipe.yaml"), [], folder)
+        work = open_run(str(folder / "recipe.yaml"), [], folder)
         work.device = None if loading.device == "auto" else loading.device  # once: the recipe keeps its own
         _execute(work, stages_until("export"), again={"tune"})
         return
@@ -436,14 +436,6 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def _given(loading: Loading, but: Collection[str]) -> list[str]:
     names = [name for name, value in vars(loading).items() if name not in but and value != getattr(Loading, name)]
     return [f"--{name.replace('_', '-')}" for name in names]
-
-
-def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
-    from headstart.pipeline.run import Run
-    from headstart.recipes.recipe import load_recipe
-
-    loaded = load_recipe(recipe, overrides or [])
-    return Run(loaded, run_dir or Path("runs") / loaded.name, Console())
 
 
 def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:

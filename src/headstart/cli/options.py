@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
+from rich.console import Console
 
 from headstart.decode.options import Meaning, meaning, option
 from headstart.hub.options import LoadOptions
+
+if TYPE_CHECKING:
+    from headstart.pipeline.run import Run
 
 Command = Callable[..., None]
 
@@ -26,6 +30,16 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, such as train.lr=3e-4."),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<name of the recipe>")]
+
+
+def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
+    """Return the run of a recipe, by default in runs/<its name>."""
+    from headstart.pipeline.run import Run
+    from headstart.recipes.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    return Run(loaded, run_dir or Path("runs") / loaded.name, Console())
+
 
 # -- heads -----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headstart.cli.options import Overrides, RecipeName, RunDir
+from headstart.cli.options import Overrides, RecipeName, RunDir, open_run
 from headstart.errors import UserError
 from headstart.support.terminal import program, say
 
@@ -34,17 +34,15 @@ def import_states(
 
     Example: headstart data import-states eagle3-8b http://localhost:8000
     """
-    from headstart.pipeline.run import NoTarget, Run, execute
+    from headstart.pipeline.run import NoTarget, execute
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.pipeline.vllm_states import import_states as take
     from headstart.pipeline.vllm_states import refuse_online, serve_command
-    from headstart.recipes.recipe import load_recipe
 
     changes = list(overrides or [])
     if source is not None and "=" in source and "/" not in source.partition("=")[0]:
         changes, source = [source, *changes], None
-    loaded = load_recipe(recipe, changes)
-    run = Run(loaded, run_dir or Path("runs") / loaded.name, Console())
+    run = open_run(recipe, changes, run_dir)
     refuse_online(run)
     try:
         if source is None:

@@ -57,9 +57,7 @@ CUSTOM_GENERATE = "custom_generate"
 _NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
 _TEMPLATES = Path(__file__).parent / "templates"
 FILES = (
-    *(CARD, ANSWERS, CALIBRATION, CONFIG),
-    f"{CUSTOM_GENERATE}/generate.py",
-    *(WEIGHTS, TREE, ENGINES),
+    *(CARD, ANSWERS, CALIBRATION, CONFIG, f"{CUSTOM_GENERATE}/generate.py", WEIGHTS, TREE, ENGINES),
     *(f"{BUNDLED}/{file}" for file in ADAPTER_FILES),
 )
 """All files of an exported folder; anything else there is not ours."""

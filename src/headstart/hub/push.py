@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import yaml
 
 from headstart.errors import UserError
 from headstart.heads.io import CONFIG, RUN_RECIPE, heads_folder
@@ -25,7 +24,13 @@ Contents = dict[str, bytes | Path]
 """Content, or file, by path in the repository."""
 _CONVERSATIONS = Path("data", "conversations")
 _DATA_CARD = """---
-{metadata}---
+license: other
+license_name: {license}
+configs:
+- config_name: default
+  data_files:
+{files}
+---
 
 # Conversations of {target}
 
@@ -123,15 +128,9 @@ def _conversations(run: Path) -> tuple[Contents, tuple[str, ...], set[str]]:
     if not splits:
         raise UserError(f"{run} has no conversations.", "Write them first: headstart data build RECIPE")
     target = load_recipe(str(run / RUN_RECIPE)).target.spec
-    metadata = {
-        "license": "other",
-        "license_name": TARGET_LICENSE,
-        "configs": [
-            {"config_name": "default", "data_files": [{"split": one, "path": f"{one}.jsonl"} for one in splits]}
-        ],
-    }
+    files = "\n".join(f"  - split: {split}\n    path: {split}.jsonl" for split in splits)
     name = Path(target).name if Path(target).is_dir() else target
-    card = _DATA_CARD.format(metadata=yaml.safe_dump(metadata, sort_keys=False), target=name)
+    card = _DATA_CARD.format(license=TARGET_LICENSE, files=files, target=name)
     return {"README.md": card.encode(), **{f"{split}.jsonl": folder / f"{split}.jsonl" for split in splits}}, (), set()
 
 

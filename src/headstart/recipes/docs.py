@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -22,12 +21,8 @@ from headstart.recipes.recipe import Recipe
 
 TARGETS_OWN = "the target's"
 """Shown for head settings that follow from the target."""
-_BOUNDS = {
-    annotated_types.Ge: ("ge", "≥"),
-    annotated_types.Gt: ("gt", ">"),
-    annotated_types.Le: ("le", "≤"),
-    annotated_types.Lt: ("lt", "<"),
-}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+"""Signs of the bounds in a field's metadata (annotated_types)."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +133,8 @@ def _meaning(section: type[BaseModel], name: str) -> str:
 
 
 def _bounded(annotation: Any, field: FieldInfo) -> str:
-    limits = [(_BOUNDS[type(mark)], mark) for mark in field.metadata if type(mark) in _BOUNDS]
-    bounds = ", ".join(f"{sign} {getattr(mark, name):.12g}" for (name, sign), mark in limits)
+    limits = [(sign, getattr(mark, name, None)) for mark in field.metadata for name, sign in _SIGNS.items()]
+    bounds = ", ".join(f"{sign} {limit:.12g}" for sign, limit in limits if limit is not None)
     return f"{_kind(annotation)} {bounds}".strip()
 
 

@@ -104,9 +104,8 @@ def explained(error: OSError) -> tuple[str, str]:
     ('Cannot read or write /proc/x (No such file or directory).', 'Check the path, then run the command again.')
     """
     code, reason, where = error.errno, error.strerror or str(error), error.filename
-    if isinstance(error, shutil.Error) and (
-        inner := _ERRNO.search(str(error))
-    ):  # of a folder copy: the error is only in its text
+    # The error of a folder copy has its number only in the text.
+    if isinstance(error, shutil.Error) and (inner := _ERRNO.search(str(error))):
         code, where = int(inner[1]), None
         reason = os.strerror(code)
     if code in _DISK_FULL:
@@ -205,9 +204,9 @@ class Bar:
 
     def _line(self, seconds: float) -> str:
         task = self._progress.tasks[self._task]
-        parts = [f"{task.description} {task.completed:.0f}" + (f"/{task.total:.0f}" if task.total else "")]
-        parts[0] = f"{parts[0]} {self._unit}".rstrip()
-        parts += [str(task.fields["note"]).strip(" ·"), format_seconds(seconds)]
+        total = f"/{task.total:.0f}" if task.total else ""
+        done = f"{task.description} {task.completed:.0f}{total} {self._unit}".rstrip()
+        parts = [done, str(task.fields["note"]).strip(" ·"), format_seconds(seconds)]
         if task.total and task.completed:
             parts.append(f"{format_seconds(max(0.0, seconds * (task.total / task.completed - 1)))} left")
         return " · ".join(part for part in parts if part)
@@ -230,12 +229,11 @@ def progress_bar(
     ]
     if lines:
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    silent = console is None or not console.is_terminal
+    is_terminal = console is not None and console.is_terminal
     say = None
-    if lines and console is not None and not console.is_terminal and not console.quiet:
+    if lines and console is not None and not is_terminal and not console.quiet:
         say = partial(tell, console)
-
-    with Progress(*columns, console=console, transient=True, disable=silent) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not is_terminal) as progress:
         task = progress.add_task(title, total=total, visible=total is not None, note="")
         yield Bar(progress, task, say, unit)
 

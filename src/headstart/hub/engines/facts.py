@@ -53,29 +53,17 @@ def facts_of_spec(spec: str, trust_remote_code: bool = False) -> TargetFacts:
     if config is None:
         return facts_of_target(load_target(spec, device="cpu", trust_remote_code=trust_remote_code))
     text = config.get_text_config()
-    return TargetFacts(
-        spec=spec,
-        name=spec,
-        fingerprint="",
-        model_type=text.model_type,
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        context=_context(text),
-    )
+    return _facts(spec, spec, "", text, text.vocab_size)
 
 
 def facts_of_target(target: FrozenModel) -> TargetFacts:
-    return TargetFacts(
-        spec=target.spec,
-        name=display_name(target),
-        fingerprint=target.identity().fingerprint,
-        model_type=target.config.model_type,
-        num_layers=target.num_layers,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        context=_context(target.config),
-    )
+    fingerprint = target.identity().fingerprint
+    return _facts(target.spec, display_name(target), fingerprint, target.config, target.vocab_size)
+
+
+def _facts(spec: str, name: str, fingerprint: str, config: Any, vocab_size: int) -> TargetFacts:
+    sizes = config.num_hidden_layers, config.hidden_size, vocab_size
+    return TargetFacts(spec, name, fingerprint, config.model_type, *sizes, context=_context(config))
 
 
 def _is_loadable(spec: str) -> bool:

@@ -105,12 +105,12 @@ def permuted(weight_NI: Tensor, heads: int) -> Tensor:
     >>> permuted(torch.arange(4)[:, None], 1)[:, 0].tolist()
     [0, 2, 1, 3]
     """
-    return weight_NI.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return weight_NI.reshape(heads, 2, -1, weight_NI.shape[1]).transpose(1, 2).flatten(0, 2)
 
 
 def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
     """Invert `permuted`."""
-    return weight_NI.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return weight_NI.reshape(heads, -1, 2, weight_NI.shape[1]).transpose(1, 2).flatten(0, 2)
 
 
 def frequency_factors(layer: LayerSizes) -> Tensor | None:
