@@ -35,23 +35,20 @@ _PREFILL_TOKENS = 128
 def template(subject: Subject) -> Finding:
     """Check that the target's chat template and tokenizer still give the stored tokens."""
     tokenizer = subject.target.tokenizer
-    count = 0
+    answered = [(split, item) for split, _, item in subject.sampled() if _has_answer(item)]
+    if not answered:
+        raise Absent("the conversations keep no messages to render")
     differing: list[str] = []
-    for split, _, item in subject.sampled():
-        if not _has_answer(item):
-            continue
-        count += 1
+    for split, item in answered:
         tokens, _ = _render_again(item, subject)
         stored = list(item.tokens[: len(tokens)])  # `mask` checks the rest, after the last turn
         if stored != tokens:
             index = common_prefix_length([stored, tokens])
             old, new = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
             differing.append(f"{item.id!r} ({split}) differs from token {index} on: stored {old!r}, now {new!r}")
-    if not count:
-        raise Absent("the conversations keep no messages to render")
     if not differing:
-        return good(f"{count} conversations, rendered again, give the stored tokens.")
-    where = f"{len(differing)} of {count} conversations now render differently: conversation {differing[0]}."
+        return good(f"{len(answered)} conversations, rendered again, give the stored tokens.")
+    where = f"{len(differing)} of {len(answered)} conversations now render differently: conversation {differing[0]}."
     if "strftime_now" in str(tokenizer.chat_template):
         return unknown(f"The chat template writes the date. {where}")
     return bad(

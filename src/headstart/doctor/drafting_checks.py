@@ -5,8 +5,7 @@ Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -28,22 +27,14 @@ from headstart.tree.tree import Committed, TreeShape
 from headstart.tuning.acceptance import Drafts, Supervised, Text, measure_drafts
 from headstart.tuning.tune import by_kind, replay
 
-_MIN_COVERAGE = 0.85
-"""Below this coverage the draft vocabulary limits acceptance; 8192 of the packaged target's 49152 tokens give 0.93."""
-
+_MIN_COVERAGE = 0.85  # 8192 of the packaged target's 49152 tokens give 0.93
+_MIN_FIRST = 0.2  # acceptance of the first draft below which drafting hardly pays
+_NEARLY_ALL = 0.95  # fraction of accepted drafts that counts as all: near-ties may differ
+_ROUNDS = (1, 2, 3, 1, 4)  # tokens committed in the compared rounds: code may depend on their number
 _TOLERANCE = 5e-3
 """Tolerance for equal logits, relative to the largest. Both sides are float32 from the same states: summation order
 gives 1e-6, amplified up to a thousandfold in a few steps by heads that feed back their states. A wrong state, token,
 position or norm gives about 1."""
-
-_ROUNDS = (1, 2, 3, 1, 4)
-"""Tokens committed in the compared rounds, so that code that depends on this length is covered."""
-
-_MIN_FIRST = 0.2
-"""Acceptance of the first draft below which drafting hardly pays."""
-
-_NEARLY_ALL = 0.95
-"""Fraction of accepted drafts that counts as all: near-ties may differ."""
 
 Steps = dict[int, list[Tensor]]
 """Logits [D] of each draft step, by origin: the position of the last token read."""
@@ -103,13 +94,13 @@ def untrained(config: HeadConfig, vocabulary_D: Tensor, target: Target) -> Draft
 def equality(subject: Subject) -> Finding:
     """Check that drafting gives the logits of the training unroll, at the same positions, at every step."""
     target, heads = subject.target, _compared_heads(subject)
+    heads.float().bind(target)  # in bfloat16, rounding errors grow from step to step like a misalignment
+    try:
+        items = [(item, *_compared_logits(target, heads, item)) for item in subject.heldout]
+    finally:
+        heads.to(target.dtype).bind(target)
     compared, largest = 0, 0.0
-    for item in subject.heldout:
-        with _in_float32(heads, target):
-            hidden = target.hidden_states([item.tokens], heads.aux_layers)[0]
-            states = {layer: state_TE[None].float() for layer, state_TE in hidden.items()}
-            trained = _unroll(target, heads, item, states)
-            drafted = _draft(target, heads, item, states)
+    for item, trained, drafted in items:
         for rounds, (origin, steps) in enumerate(drafted.items()):
             if origin not in trained:
                 continue
@@ -134,11 +125,8 @@ def equality(subject: Subject) -> Finding:
                     )
     if not compared:
         raise _too_short(heads)
-    return good(
-        f"Drafting equals the training unroll at {compared} positions, in all {heads.draft_steps} steps.",
-        positions=compared,
-        difference=largest,
-    )
+    sentence = f"Drafting equals the training unroll at {compared} positions, in all {heads.draft_steps} steps."
+    return good(sentence, positions=compared, difference=largest)
 
 
 def _compared_heads(subject: Subject) -> DraftHead:
@@ -150,14 +138,11 @@ def _compared_heads(subject: Subject) -> DraftHead:
     return random_weights(untrained(config, vocabulary_D, subject.target))
 
 
-@contextmanager
-def _in_float32(heads: DraftHead, target: Target) -> Iterator[None]:
-    """Run the heads in float32: in bfloat16, rounding errors grow from step to step like a misalignment."""
-    heads.float().bind(target)
-    try:
-        yield
-    finally:
-        heads.to(target.dtype).bind(target)
+def _compared_logits(target: Target, heads: DraftHead, item: Conversation) -> tuple[Steps, Steps]:
+    """Return the logits of the training unroll and of drafting."""
+    hidden = target.hidden_states([item.tokens], heads.aux_layers)[0]
+    states = {layer: state_TE[None].float() for layer, state_TE in hidden.items()}
+    return _unroll(target, heads, item, states), _draft(target, heads, item, states)
 
 
 @torch.no_grad()

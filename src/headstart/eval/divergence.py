@@ -84,23 +84,19 @@ class Judge:
         """Compare greedy outputs with the plain loop's, up to each first difference."""
         pairs = enumerate(zip(plain, other, strict=True))
         firsts = [first_difference(number, expected, output) for number, (expected, output) in pairs]
-        differences = list(filter(None, firsts))
+        differences = []
+        for first in filter(None, firsts):
+            answer = plain[first.prompt][: first.position]
+            differences.append(replace(first, margin=self.margin(prompts[first.prompt], answer, first.tokens)))
         compared = sum(map(len, plain))
         compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
         if not differences:
             return Judgement(len(prompts), compared)
-        measured = []
-        for difference in differences:
-            answer = plain[difference.prompt][: difference.position]
-            margin = self.margin(prompts[difference.prompt], answer, difference.tokens)
-            measured.append(replace(difference, margin=margin))
-        # Measure the error first where the margin, and so presumably the rounding error, is largest.
-        worst = sorted(measured, key=lambda difference: -(difference.margin or 0.0))[:MEASURED_PROMPTS]
-        limit = self.limit([(prompts[difference.prompt], plain[difference.prompt]) for difference in worst])
-        judged = [
-            replace(difference, explained=difference.margin is not None and difference.margin <= limit)
-            for difference in measured
-        ]
+        # A large margin suggests a large rounding error.
+        worst = sorted(differences, key=lambda item: -(item.margin or 0.0))[:MEASURED_PROMPTS]
+        limit = self.limit([(prompts[item.prompt], plain[item.prompt]) for item in worst])
+        explained = [item.margin is not None and item.margin <= limit for item in differences]
+        judged = [replace(item, explained=each) for item, each in zip(differences, explained, strict=True)]
         return Judgement(len(prompts), compared, limit, judged)
 
     def margin(self, prompt: Sequence[int], answer: Sequence[int], tokens: Sequence[int | None]) -> float | None:

@@ -68,11 +68,11 @@ class MemoizedTarget(Target):
     @torch.inference_mode()
     def forward_tree(self, cache: Any, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
         cache.batch = batch
-        texts_X = [
-            text[: self._horizon]
-            for committed, tree in zip(cache.rows_B, batch.trees, strict=True)
-            for text in _node_texts(committed, tree, batch.size)
-        ]
+        texts_X: list[Text] = []  # the text that ends at each node; padding nodes repeat the root
+        for committed, tree in zip(cache.rows_B, batch.trees, strict=True):
+            root = (*committed, tree.tokens[0])
+            nodes = [root, *((*root, *path) for path in tree.paths)] + [root] * (batch.size - tree.size)
+            texts_X += [text[: self._horizon] for text in nodes]
         self._compute(set(texts_X))
         if len(texts_X) > len(self._logits_XV):  # reused: allocation costs more than the copy
             self._logits_XV = torch.empty(len(texts_X), self.vocab_size, device=self.device)
@@ -137,9 +137,3 @@ class _TextCache:
 
     def reorder(self, rows: Sequence[int]) -> None:
         self.rows_B = [self.rows_B[row] for row in rows]
-
-
-def _node_texts(committed: Text, tree: Tree, width: int) -> list[Text]:
-    """Return the text that ends at each node of a row; padding nodes repeat the root."""
-    root = (*committed, tree.tokens[0])
-    return [root, *((*root, *path) for path in tree.paths)] + [root] * (width - tree.size)

@@ -161,7 +161,8 @@ class Transformers:
             model.generation_config = GenerationConfig(max_new_tokens=max_new_tokens, **self._settings)
             try:
                 start = clock.start = perf_counter()
-                tokens_BT, mask_BT = _left_padded(prompts, self._settings["pad_token_id"], device)
+                tokens_BT = _left_padded(prompts, self._settings["pad_token_id"]).to(device)
+                mask_BT = _left_padded([[1] * len(prompt) for prompt in prompts], 0).to(device)
                 out_BT = model.generate(input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock)
                 rows = out_BT[:, tokens_BT.shape[1] :].tolist()
                 seconds = perf_counter() - start
@@ -202,9 +203,6 @@ def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
     return tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask [B, T], both int64."""
-    rows = [torch.tensor(prompt) for prompt in prompts]
-    tokens_BT = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-    mask_BT = pad_sequence([torch.ones_like(row_T) for row_T in rows], batch_first=True, padding_side="left")
-    return tokens_BT.to(device), mask_BT.to(device)
+def _left_padded(rows: Sequence[Sequence[int]], padding: int) -> Tensor:
+    """Return rows as a tensor [B, T]."""
+    return pad_sequence([torch.tensor(row) for row in rows], True, padding, padding_side="left")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import isfunction
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.table import Table
 from headstart.errors import UserError
 from headstart.eval import labels
 from headstart.eval.figures import octave
-from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, METHODS, PLAIN, label_of
+from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, PLAIN, label_of
 from headstart.eval.replay import LINGER_MS, by_step, conclusion, contestants, end_ms, median_race, rank_text, state_at
 from headstart.support.files import json_lines, read_json, write_text
 from headstart.support.terminal import format_moment, tell
@@ -83,7 +84,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
 
 
 def template(name: str) -> Template:
-    """Load a template, with the filters that all of them share."""
+    """Load a template. Its filters are the functions of `labels`, and some of `replay`."""
     environment = Environment(
         loader=PackageLoader("headstart.eval"),
         autoescape=not name.endswith(".md.j2"),
@@ -91,45 +92,27 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: list[Callable[..., Any]] = [
-        *(labels.number, labels.speedup_text, labels.interval_text, labels.cell, labels.percent_of),
-        *(labels.text_verdict, labels.shares, labels.share_interval, labels.acceptance, labels.first_acceptance),
-        *(rank_text, by_step, end_ms, state_at),
-    ]
+    filters = [*filter(isfunction, vars(labels).values()), rank_text, by_step, end_ms, state_at]
     environment.filters.update({function.__name__: function for function in filters})
-    environment.filters.update(label=label_of, conclusion=lambda race: conclusion(*contestants(race)))
-    environment.globals["linger_ms"] = LINGER_MS
+    environment.filters["conclusion"] = lambda race: conclusion(*contestants(race))
+    environment.globals.update(linger_ms=LINGER_MS, labels=labels)
     return environment.get_template(name)
 
 
 def render(results: Mapping[str, Any], name: str) -> str:
     compare, races, tuned, summary = (results[key] for key in ("compare", "replays", "tuned", "summary"))
     speeds = [row["tokens_per_second_interval"] for row in compare]
-    derived = {
-        "settings_rows": settings_rows(results),
-        "conditions": conditions(results),
+    parts = (settings_rows, conditions, by_speedup, cards, verdicts, divergence_sentence, tested)
+    derived = {function.__name__: function(results) for function in (*parts, target_remarks, failed, remarks, fewer)}
+    derived |= {
         "heads": results["settings"].get("heads", {}),
-        "by_speedup": by_speedup(results["per_prompt"]),
-        "cards": cards(results),
-        "verdicts": verdicts(results),
-        "divergence": divergence_sentence(results),
-        "plain_name": LABELS[PLAIN].name,
-        "tested": tested(results),
         "fastest": max(speed["high"] or speed["mean"] for speed in speeds),
-        "baseline_names": METHODS[1:],
-        "default_drafter": HEADS_NGRAM,
         "timed": [(row, sum(row["round_ms"].values())) for row in compare if row["round_ms"]],
-        "target_remarks": target_remarks(results["settings"]),
-        "failed": failed(results),
-        "remarks": remarks(results),
-        "fewer": fewer(results),
         "over_plain": partial(over_plain, results=results),
         "nothing_drafted": partial(drafted_nothing, results=results),
-        "baselines": BASELINES,
         "over_baselines": [f"over {label.short}" for label in BASELINES.values()],
         "definitions": DEFINITIONS,
         "accepted": labels.pool_rare_positions(summary),
-        "least_rounds": labels.LEAST_ROUNDS,
         "nodes": sum_by_octave(summary["node_counts"]),
         "drafted": drafted_rounds(summary["node_counts"]),
         "kinds": (tuned or {}).get("kinds", []),
@@ -183,10 +166,10 @@ def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return entries
 
 
-def by_speedup(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float, float]]:
+def by_speedup(results: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], float, float]]:
     """Sort prompts by speed-up over the plain loop, highest first, as (row, tokens per second, speed-up)."""
     entries = []
-    for row in rows:
+    for row in results["per_prompt"]:
         speed, plain = (row["tokens"][name] / row["seconds"][name] for name in (HEADS, PLAIN))
         entries.append((row, speed, speed / plain))
     return sorted(entries, key=lambda entry: -entry[2])
@@ -367,14 +350,15 @@ def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -
     return f"Not clearly faster or slower than {name}, {interval}."
 
 
-def target_remarks(settings: Mapping[str, Any]) -> list[str]:
+def target_remarks(results: Mapping[str, Any]) -> list[str]:
     """List remarks, in sentences, on a target that differs from the published model.
 
-    >>> target_remarks({"target": "tiny"})
+    >>> target_remarks({"settings": {"target": "tiny"}})
     []
-    >>> target_remarks({"target": "tiny in int8", "quantization": "int8"})
+    >>> target_remarks({"settings": {"target": "tiny in int8", "quantization": "int8"}})
     ["The target's linear layers are in int8: the speed-ups are against its own plain loop, and the text is its own."]
     """
+    settings = results["settings"]
     remarks, comparison = [], "the speed-ups are against its own plain loop, and the text is its own"
     if bits := settings.get("quantization"):
         remarks.append(f"The target's linear layers are in {bits}: {comparison}.")
