@@ -50,9 +50,7 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
         warm_up(method, [prompt], options.max_new_tokens, seed)
     runs = {name: method.run([prompt], options.max_new_tokens, seed) for name, method in methods.items()}
     if error := runs[options.drafter].drafter_error:
-        raise UserError(
-            f"The drafter failed ({error}).", "Ask headstart doctor what is wrong with the heads."
-        )
+        raise UserError(f"The drafter failed ({error}).", "Ask headstart doctor what is wrong with the heads.")
     answers = [replay(name, run, 0, target.tokenizer) for name, run in runs.items()]
     return {"id": "", "question": question, "rank": 1, "ranked": 1, "answers": answers}
 

@@ -404,8 +404,8 @@ def build_commit(
 def union(tree: Tree, other: Tree, request: Request) -> Tree:
     """Merge two trees with the same root, taking the larger probability of shared nodes.
 
-    Above `max_nodes`, the least probable nodes are dropped. A tree with sampled nodes, or the first one if probabilities
-    are unknown, stays complete: dropping a sampled node because of its token would break losslessness.
+    Above `max_nodes`, the least probable nodes are dropped. A tree with sampled nodes, or the first one if
+    probabilities are unknown, stays complete: dropping a sampled node because of its token would break losslessness.
 
     >>> both = union(Tree([5, 6], [-1, 0], [1.0, 0.5]), Tree.chain_of([5, 6, 7], [1.0, 0.4, 0.3]), Request(8))
     >>> both.tokens, both.parents, both.accept_probs

@@ -88,10 +88,7 @@ def check_checkpoint(
 ) -> list[Finding]:
     """Report problems of engines with the module in a target's checkpoint; it must equal the heads `against`."""
     unread = [engine for engine in engines if engine not in ENGINES]
-    problems = [
-        (engine, "It does not draft with modules of a checkpoint.", "Ask vllm or sglang.")
-        for engine in unread
-    ]
+    problems = [(engine, "It does not draft with modules of a checkpoint.", "Ask vllm or sglang.") for engine in unread]
     read_by = [engine for engine in engines or ENGINES if engine in ENGINES]
     try:
         for file in sorted(set(tensor_files(str(folder)).values())):
