@@ -316,7 +316,7 @@ def test_missing_command_leaves_signals_unchanged(tmp_path: Path) -> None:
 def test_run_and_printed_commands_match(made: Made, target: Target, tmp_path: Path) -> None:
     done = export_for(made("eagle3")[1], tmp_path / "served", "vllm")
     engine = ENGINES["vllm"]
-    with_heads = [*shlex.split(engine.command), target.spec, *served_with(engine, done, 3)]
+    with_heads = [*shlex.split(engine.command), target.spec, *served_with(engine, done, {1: 3})]
     assert with_heads == shlex.split(done.commands["vllm"])
 
 
@@ -374,3 +374,26 @@ def test_benchmark_of_engines(heads: Path, tmp_path: Path, monkeypatch: pytest.M
     for row in rows:
         assert row["our_accepted_per_round"] == pytest.approx(sum(row["our_acceptance_by_place"]))
         assert len(row["our_acceptance_by_place"]) == row["drafts"] and row["our_rounds"] >= 2
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_report_of_an_engine(name: str, heads: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "asked.jsonl"
+    questions.write_text('{"turns": ["one two"], "category": "c"}\n{"turns": ["three"]}\n')
+    asked = ("eval", heads, "--questions", questions, "--out", tmp_path / "out", "--engine", name)
+    started = ("--engine-command", command(name), "--engine-target", "target.gguf")
+    said = works(*asked, *started, "--max-new-tokens", 9, "--sweep-batch", 2).stdout
+    assert "none differs" in " ".join(said.split())
+    results = read_json(tmp_path / "out" / "results.json")
+    assert results["environment"]["engine"] == {"vllm": "vllm 0.0", "llama.cpp": "llama.cpp b0"}[name]
+    drafted, plain = results["compare"]
+    assert (drafted["tokens_per_round"], plain["tokens_per_round"]) == (2, None), "the engine accepts one draft"
+    assert drafted["acceptance_by_position"][0] == 1 and drafted["rounds_by_position"][0] == 8
+    assert drafted["ttft_ms"]["count"] == 2 and drafted["round_ms"] is None
+    ((row),) = results["batches"]
+    assert (row["batch_size"], row["tokens_per_round"]) == (2, 2)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert results["environment"]["engine"] in page and "2 prompts (asked.jsonl)" in page
+    assert "for headstart's own loop" in refused(*asked, *started, "--overwrite", "--draft", "on")
+    assert "--engine-arguments" in refused(*asked, *started, "--overwrite", "--dtype", "float32")
+    assert "without an engine" in refused(*asked[:6], "--overwrite", "--engine-target", "x")

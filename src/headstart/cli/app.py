@@ -16,7 +16,17 @@ from headstart.cli.adapt import adapt_app
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder, race
-from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, TrustOption, open_run, with_options
+from headstart.cli.options import (
+    JsonFile,
+    Loading,
+    Overrides,
+    RecipeName,
+    RunDir,
+    TrustOption,
+    given,
+    open_run,
+    with_options,
+)
 from headstart.cli.report import report_app
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
@@ -280,9 +290,9 @@ def tune(
 
     folder = Path(path).expanduser()
     in_run = not options.engine and (folder / "recipe.yaml").is_file()
-    if options.engine and (unused := _given(loading, but=("target",))):
+    if options.engine and (unused := given(loading, but=("target",))):
         raise UserError(f"{unused[0]} is for headstart's decoder.", "For an engine use --engine-arguments='...'.")
-    if in_run and (unused := [*_given(loading, but=("device",)), *["--conversations"] * bool(conversations)]):
+    if in_run and (unused := [*given(loading, but=("device",)), *["--conversations"] * bool(conversations)]):
         raise UserError(
             f"{unused[0]} is not for a run, which is tuned as its recipe says.",
             f"Tune the heads alone, in place: {program()} tune {folder / HEADS} {unused[0]} ...",
@@ -431,11 +441,6 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 # -- shared ----------------------------------------------------------------------------------------------------------
-
-
-def _given(loading: Loading, but: Collection[str]) -> list[str]:
-    names = [name for name, value in vars(loading).items() if name not in but and value != getattr(Loading, name)]
-    return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:

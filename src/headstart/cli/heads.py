@@ -17,10 +17,11 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from headstart.cli.options import HEADS, Heads, Loading, Overwrite, listed, with_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions
+from headstart.cli.options import HEADS, Heads, Loading, Overwrite, given, listed, with_options
+from headstart.decode.options import DecodeKeywords, DecodeOptions, ServingOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditOptions, EvalOptions
+from headstart.servers.names import ENGINES
 from headstart.support.files import check_writable, read_jsonl
 from headstart.support.terminal import ACCEPTED, ask, complain, format_seconds, progress_bar, say, tell
 
@@ -51,30 +52,48 @@ def evaluate(
     overwrite: Overwrite = False,
     options: EvalOptions = EvalOptions(),
     loading: Loading = Loading(),
+    serving: ServingOptions = ServingOptions(),
 ) -> None:
     """Measure heads on questions, alone and with n-grams, against plain decoding, transformers and others.
+
+    With --engine, measure a serving engine instead, with and without heads; a batch is that many requests at a time.
 
     Example: headstart eval runs/quickstart --questions questions.jsonl --out report --compare all
 
     Example: headstart eval runs/quickstart --suite mt-bench --out report
+
+    Example: headstart eval runs/quickstart --suite mt-bench --out report --engine vllm --sweep-batch 4
     """
     from headstart.data.prompts.questions import find_questions
 
     _check_out(out, ("results.json", "report.md", "report.html"), overwrite)
     found, of_suite = find_questions(questions, options.limit)
     conversations = of_suite and any(len(question.turns) > 1 for question in found)
-    from headstart.eval.report import show_results
+    from headstart.eval.report import show_results, write_report
     from headstart.hub.engine_tuning import read_engine_tunings
     from headstart.hub.format import read_config
     from headstart.hub.pull import has_heads, locate
     from headstart.pipeline.actions import report
 
-    console = Console()
+    console, name = Console(), Path(questions).name
+    multi_turn = options.multi_turn or conversations
+    measuring = replace(options, heads_name=heads, questions_name=name, multi_turn=multi_turn)
+    if serving.engine:
+        from headstart.pipeline.in_engine import evaluate_in_engine
+
+        if unused := given(loading, but=("target", "revision")):
+            raise UserError(f"{unused[0]} is for headstart's loop.", "For an engine use --engine-arguments='...'.")
+        folder = locate(heads, loading.revision)
+        results = evaluate_in_engine(folder, found, measuring, serving, loading.target, console)
+        write_report(results, out)
+        show_results(results, f"{heads} on {name}", console)
+        say(console, ("Report", out / "report.html"))
+        return
+    if serving != ServingOptions():
+        raise UserError("An option for engines was given without an engine.", f"Name one with --engine: {ENGINES}.")
     # The default drafter is measured along with the heads alone.
     default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
-    compare, multi_turn = (*default, *options.compare), options.multi_turn or conversations
-    name = Path(questions).name
-    measuring = replace(options, heads_name=heads, questions_name=name, compare=compare, multi_turn=multi_turn)
+    measuring = replace(measuring, compare=(*default, *options.compare))
     decoder = load_decoder(heads, loading, options)
     folder = locate(heads, loading.revision) if has_heads(heads) else None
     training = read_config(folder).get("training") if folder else None

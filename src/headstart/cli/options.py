@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -54,6 +54,12 @@ class Loading(LoadOptions):
     """How heads and their target are loaded, and the target's location."""
 
     target: str | None = option(None, "Folder or Hub id of the target, if it is not where the heads expect it.")
+
+
+def given(loading: Loading, but: Collection[str]) -> list[str]:
+    """List the options that were given, except the fields in `but`."""
+    names = [name for name, value in vars(loading).items() if name not in but and value != getattr(Loading, name)]
+    return [f"--{name.replace('_', '-')}" for name in names]
 
 
 TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(Loading, "target").text)]

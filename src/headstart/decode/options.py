@@ -271,13 +271,11 @@ def check_kinds(options: DecodeOptions) -> None:
 
 @explained
 @dataclass(frozen=True)
-class EngineOptions:
-    """A serving engine to measure, and the requests to measure it with."""
+class ServingOptions:
+    """A serving engine to measure, and how it is started."""
 
     engine: str = option(
-        "",
-        f"Measure a serving engine with and without heads ({ENGINES}), and find the best number of drafts.",
-        metavar="NAME",
+        "", f"Measure a serving engine with and without heads ({ENGINES}) instead of headstart's loop.", metavar="NAME"
     )
     engine_command: str = option(
         "", "Command that starts the engine, such as a path; by default its usual one.", metavar="COMMAND"
@@ -288,6 +286,13 @@ class EngineOptions:
     engine_arguments: str = option(
         "", "More arguments for the engine, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
     )
+
+
+@explained
+@dataclass(frozen=True)
+class EngineOptions(ServingOptions):
+    """A serving engine to tune for: `ServingOptions`, and the requests of the measurement."""
+
     engine_drafts: str = option(
         "", "Numbers of drafts to try; by default 1, 2, 3 and 5, or a whole block.", metavar="N,N..."
     )

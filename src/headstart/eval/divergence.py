@@ -68,6 +68,15 @@ class Judgement:
         }
 
 
+def compare_texts(prompts: Texts, plain: Texts, other: Texts) -> Judgement:
+    """Compare outputs with the plain ones, up to each first difference, without looking for the reasons."""
+    pairs = enumerate(zip(plain, other, strict=True))
+    differences = [item for number, pair in pairs if (item := first_difference(number, *pair)) is not None]
+    compared = sum(map(len, plain))
+    compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
+    return Judgement(len(prompts), compared, None, differences)
+
+
 class Judge:
     """Decides which differences rounding explains, in float32: the target's own weights, cast layer by layer.
 
@@ -82,22 +91,19 @@ class Judge:
 
     def judge(self, prompts: Texts, plain: Texts, other: Texts) -> Judgement:
         """Compare greedy outputs with the plain loop's, up to each first difference."""
-        pairs = enumerate(zip(plain, other, strict=True))
-        firsts = [first_difference(number, expected, output) for number, (expected, output) in pairs]
+        found = compare_texts(prompts, plain, other)
         differences = []
-        for first in filter(None, firsts):
+        for first in found.differences:
             answer = plain[first.prompt][: first.position]
             differences.append(replace(first, margin=self.margin(prompts[first.prompt], answer, first.tokens)))
-        compared = sum(map(len, plain))
-        compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
         if not differences:
-            return Judgement(len(prompts), compared)
+            return found
         # A large margin suggests a large rounding error.
         worst = sorted(differences, key=lambda item: -(item.margin or 0.0))[:MEASURED_PROMPTS]
         limit = self.limit([(prompts[item.prompt], plain[item.prompt]) for item in worst])
         explained = [item.margin is not None and item.margin <= limit for item in differences]
         judged = [replace(item, explained=each) for item, each in zip(differences, explained, strict=True)]
-        return Judgement(len(prompts), compared, limit, judged)
+        return replace(found, margin_limit=limit, differences=judged)
 
     def margin(self, prompt: Sequence[int], answer: Sequence[int], tokens: Sequence[int | None]) -> float | None:
         """Return the gap in float32 logits after this text between the best token and the worst of `tokens`."""

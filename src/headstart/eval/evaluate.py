@@ -10,7 +10,7 @@ needs no training.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -32,13 +32,14 @@ from headstart.decode.options import TreeKind
 from headstart.drafters.catalog import parts_of
 from headstart.errors import UserError
 from headstart.eval import figures
-from headstart.eval.divergence import Judge, Judgement
+from headstart.eval.divergence import Judge, Judgement, Texts
 from headstart.eval.environment import environment
 from headstart.eval.figures import LEAST_UNITS, Prompt, Unit, units_with
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, drafters_named, expand, warm_up
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import races, token_texts
+from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
 from headstart.tree.tree import TreeShape
@@ -69,7 +70,7 @@ def evaluate(
     options = options or EvalOptions()
     target = source.target
     tokenizer = with_template_kwargs(target.tokenizer, options.chat_template_kwargs or {})
-    questions = _select_questions(target, tokenizer, questions, options, console)
+    questions = select_questions(target, tokenizer, questions, options, console)
     drafters = source.drafters(options.drafter, options.tree)
     drafter = tested = options.drafter
     if options.tree is not None and "heads" in tested.split("+"):
@@ -77,29 +78,47 @@ def evaluate(
     options = replace(options, drafter=tested, compare=expand(options.compare, tested))
     others = {name: drafters_named(source, name) for name in options.compare}
     methods = make_methods(source, drafters, others, options)
-    templated = target.with_tokenizer(tokenizer)
-    units = _measure(templated, questions, options, methods, console)
-    batches = _batches(templated, questions, options, methods, console)
-    judged = _judge(target, units, options, list(methods), console)
+    judge = Judge(target, options).judge
+    results = measure_methods(target.with_tokenizer(tokenizer), questions, options, methods, judge, console)
+    results["summary"]["predicted_speedup"] = _predicted(source, options)
+    results["settings"] |= {
+        **({} if target.quantization == "none" else {"quantization": target.quantization}),
+        **({} if target.adapter is None else {"adapter": target.adapter.hash}),
+        "prompt_lookup_tokens": LOOKUP_TOKENS,
+        "tree_nodes": 1 + sum(drafter.max_nodes - 1 for drafter in drafters),
+    }
+    tuned = tuning_record(source, drafter, options.tree)
+    return {**results, "tuned": tuned, "environment": environment(target, drafters)}
+
+
+def measure_methods(
+    target: FrozenModel,
+    questions: Sequence[Question],
+    options: EvalOptions,
+    methods: Mapping[str, Method],
+    judge: Callable[[Texts, Texts, Texts], Judgement],
+    console: Console | None,
+) -> dict[str, Any]:
+    """Measure methods on questions, `HEADS` against `PLAIN` and the others.
+
+    Returns the content of results.json as `evaluate` does, without `tuned` and `environment`. `judge` compares prompts'
+    plain and other answers.
+    """
+    tokenizer, tested = target.tokenizer, options.drafter
+    units = _measure(target, questions, options, methods, console)
+    batches = _batches(target, questions, options, methods, console)
+    judged = _judge(judge, units, options, list(methods), console)
     summary, rows = figures.summarise(units, options.seed), figures.per_prompt(units, tested)
     answers = [pair for unit in units for pair in zip(unit.runs[PLAIN].tokens, unit.runs[HEADS].tokens, strict=True)]
     for difference in judged[HEADS].differences:
-        texts = _texts(target.tokenizer, *answers[difference.prompt], difference.position)
+        texts = _texts(tokenizer, *answers[difference.prompt], difference.position)
         rows[difference.prompt]["divergence"] = difference.to_json() | texts
-    summary |= {
-        "divergences": judged[HEADS].to_json(),
-        "predicted_speedup": _predicted(source, options),
-        "drafter": tested,
-    }
+    summary |= {"divergences": judged[HEADS].to_json(), "predicted_speedup": None, "drafter": tested}
     settings = {
         **{name: value for name, value in asdict(options).items() if name not in _OMITTED_OPTIONS},
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
         **({"chat_template_kwargs": variables} if (variables := template_kwargs(tokenizer)) else {}),
-        **({} if target.quantization == "none" else {"quantization": target.quantization}),
-        **({} if target.adapter is None else {"adapter": target.adapter.hash}),
-        "prompt_lookup_tokens": LOOKUP_TOKENS,
-        "tree_nodes": 1 + sum(drafter.max_nodes - 1 for drafter in drafters),
         "questions": len(questions),
         "methods": [name.removeprefix(OTHER) for name in methods],
     }
@@ -111,11 +130,10 @@ def evaluate(
         "prompt_lengths": figures.prompt_lengths(units, options.seed),
         "places": figures.places(units),
         "batches": batches,
-        "tuned": tuning_record(source, drafter, options.tree),
+        "tuned": None,
         "settings": settings,
-        "environment": environment(target, drafters),
         "per_prompt": rows,
-        "replays": races(units, target.tokenizer, tested),
+        "replays": races(units, tokenizer, tested),
     }
 
 
@@ -170,7 +188,7 @@ def make_methods(
 
 
 def _measure(
-    target: Target,
+    target: FrozenModel,
     questions: Sequence[Question],
     options: EvalOptions,
     methods: Mapping[str, Method],
@@ -189,7 +207,7 @@ def _measure(
                 if not units:
                     for method in methods.values():
                         warm_up(method, tokens, options.max_new_tokens, seed)
-                names = [name for name in methods if group % every == 0 or isinstance(methods[name], Ours)]
+                names = [name for name in methods if group % every == 0 or not isinstance(methods[name], Transformers)]
                 start = len(units) % len(names)
                 runs = {}
                 for name in names[start:] + names[:start]:
@@ -201,14 +219,14 @@ def _measure(
 
 
 def _batches(
-    target: Target,
+    target: FrozenModel,
     questions: Sequence[Question],
     options: EvalOptions,
     methods: Mapping[str, Method],
     console: Console | None,
 ) -> list[dict[str, Any]]:
-    """Measure our loop on the same questions at other batch sizes: a row for each size and drafter."""
-    ours = {name: method for name, method in methods.items() if isinstance(method, Ours)}
+    """Measure on the same questions at other batch sizes, without transformers: a row for each size and drafter."""
+    ours = {name: method for name, method in methods.items() if not isinstance(method, Transformers)}
     rows = []
     for size in options.sweep_batch:
         units = _measure(target, questions, replace(options, batch_size=size), ours, console)
@@ -222,7 +240,7 @@ def _batches(
     return rows
 
 
-def _conversations(target: Target, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
+def _conversations(target: FrozenModel, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
     """Yield a batch's prompts, turn by turn; later turns contain the plain answers of the unit before."""
     messages = [question.messages(0) for question in questions]
     for turn in range(max(len(question.turns) for question in questions)):
@@ -239,19 +257,22 @@ def _conversations(target: Target, questions: Sequence[Question], units: list[Un
 
 
 def _judge(
-    target: Target, units: Sequence[Unit], options: EvalOptions, names: Sequence[str], console: Console | None
+    judge: Callable[[Texts, Texts, Texts], Judgement],
+    units: Sequence[Unit],
+    options: EvalOptions,
+    names: Sequence[str],
+    console: Console | None,
 ) -> dict[str, Judgement]:
     """Compare each method's greedy text with the plain loop's. Sampled texts differ: the random numbers do."""
     if options.temperature != 0:
         return dict.fromkeys(names, Judgement())
-    judge = Judge(target, options)
     with console.status("comparing the words, in float32 where they differ") if console else nullcontext():
         judged = {}
         for name in names:
             within = units_with(units, name)
             prompts = [prompt.tokens for unit in within for prompt in unit.prompts]
             plain, other = ([tokens for unit in within for tokens in unit.runs[of].tokens] for of in (PLAIN, name))
-            judged[name] = judge.judge(prompts, plain, other)
+            judged[name] = judge(prompts, plain, other)
         return judged
 
 
@@ -264,8 +285,8 @@ def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], positio
     return {name: "".join(pieces) for name, pieces in texts.items()}
 
 
-def _select_questions(
-    target: Target, tokenizer: Any, questions: Sequence[Question], options: EvalOptions, console: Console | None
+def select_questions(
+    target: FrozenModel, tokenizer: Any, questions: Sequence[Question], options: EvalOptions, console: Console | None
 ) -> list[Question]:
     """Select the questions and turns to ask; refuse settings that cannot be measured."""
     numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size")]
@@ -273,7 +294,8 @@ def _select_questions(
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
     check_options(options)
-    check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked below
+    if isinstance(target, Target):
+        check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked below
     selected = list(questions)[: options.limit]
     if not options.multi_turn:
         selected = [replace(question, turns=question.turns[:1]) for question in selected]
@@ -288,7 +310,7 @@ def _select_questions(
     return selected
 
 
-def _check_fits(target: Target, tokenizer: Any, question: Question, options: EvalOptions) -> None:
+def _check_fits(target: FrozenModel, tokenizer: Any, question: Question, options: EvalOptions) -> None:
     """Refuse a question that exceeds the context with answers of maximum length."""
     if not question.turns:
         raise UserError(f"Question {question.question_id} has no turns.", "Give each question at least one turn.")

@@ -99,7 +99,7 @@ def node_counts(rounds: Sequence[Round]) -> list[list[int]]:
 def _mean_round_ms(runs: Sequence[Run]) -> dict[str, float] | None:
     """Return mean milliseconds of a round, by part. Rows of a batch share its rounds; the longest row has all."""
     rounds = [done for run in runs for done in max(run.rounds, key=len, default=[])]
-    if not rounds:
+    if not any(done.forward_ms for done in rounds):  # engines count rounds without timing them
         return None
     parts = {"draft": "draft_ms", "verify": "forward_ms", "host": "host_ms"}
     return {part: float(np.mean([getattr(done, name) for done in rounds])) for part, name in parts.items()}

@@ -172,7 +172,11 @@ class Transformers:
         return Run(tokens, seconds, [clock.token_ms[: len(row)] for row in tokens])
 
 
-Method = Ours | Transformers
+class Method(Protocol):
+    """One way of decoding."""
+
+    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
+        """Decode a batch and time it; row b is sampled with seed + b."""
 
 
 class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no types

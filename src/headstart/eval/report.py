@@ -138,6 +138,7 @@ def conditions(results: Mapping[str, Any]) -> list[str]:
         longest and f"at most {longest} new tokens",
         None if temperature is None else labels.temperature_of(temperature),
         batch and (f"{batch} prompts at a time" if batch > 1 else "one prompt at a time"),
+        machine.get("engine"),
         machine.get("dtype"),
         threads and not machine.get("gpu") and f"{threads} thread{'s' * (threads > 1)}",
         machine.get("gpu") or machine.get("cpu"),
@@ -377,6 +378,8 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
     same = f"Same text as without drafts on {prompts - differ} of {prompts} prompts"
     if results["environment"].get("exact") == "bits":
         return f"{same}, although all bits should be the same: look for a fault."
+    if "engine" in results["environment"]:
+        return f"{same}; engines round differently with drafts, which `headstart audit` tells from faults."
     limit, largest = judged["margin_limit"], judged["largest_margin"]
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not judged["unexplained"]:

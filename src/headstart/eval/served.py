@@ -16,7 +16,7 @@ from headstart.servers.process import RunningEngine
 
 
 class Served:
-    """An engine that decodes a batch as concurrent streamed requests.
+    """A `Method` that decodes a batch by an engine, as concurrent streamed requests.
 
     Prompts of a batch start together, and each row's seed is the run's plus its index, as in our loop.
     """

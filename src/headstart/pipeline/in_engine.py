@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
 
 from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
-from headstart.decode.options import EngineOptions
+from headstart.data.prompts.chat import with_template_kwargs
+from headstart.data.prompts.questions import Question
+from headstart.decode.options import EngineOptions, ServingOptions
 from headstart.errors import UserError, nearest
+from headstart.eval.divergence import compare_texts
 from headstart.eval.environment import machine
+from headstart.eval.evaluate import measure_methods, select_questions
+from headstart.eval.labels import HEADS, PLAIN
+from headstart.eval.options import EvalOptions
+from headstart.eval.served import Served
 from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
 from headstart.hub.engine_tuning import DRAFTS, EngineTuning, EngineWorkload, tune_engine, write_engine_tuning
@@ -22,8 +31,11 @@ from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.importing import GUESSED
 from headstart.hub.engines.known_engines import drafts_to_try
 from headstart.hub.format import CALIBRATION, refuse_other_files
+from headstart.hub.target_facts import kind_of
+from headstart.model.loading import load_target
+from headstart.model.outline import unloaded
 from headstart.pipeline.actions import add_engines_to_report, validation_file
-from headstart.pipeline.run import HEADS
+from headstart.pipeline.run import HEADS as HEADS_FOLDER
 from headstart.servers.engines import ENGINES, ServingEngine
 from headstart.servers.fleet import gpu_groups
 from headstart.servers.process import Server
@@ -31,46 +43,39 @@ from headstart.support.files import read_json
 from headstart.support.terminal import program
 
 
-def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[str]:
-    """Return the arguments that add heads to a server of their target, cut from the command that `export` prints."""
-    words = exported.words({engine.name: {1: drafts}})[engine.name]
+def served_with(engine: ServingEngine, exported: Exported, drafts: Mapping[int, int]) -> list[str]:
+    """Return the arguments that add heads to a server of their target, cut from the command that `export` prints.
+
+    `drafts` are numbers of drafts by the number of concurrent requests; empty for the format's own.
+    """
+    words = exported.words({engine.name: drafts} if drafts else {})[engine.name]
     return words[len(shlex.split(engine.command)) + len(engine.target_option) + 1 :]
 
 
-def tune_in_engine(
-    heads: Path, validation: Path | None, console: Console, target: str | None, options: EngineOptions
-) -> EngineTuning:
-    """Measure how many drafts pay in a serving engine, and add the result to the heads and their card.
+@dataclass(frozen=True)
+class _Servable:
+    """Heads exported for an engine; `start` takes drafting arguments and a log's name, and creates a server."""
 
-    `heads` is their folder or run. Prompts come from `validation`, by default the run's validation conversations.
-    Logs are kept if the error refers to them.
-    """
-    name, folder = options.engine, heads_folder(heads)
-    if name not in ENGINES:
-        raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
-    engine, drafts = ENGINES[name], _numbers(options.engine_drafts, "--engine-drafts", 16)
-    refuse_other_files(folder)
-    calibration = read_json(folder / CALIBRATION)
-    workload = _workload(engine, validation_file(folder, validation), calibration["acceptance"], options)
-    groups = gpu_groups(options.engine_arguments)
+    engine: ServingEngine
+    exported: Exported
+    target: str
+    start: Callable[[Sequence[str], str], Server]
+
+
+@contextmanager
+def _exported(folder: Path, target: str | None, options: ServingOptions) -> Iterator[_Servable]:
+    """Export heads for the engine of the options into a temporary folder; logs are kept if an error refers to them."""
+    if options.engine not in ENGINES:
+        raise UserError(f"Unknown engine {options.engine!r}.", nearest(options.engine, list(ENGINES)))
+    engine, groups = ENGINES[options.engine], gpu_groups(options.engine_arguments)
     gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
-    with _work_folder() as place, console.status("exporting") as status:
+    with _work_folder() as place:
         exported = export_for(folder, place / "heads", engine.format, target)
         served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
         if not served:
             raise UserError(
-                f"{name} cannot load {exported.facts.name} from where the heads have it.",
-                f"Say where {name} finds it with --engine-target.",
-            )
-        if calibration.get("settings", {}).get("acceptance") == GUESSED:
-            raise UserError(
-                "The acceptance of these imported heads was never measured.",
-                f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
-            )
-        if max(drafts, default=0) > (steps := exported.published.steps):
-            raise UserError(
-                f"The heads were trained to draft {steps} tokens in a row, not {max(drafts)}.",
-                f"Give --engine-drafts up to {steps}.",
+                f"{engine.name} cannot load {exported.facts.name} from where the heads have it.",
+                f"Say where {engine.name} finds it with --engine-target.",
             )
 
         def start(drafting: Sequence[str], name: str) -> Server:
@@ -84,9 +89,36 @@ def tune_in_engine(
                 gpus=gpus[bool(drafting)],
             )
 
+        yield _Servable(engine, exported, served, start)
+
+
+def tune_in_engine(
+    heads: Path, validation: Path | None, console: Console, target: str | None, options: EngineOptions
+) -> EngineTuning:
+    """Measure how many drafts pay in a serving engine, and add the result to the heads and their card.
+
+    `heads` is their folder or run. Prompts come from `validation`, by default the run's validation conversations.
+    """
+    folder, drafts = heads_folder(heads), _numbers(options.engine_drafts, "--engine-drafts", 16)
+    refuse_other_files(folder)
+    calibration = read_json(folder / CALIBRATION)
+    with console.status("exporting") as status, _exported(folder, target, options) as servable:
+        name, served, exported = options.engine, servable.target, servable.exported
+        texts = validation_file(folder, validation)
+        workload = _workload(servable.engine, texts, calibration["acceptance"], options)
+        if calibration.get("settings", {}).get("acceptance") == GUESSED:
+            raise UserError(
+                "The acceptance of these imported heads was never measured.",
+                f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
+            )
+        if max(drafts, default=0) > (steps := exported.published.steps):
+            raise UserError(
+                f"The heads were trained to draft {steps} tokens in a row, not {max(drafts)}.",
+                f"Give --engine-drafts up to {steps}.",
+            )
         version, measured = tune_engine(
-            start,
-            lambda count: served_with(engine, exported, count),
+            servable.start,
+            lambda count: served_with(servable.engine, exported, {1: count}),
             drafts or drafts_to_try(exported.published, DRAFTS),
             workload,
             progress=status.update,
@@ -103,9 +135,55 @@ def tune_in_engine(
     )
     write_engine_tuning(folder, tuning)
     add_engine_figures(folder)
-    if folder.name == HEADS:
+    if folder.name == HEADS_FOLDER:
         add_engines_to_report(folder.parent)
     return tuning
+
+
+def evaluate_in_engine(
+    heads: Path,
+    questions: Sequence[Question],
+    options: EvalOptions,
+    serving: ServingOptions,
+    target: str | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Measure heads in a serving engine on questions, against the engine without them, through its API.
+
+    Two servers answer in turns. A batch of the options is that many concurrent requests. The number of drafts is that
+    of `tune_in_engine`, or else of the format.
+
+    Returns the content of results.json, see `headstart.eval.evaluate`. A UserError for options of headstart's own loop.
+    """
+    unused = [item.name for item in fields(EvalOptions) if item.name in _OF_OUR_LOOP and _is_set(options, item)]
+    if unused:
+        raise UserError(f"--{unused[0].replace('_', '-')} is for headstart's own loop.", "Leave it out with --engine.")
+    with console.status("exporting") as status, _exported(heads_folder(heads), target, serving) as servable:
+        engine, exported = servable.engine, servable.exported
+        facts = exported.facts
+        reads = unloaded(facts.spec, trust_remote_code=facts.trust_remote_code) or load_target(facts.spec)
+        variables = options.chat_template_kwargs or dict(facts.chat_template_kwargs)
+        tokenizer = with_template_kwargs(reads.tokenizer, variables)
+        questions = select_questions(reads, tokenizer, questions, options, console)
+        drafting = served_with(engine, exported, exported.drafts.get(engine.name, {}))
+        status.update(f"starting {engine.name}")
+        with servable.start((), "plain") as plain, servable.start(drafting, "heads") as drafted:
+            status.stop()
+            methods = {HEADS: Served(drafted, options), PLAIN: Served(plain, options)}
+            asked = reads.with_tokenizer(tokenizer)
+            results = measure_methods(asked, questions, options, methods, compare_texts, console)
+            environment = {"engine": f"{engine.name} {plain.version()}".strip(), "command": shlex.join(drafted.words)}
+    published = exported.published
+    results["settings"]["heads"] = {"family": kind_of(published), "drafts in a row": str(published.steps)}
+    return {**results, "replays": [], "environment": {**environment, **machine()}}
+
+
+_OF_OUR_LOOP = ("drafter", "tree", "compare", "draft", "verifier", "deterministic", "min_new_tokens", "baselines")
+"""Options of `eval` without a meaning for engines."""
+
+
+def _is_set(options: EvalOptions, item: Field[Any]) -> bool:
+    return bool(getattr(options, item.name) != item.default)
 
 
 def _workload(

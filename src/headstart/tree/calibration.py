@@ -47,8 +47,8 @@ class Calibration:
         reached: at each depth, how often one of the best drafts is accepted after an accepted path; with `sampled` the
             last one is sampled.
         sampled: calibration of a child sampled from the full distribution, evaluated at the log-probability of the
-            draft that it replaces; None treats it as that draft. Its own `sampled` is for children sampled from the remainder
-            of the distribution, evaluated at the log of that rest.
+            draft that it replaces; None treats it as that draft. Its own `sampled` is for children sampled from the
+            remainder of the distribution, evaluated at the log of that rest.
         off_best: calibration after paths that left the best one; the other fields then hold on the best path only. None
             makes no difference between the two.
     """
