@@ -339,13 +339,13 @@ def plant(update: Update) -> None:
 
 
 def test_heads_that_learnt_shuffled_labels_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = Teacher._logits
+    compute = Teacher._compute
 
-    def shuffled(self: Teacher, *read: Any, **over: Any) -> torch.Tensor:
+    def shuffled(self: Teacher, *states: Any, **tokens: Any) -> torch.Tensor:
         order_D = torch.randperm(len(self._weight_DE), generator=torch.Generator().manual_seed(0))
-        return logits(self, *read, **over)[:, order_D]
+        return compute(self, *states, **tokens)[:, order_D]
 
-    monkeypatch.setattr(Teacher, "_logits", shuffled)
+    monkeypatch.setattr(Teacher, "_compute", shuffled)
     update = update_of(place)
     before = of_folder(update.service.heads(0))
     update.train()

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from headstart.data.conversations.records import Conversation
+from headstart.data.states.online import OnlineStates
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
 from headstart.heads.base import HeadBatch
@@ -64,6 +65,12 @@ def conversations(count: int, seed: int, vocab_size: int) -> list[Conversation]:
         supervised = [index > length // 3 for index in range(length)]
         made.append(Conversation(f"c{number}", [*tokens, 2], supervised, []))
     return made
+
+
+def online_states(folder: Path, target: Target) -> list[OnlineStates]:
+    """Compute the states of the fixture `states` online, from the same texts."""
+    texts = (conversations(24, 0, target.vocab_size), conversations(7, 1, target.vocab_size))
+    return [OnlineStates(folder, one, target, [1, 2, 3, FINAL]) for one in texts]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from headstart.cli.app import app
-from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import States, StateStore
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, families
@@ -28,7 +27,7 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.replay.patch import FINAL
 from headstart.train import batches, checkpoint, processes, trainer
 from headstart.train.processes import join_processes, leave_processes
-from tests.train.conftest import before_step, conversations, on_read
+from tests.train.conftest import before_step, on_read, online_states
 from tests.train.stores import Silent
 from tests.train.test_golden import HEADS
 
@@ -55,10 +54,9 @@ def recipe_of(name: str, **train: Any) -> Recipe:
 
 def both_states(folder: Path, target: Target, how: str) -> list[States]:
     """Return the states for training and validation: stored by the fixture `states`, or online from the same texts."""
-    if how != "online":
-        return [StateStore(folder / split) for split in ("train", "validation")]
-    made = (conversations(24, 0, target.vocab_size), conversations(7, 1, target.vocab_size))
-    return [OnlineStates(folder, one, target, [1, 2, 3, FINAL]) for one in made]
+    if how == "online":
+        return [*online_states(folder, target)]
+    return [StateStore(folder / split) for split in ("train", "validation")]
 
 
 def silent(store: States) -> Any:

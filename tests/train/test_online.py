@@ -27,7 +27,7 @@ from headstart.train.training_artifact import training_artifact
 from tests.data.test_store import poison
 from tests.forks import Forks
 from tests.spies import spy
-from tests.train.conftest import MakeRecipe, Train, Workplace, clean_environment, conversations
+from tests.train.conftest import MakeRecipe, Train, Workplace, clean_environment, conversations, online_states
 from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
 
@@ -40,8 +40,7 @@ Online = list[OnlineStates]
 
 @pytest.fixture
 def online(tiny_target: Target, states: Path) -> Online:
-    made = (conversations(24, 0, tiny_target.vocab_size), conversations(7, 1, tiny_target.vocab_size))
-    return [OnlineStates(states, one, tiny_target, [1, 2, 3, FINAL]) for one in made]
+    return online_states(states, tiny_target)
 
 
 def test_online_states_match_the_stored_ones(train_store: StateStore, online: Online) -> None:

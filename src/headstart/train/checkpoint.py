@@ -1,10 +1,11 @@
 """Checkpoints of a training.
 
 A checkpoint holds accelerate's state (heads, optimiser, gradient scaler, RNG states of every rank) and
-`checkpoint.json`, written last: the trainer state, and the size of every file. The newest are kept.
+`checkpoint.json`, written last: the trainer state, and the size of every file. A checkpoint with a missing or truncated
+file is ignored. The newest are kept.
 
-It also holds the best heads so far. A killed run may have found better ones after its last checkpoint, and the resumed
-run may never find them again: its schedule may follow the clock, or a new budget.
+It also holds the best heads so far. Better ones that a killed run found after its last checkpoint are dropped on
+resuming: the schedule may follow the clock, or a new budget, so the resumed run may never reach them.
 """
 
 from __future__ import annotations
