@@ -28,11 +28,11 @@ _PER_PARAMETER = 64
 _PARAMETERS, _NUMBERS = 32, 16
 """Parameters in a sketch, spread over the model, and samples of each."""
 _Numbers = Annotated[list[FiniteFloat], Field(min_length=_NUMBERS, max_length=_NUMBERS)]
-_NEAR, _TINY = 2**-7, 1e-6
+_RELATIVE, _ABSOLUTE = 2**-7, 1e-6
 """Relative and absolute tolerance for rounding to bfloat16 or float16."""
 _EQUAL_SHARE = 0.97
 """Required share of samples within that tolerance."""
-_ALIKE = 0.9
+_COSINE = 0.9
 """Required cosine of quantised weights and their originals: 0.99 in 4 bits, 0 for other weights."""
 
 
@@ -168,27 +168,27 @@ def differs(
     if (problem := _differs_in_adapter(sketched, model, origin)) is not None:
         return problem
     equal: list[bool] = []
-    alike: list[float] = []
+    cosines: list[float] = []
     parameters = dict(model.named_parameters())
     as_read = {} if origin is None else origin.sketch["weights"]
     for name, known in sketched.get("weights", {}).items():
-        shape, numbers, by_cosine = tuple(known["shape"]), torch.tensor(known["numbers"]), rounded
+        shape, expected, by_cosine = tuple(known["shape"]), torch.tensor(known["numbers"]), rounded
         weight, found = parameters.get(name), None
         if name in as_read:
-            numbers = torch.tensor(sketched.get("without_adapter", {}).get(name, known["numbers"]))
+            expected = torch.tensor(sketched.get("without_adapter", {}).get(name, known["numbers"]))
             found = torch.tensor(as_read[name]["numbers"])
         elif weight is not None and _is_plain(weight) and tuple(weight.shape) == shape:
             found = _sampled(weight)
         else:
             found, by_cosine = _through_layer(model, name, shape), True
         if found is not None and not by_cosine:
-            equal += ((found - numbers).abs() <= _NEAR * numbers.abs() + _TINY).tolist()
-        elif found is not None and numbers.norm() > 0:
-            alike.append(float(torch.cosine_similarity(found, numbers, dim=0)))
-    if not equal and not alike:
+            equal += ((found - expected).abs() <= _RELATIVE * expected.abs() + _ABSOLUTE).tolist()
+        elif found is not None and expected.norm() > 0:
+            cosines.append(float(torch.cosine_similarity(found, expected, dim=0)))
+    if not equal and not cosines:
         return "none of its weights can be compared"
-    others = (equal and sum(equal) < _EQUAL_SHARE * len(equal)) or (alike and sum(alike) < _ALIKE * len(alike))
-    return "it has other weights" if others else None
+    differ = (equal and sum(equal) < _EQUAL_SHARE * len(equal)) or (cosines and sum(cosines) < _COSINE * len(cosines))
+    return "it has other weights" if differ else None
 
 
 def _differs_in_adapter(sketched: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
@@ -205,11 +205,11 @@ def _differs_in_adapter(sketched: Mapping[str, Any], model: nn.Module, origin: O
     return "the adapter was in its weights before, and is twice now" if twice else None
 
 
-def _adapter_fraction(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float:
+def _adapter_fraction(sketched: Mapping[str, Any], samples: Mapping[str, Tensor]) -> float:
     """Project samples on the step from without the adapter (0) to with it (1); 0 without samples."""
     along = size = 0.0
     for name, without in sketched.get("without_adapter", {}).items():
-        if (here := numbers.get(name)) is not None and len(here) == len(without):
+        if (here := samples.get(name)) is not None and len(here) == len(without):
             base = torch.tensor(without)
             step = torch.tensor(sketched["weights"][name]["numbers"]) - base
             along += float(((here - base) * step).sum())

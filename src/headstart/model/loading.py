@@ -243,8 +243,8 @@ def read_embeddings(spec: str) -> torch.Tensor | None:
     if name is None:
         return None
     try:
-        with safe_open(str(cached_file(folder, files[name])), "pt") as held:
-            weight: torch.Tensor = held.get_tensor(name)
+        with safe_open(str(cached_file(folder, files[name])), "pt") as tensors:
+            weight: torch.Tensor = tensors.get_tensor(name)
             return weight
     except (OSError, SafetensorError):
         return None
@@ -258,8 +258,8 @@ def tensor_files(folder: str, revision: str | None = None) -> dict[str, str]:
             file_of: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
             return file_of
         if file := find(SAFE_WEIGHTS_NAME):
-            with safe_open(file, "pt") as held:
-                return dict.fromkeys(held.keys(), SAFE_WEIGHTS_NAME)
+            with safe_open(file, "pt") as tensors:
+                return dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME)
     except (OSError, ValueError, KeyError, SafetensorError):
         pass
     return {}

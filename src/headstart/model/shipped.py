@@ -136,19 +136,19 @@ class ShippedFiles:
         of_target = (self.target.lm_head_weight, self.target.embedding_weight)
         return [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
 
-    def _read(self, wanted: Sequence[str]) -> dict[str, Tensor]:
+    def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Read tensors by name; raise UserError if any is missing, quantised or unreadable."""
-        if missing := sorted(set(wanted) - self.file_of.keys()):
+        if missing := sorted(set(names) - self.file_of.keys()):
             raise UserError(
                 f"The checkpoint of {self.target.name} lacks {missing[0]} of its multi-token-prediction modules.",
                 "Fetch the checkpoint again, all of its files.",
             )
         revision = getattr(self.target.config, "_commit_hash", None)
         tensors: dict[str, Tensor] = {}
-        for file in sorted({self.file_of[name] for name in wanted}):
+        for file in sorted({self.file_of[name] for name in names}):
             try:
-                with safe_open(str(cached_file(self.folder, file, revision=revision)), "pt") as held:
-                    tensors |= {name: held.get_tensor(name) for name in wanted if self.file_of[name] == file}
+                with safe_open(str(cached_file(self.folder, file, revision=revision)), "pt") as content:
+                    tensors |= {name: content.get_tensor(name) for name in names if self.file_of[name] == file}
             except (OSError, SafetensorError) as error:
                 raise UserError(
                     f"The file {file} of {self.target.name} cannot be read: {error}", "Fetch the checkpoint again."

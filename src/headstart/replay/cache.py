@@ -207,8 +207,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._lengths[counts_B.device] = list(self.lengths), known[1] + counts_B[:, None]
 
     def lengths_B1(self, device: torch.device) -> Tensor:
-        """Committed lengths, int64 [B, 1], or [1, 1] if all are equal; kept on the device across commits that pass
-        `counts_B`."""
+        """Return committed lengths, int64 [B, 1], or [1, 1] if all are equal. They stay on the device across commits
+        with `counts_B`."""
         if len(set(self.lengths)) == 1:
             return torch.full((1, 1), self.lengths[0], device=device)
         known = self._lengths.get(device)
@@ -248,10 +248,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def copy_row(self, row: int, length: int) -> TreeCache:
         """Copy the first `length` tokens of a row into memory of its own."""
-        alone = self.slice_rows(row, row + 1)
-        alone.stores = [store[:, :, :, :length].clone() for store in alone.stores]
-        alone.capacity, alone.lengths = length, [length]
-        return alone
+        copied = self.slice_rows(row, row + 1)
+        copied.stores = [store[:, :, :, :length].clone() for store in copied.stores]
+        copied.capacity, copied.lengths = length, [length]
+        return copied
 
     def load_row(self, row: int, other: TreeCache) -> None:
         """Copy the only row of another cache into a row."""
