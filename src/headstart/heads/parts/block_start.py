@@ -210,9 +210,6 @@ class SolvedBlockHead(BlockHead):
         return angles_R
 
 
-# -- positional heads --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """Query of a positional head: its components in each rotary pair, and its smallest score margin over the other
