@@ -1,4 +1,4 @@
-"""Block families: the inputs of a slot, attention in parts, the mask token, and layers that start heads."""
+"""Block families: inputs of a slot, attention in parts, the mask token, warm start, and DSpark's two heads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.base import make_config
 from headstart.heads.dflash import DFlashHead
+from headstart.heads.dspark import DSparkHead
+from headstart.heads.int8_weights import linear
 from headstart.heads.parts import text_attention
 from headstart.heads.parts.block import BlockHead
 from headstart.heads.parts.text_attention import VisibleRange, attend_blocks
 from headstart.model.model import Target
-from tests.heads.test_contract import batch_of, build, shake
+from tests.heads.test_contract import batch_of, build, prefilled, shake
 from tests.heads.test_text_attention import GROUPS, KV_HEADS, LENGTH, ROWS, SINGLE, STARTS, WIDTH
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -197,3 +199,25 @@ def test_a_mask_token_without_an_embedding_is_passed_over_and_refused(filled: fl
     with pytest.raises(UserError, match=f"Token {rows}, heads.mask_token_id, has .* zeros or not finite") as refused:
         heads.bind(target)
     assert "heads.mask_token_id=<id>" in refused.value.remedy
+
+
+def test_the_markov_head_reads_the_nodes_token_alone(target: Target) -> None:
+    """The block runs once; siblings differ only by the contribution of their own tokens."""
+    heads = cast(DSparkHead, shake(build("dspark-deep", target)))
+    session = prefilled(heads, target, [[3, 9, 14, 27, 33]])
+    zero = torch.zeros(1, 2, dtype=torch.long)
+    heads.draft_step(session, torch.tensor([[8]]), zero[:, :1], 0)
+    for depth, tokens in ((1, [7, 30]), (2, [12, 7])):
+        logits_WD = heads.draft_step(session, torch.tensor([tokens]), zero, depth)[0]
+        added_WD = heads.markov_embedding_VR[tokens] @ heads.markov_lm_head_DR.T
+        alone_D = linear(session.hidden_BSE[0, depth], heads.lm_head_DE)
+        torch.testing.assert_close(logits_WD, alone_D + added_WD, rtol=1e-4, atol=1e-4)
+
+
+def test_confidence_does_not_change_the_drafts(target: Target) -> None:
+    heads = cast(DSparkHead, shake(build("dspark-deep", target)))
+    for prediction in heads.unroll(batch_of(target, heads, [list(range(1, 20))], prompt=3)):
+        assert prediction.confidence_M is not None
+        prediction.confidence_M.sum().backward(retain_graph=True)
+    learning = {name for name, weight in heads.named_parameters() if weight.grad is not None}
+    assert learning == {"confidence_head.weight", "confidence_head.bias"}

@@ -1,4 +1,4 @@
-"""Recurrent families and Hydra: the inputs of each step, found by changing one; starts and settings."""
+"""Recurrent families and Hydra: the inputs of each step, found by changing one; starts, settings and MTP's formula."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, make_config
+from headstart.heads.mtp import MtpHead
 from headstart.heads.parts.cache import cached_attention
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.text_attention import chain_attention
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from tests.heads import test_contract as contract
 from tests.heads.test_contract import CASES, started
 from tests.tiny import KINDS, tiny_model
 
@@ -315,3 +318,32 @@ def test_default_aux_layers(target: Target) -> None:
     read = [make_config({"family": "eagle3", "init": start}, target).model_dump()["aux_layers"] for start in starts]
     middle, last = target.num_layers // 2, target.num_layers
     assert read == [(2, middle, last - 3), (2, middle, last - 1)]
+
+
+@torch.no_grad()
+def test_mtp_computes_the_published_formula(target: Target) -> None:
+    """h' = M [RMSNorm(Emb(t_i+1)); RMSNorm(h_i)], then a decoder layer and the LM head, with transformers' own layer
+    and rotary positions (DeepSeek-V3, equations 21 to 23; the embedding comes first in the released weights)."""
+    heads = contract.shake(contract.build("mtp", target)).eval()
+    assert isinstance(heads, MtpHead)
+    config = tf.LlamaConfig(**target.config.to_dict())
+    config._attn_implementation = "sdpa"
+    layer, module = LlamaDecoderLayer(config, 0), heads.module
+    layer.load_state_dict({name.removeprefix("layers.0."): x for name, x in module.by_published_name(0).items()})
+
+    def rms(x: torch.Tensor, norm: torch.nn.RMSNorm) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * norm.weight
+
+    length = len(TEXT) - 1
+    state_1TE = target.hidden_states([TEXT], [FINAL])[0][FINAL][None, :length]
+    embedded_1TE = target.embedding_weight[torch.tensor([TEXT[1:]])]
+    joined = torch.cat([rms(embedded_1TE, module.enorm), rms(state_1TE, module.hnorm)], -1) @ module.eh_proj.weight.T
+    positions_1T = torch.arange(length)[None]
+    rotary = LlamaRotaryEmbedding(config)(joined, positions_1T)
+    mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+    out = layer(joined, attention_mask=mask, position_ids=positions_1T, position_embeddings=rotary)
+    wanted_TV = target.lm_head(rms(out[0] if isinstance(out, tuple) else out, module.norm))[0]
+    step = next(iter(heads.unroll(contract.batch_of(target, heads, [TEXT], prompt=1))))
+    assert step.origin_M.tolist() == list(range(length - 1))
+    wanted_MV = wanted_TV[step.origin_M]
+    torch.testing.assert_close(step.logits_MD, wanted_MV, rtol=1e-5, atol=1e-5 * float(wanted_MV.abs().max()))

@@ -1,4 +1,4 @@
-"""DFlash: a block drafter whose slots predict the token at their own position (arXiv 2602.06036).
+"""DFlash: a block drafter; each slot predicts the token at its own position (arXiv 2602.06036).
 
 The block is [root, mask, mask, ...]; the root's slot drafts nothing. On tokens a b c d e (positions 0-4), from the
 state after `b` (origin t = 1), with root `c` and a block of 3:

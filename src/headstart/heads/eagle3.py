@@ -294,8 +294,6 @@ class Eagle3Head(RecurrentHead):
                 break
         layer.own_heads = own if minimum >= own_position.MIN_SELF_WEIGHT else 0
 
-    # -- exchange ------------------------------------------------------------------------------------------------
-
     def by_published_name(self) -> dict[str, Tensor]:
         tensors = {
             "fc.weight": self.fc.weight,
@@ -328,8 +326,6 @@ class Eagle3Head(RecurrentHead):
             )
         check_embeddings(published, target.embedding_weight)
         return super().from_published(published, target)
-
-    # -- closed-form start ---------------------------------------------------------------------------------------
 
     def _fit_transition(self, batches: Iterator[HeadBatch]) -> None:
         """Fit the fusion to the final state, solve induction heads, and fit the layer's output by ridge regression to

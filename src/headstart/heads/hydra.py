@@ -115,7 +115,7 @@ class HydraHead(ResidualHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map by ridge regression to h_{t+k+1}, from which the target predicts the same token."""
+        """Fit head k's input map by ridge regression to h_{t+k+1}, the target's state for the same token."""
         if self.config.init == "random":
             return
         size = self.config.hidden_size

@@ -101,8 +101,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map (or else its LM head) by ridge regression to h_{t+k+1}, from which the target predicts
-        the same token. Unfitted heads confidently predict the target's next token."""
+        """Fit head k's input map (or else its LM head) by ridge regression to h_{t+k+1}, the target's state for the
+        same token. Unfitted heads confidently predict the target's next token."""
         if self.input_KEF is None and self.config.shared_lm_head:
             return
         size = self.config.hidden_size

@@ -179,8 +179,6 @@ class MtpHead(FinalStateHead):
             norm = self.module.norm
             norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
 
-    # -- the target's own layer type -----------------------------------------------------------------------------
-
     def run_text(self, text: UnrolledText, tokens: Tensor, rotary: Angles) -> Tensor:
         if self.native is None:
             return super().run_text(text, tokens, rotary)
@@ -201,11 +199,11 @@ class MtpHead(FinalStateHead):
         if self.native is None:
             return super()._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
 
-        def attend_kept(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend_cached(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             put(0, keys, values)
             return mix(0, queries, None)
 
-        stream_BWE, _, _ = self._run_native(feedback_BWE, tokens_BW, rotary, attend_kept)
+        stream_BWE, _, _ = self._run_native(feedback_BWE, tokens_BW, rotary, attend_cached)
         if last_B is None:
             return stream_BWE
         return stream_BWE[torch.arange(len(last_B), device=last_B.device), last_B][:, None]
@@ -213,18 +211,16 @@ class MtpHead(FinalStateHead):
     def _run_native(
         self, feedback: Tensor, tokens: Tensor, rotary: Angles, attend: Attend
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the target's own module; returns its stream, keys and values."""
+        """Run the target's own module; return its stream, keys and values."""
         assert self.native is not None, "the module is the target's"
         joined, _ = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
-        kept: list[tuple[Tensor, Tensor]] = []
+        kv: list[tuple[Tensor, Tensor]] = []
 
-        def keep(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            kept.append((keys, values))
+        def record(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            kv.append((keys, values))
             return attend(queries, keys, values)
 
-        return self.native.run(joined, rotary, keep), *kept[0]
-
-    # -- exchange ------------------------------------------------------------------------------------------------
+        return self.native.run(joined, rotary, record), *kv[0]
 
     def publish(self) -> Published:
         if self.native is None:

@@ -89,10 +89,10 @@ class HeadSettings(Section):
     )
 
     def check(self) -> None:
-        """Raise a UserError for incompatible settings, ignoring those that the target has not filled in yet."""
+        """Raise a UserError for incompatible settings, ignoring unset `FromTarget` ones."""
 
     def to_recipe(self) -> dict[str, Any]:
-        """Dump all settings except those that the target fills in."""
+        """Dump all settings except unset `FromTarget` ones."""
         left_to_target = {name for name, field in type(self).model_fields.items() if from_target(field)}
         return self.model_dump(mode="json", exclude=left_to_target - self.model_fields_set)
 

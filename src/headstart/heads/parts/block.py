@@ -137,8 +137,6 @@ class BlockHead(GraphedHead):
         tokens[..., 0] = roots
         return self.embed_tokens(tokens, like)
 
-    # -- training ------------------------------------------------------------------------------------------------
-
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         origin_M = origins(batch, 0)
         if not len(origin_M):
@@ -163,8 +161,6 @@ class BlockHead(GraphedHead):
             outputs.append(rms_norm(self.norm, blocks.drafting_slots(blocks.stream_BXE)))
         return torch.cat(outputs)
 
-    # -- exchange ------------------------------------------------------------------------------------------------
-
     def by_published_name(self) -> dict[str, Tensor]:
         tensors = {
             "fc.weight": self.fc.weight,
@@ -185,8 +181,6 @@ class BlockHead(GraphedHead):
                 "Name the target that they were trained on with --target, or take another checkpoint.",
             )
         return super().from_published(published, target)
-
-    # -- drafting ------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> BlockSession:
         some_BPE = states[self.config.aux_layers[0]]
@@ -260,8 +254,6 @@ class BlockHead(GraphedHead):
                 queries, stream_BKE = queries[:, :, :, self.first_slot :], stream_BKE[:, self.first_slot :]
             stream_BKE = layer.write(stream_BKE, mix(number, queries))
         return rms_norm(self.norm, stream_BKE)
-
-    # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
 
     def new_memory(self, session: BlockSession, rows: int, capacity: int) -> BlockMemory:
         return BlockMemory(self, session.cache.kv[0][0], rows, capacity)

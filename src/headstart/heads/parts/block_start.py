@@ -67,11 +67,11 @@ class _FitBatch:
         self._scale_E = torch.where(norm_E.abs() < 1e-3, 1.0, norm_E)
 
     def label(self, step: int) -> Tensor:
-        """State before the final norm from which the target predicts the step's token, [M, E]."""
+        """Return the target's state for the step's token, before the final norm, [M, E]."""
         return self._final_XE[self.origin_M + step + 1].float() / self._scale_E
 
     def attend(self, layer: BlockLayer) -> Tensor:
-        """Attention output of every slot in a layer, [B, X, F]."""
+        """Return the attention output of every slot in a layer, [B, X, F]."""
         return concat_heads(self.blocks.attend(layer, *layer.context(self.context_BTE, self.rotary)))
 
 
@@ -208,9 +208,6 @@ class SolvedBlockHead(BlockHead):
         half = self.config.head_dim // 2
         angles_R: Tensor = torch.atan2(sin[0, 1, :half], cos[0, 1, :half])
         return angles_R
-
-
-# -- positional heads --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
 Mix = Callable[[int, Tensor, Tensor | None], Tensor]
-"""Attention of a layer's queries over the cache; with row indices, the queries are those of each row's last entry."""
+"""Attention of a layer's queries over the cache; with row indices, of each row's last entry alone."""
 _FEW_PENDING = 8
 """Minimum padded number of pending entries, over all rows: otherwise each count would need its own graph."""
 _MOST_READ = 1024

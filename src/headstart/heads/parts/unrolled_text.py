@@ -54,8 +54,8 @@ class UnrolledText:
         return stream_BTE.gather(1, self.visible.index_BA[:, :, None].expand(-1, -1, stream_BTE.shape[2]))
 
     def entries(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and positions of a step's entries: token t + step + 1 at position t + step, for origins t (at step 0,
-        for all tokens of the text)."""
+        """Return tokens and positions of a step's entries: token t + step + 1 and position t + step of origins t; at
+        step 0, of all tokens."""
         if step == 0:
             return F.pad(self.tokens_BT[:, 1:], (0, 1)), positions_of(self.tokens_BT, self.starts_BT)
         index_BA, starts_BA = self.visible.index_BA, self.visible.starts_BA
