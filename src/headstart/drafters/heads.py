@@ -329,8 +329,7 @@ def _pick_ranks(
     """Pick the ranks worth verifying for each node of the level, or the best of them if room is short. `below` are the
     probabilities that a right node has a right child, a right grandchild and so on."""
     found: list[tuple[float, int, int]] = []  # (-path probability, parent's index, rank), best first
-    for parent, leaf in enumerate(row.level):
-        own = candidates[parent]
+    for parent, (leaf, own) in enumerate(zip(row.level, candidates, strict=True)):
         gains = _marginal_gains(own) if request.sample_drafts else [prob for _, _, prob, _, _ in own]
         for rank, gain in enumerate(gains):
             accept_prob = leaf.prob * gain
