@@ -58,7 +58,7 @@ class RunningEngine:
         path, body = self._dialect.request(CompletionRequest(prompt, max_new_tokens), self._model)
         started = perf_counter()
         try:
-            reply = self._endpoint.send("POST", path, body)
+            reply = self._endpoint.send(path, body)
             seconds = perf_counter() - started
             return EngineAnswer(tuple(self._dialect.read(self._endpoint.read(reply)).tokens), seconds)
         except UserError as error:
@@ -75,7 +75,7 @@ class RunningEngine:
     def counters(self) -> Counter[str | int]:
         """Return its counters since the start; see `read_counters`."""
         try:
-            return read_counters(self._endpoint.send("GET", "/metrics").text)
+            return read_counters(self._endpoint.send("/metrics").text)
         except RetryableError as error:
             raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
 
@@ -140,7 +140,7 @@ class Server(RunningEngine):
         """Return the version reported by the running engine, or an empty string."""
         path, key = self.engine.version_page
         try:
-            return str(self._endpoint.fetch("GET", path)[key])
+            return str(self._endpoint.fetch(path)[key])
         except (RetryableError, UserError, KeyError):
             return ""
 
@@ -182,7 +182,7 @@ class Server(RunningEngine):
         until = monotonic() + self._seconds
         while monotonic() < until:
             with suppress(RetryableError):
-                if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
+                if self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:
                 cause = self._log_excerpt()
