@@ -455,7 +455,7 @@ def test_survives_a_killed_server_and_a_refused_prompt(tiny_target: Target) -> N
 
 def test_connections_use_keepalive(serve: Serve) -> None:
     """Otherwise a dead machine goes unnoticed for half an hour while an answer is written."""
-    reply = client.Endpoint(serve(counting).url).send("GET", "/v1/models")
+    reply = client.Endpoint(serve(counting).url).send("/v1/models")
     connection = reply.extensions["network_stream"].get_extra_info("socket")
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     if hasattr(socket, "TCP_KEEPIDLE"):

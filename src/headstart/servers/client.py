@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from time import monotonic
 from typing import Any, TypeVar, cast
 
@@ -80,13 +79,13 @@ class Refused(UserError):
 class Endpoint:
     """One server; a trailing `/v1` of the URL is dropped.
 
-    The lock of the `Pool` guards requests `in_flight`, number of the `last` one, consecutive `failures`, `retry_at`.
+    The lock of the `Pool` guards requests `in_flight`, consecutive `failures`, `last_used` and `retry_at`.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.in_flight = self.last = self.failures = 0
-        self.retry_at = self._failed_at = 0.0
+        self.in_flight = self.failures = 0
+        self.last_used = self.retry_at = self._failed_at = 0.0
         self._cached: Any = None
         self._key = _key()
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_SECONDS)
@@ -99,11 +98,9 @@ class Endpoint:
     def close(self) -> None:
         self._client.close()
 
-    def send(
-        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
-    ) -> httpx.Response:
-        """Send a request with a JSON body; return the reply with any status, or raise `RetryableError` without one."""
-        timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
+    def send(self, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> httpx.Response:
+        """GET a page, or POST a JSON body; return the reply with any status. `RetryableError` without a reply."""
+        method, timeout = "GET" if body is None else "POST", httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
@@ -111,7 +108,6 @@ class Endpoint:
 
     def fetch(
         self,
-        method: str,
         path: str,
         body: dict[str, Any] | None = None,
         absent: dict[str, Any] | None = None,
@@ -121,7 +117,7 @@ class Endpoint:
 
         Raises `RetryableError` for a transient failure, a UserError for a permanent one.
         """
-        return self.read(self.send(method, path, body, seconds), absent)
+        return self.read(self.send(path, body, seconds), absent)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects of a reply to a POST as they arrive, as server-sent events; errors as for `ask`."""
@@ -195,8 +191,6 @@ class Pool:
         self._queue = deque[Callable[[], None]]()
         self._threads = self._answered = 0
         self._lock = threading.Lock()
-        self._jitter = random.Random()
-        self._numbers = count(1)
 
     def run(
         self, jobs: int, send: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
@@ -277,7 +271,7 @@ class Pool:
             except RetryableError as problem:
                 tries += 1
                 with self._lock:
-                    endpoint.record_failure(problem, began, self._jitter.uniform(0.5, 1.0))
+                    endpoint.record_failure(problem, began, random.uniform(0.5, 1.0))
                     if problem.busy and self._answered > answered_before:
                         tries = 1  # the server is answering others: this one is only queued
                 if self._recover(endpoint.url):
@@ -308,11 +302,11 @@ class Pool:
                     if endpoint.retry_at <= now and not (endpoint.failures and endpoint.in_flight and working)
                 ]
                 if ready:
-                    chosen = min(ready, key=lambda endpoint: (endpoint.in_flight, endpoint.last))
-                    chosen.in_flight, chosen.last = chosen.in_flight + 1, next(self._numbers)
+                    chosen = min(ready, key=lambda endpoint: (endpoint.in_flight, endpoint.last_used))
+                    chosen.in_flight, chosen.last_used = chosen.in_flight + 1, now
                     return chosen
                 seconds = min(endpoint.retry_at for endpoint in self._endpoints) - now
-                seconds *= self._jitter.uniform(1.0, 1.2)  # against synchronised retries
+                seconds *= random.uniform(1.0, 1.2)  # against synchronised retries
             stop.wait(max(0.001, seconds))
         raise Stopped
 

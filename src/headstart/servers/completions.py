@@ -136,13 +136,13 @@ class ServedModel:
 
 def served_by(endpoint: Endpoint, spec: str) -> ServedModel:
     """Find the server's model of this Hub id or path; its first model by default."""
-    listed = endpoint.fetch("GET", "/v1/models", absent={"data": []}, seconds=_PAGE_SECONDS).get("data")
+    listed = endpoint.fetch("/v1/models", absent={"data": []}, seconds=_PAGE_SECONDS).get("data")
     models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
     served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])
     name = str(served.get("id", ""))
     if served.get("owned_by") != "llamacpp":
         return ServedModel(OpenAI(), name, _positive(served.get("max_model_len")))
-    about = endpoint.fetch("GET", "/props", absent={}, seconds=_PAGE_SECONDS)
+    about = endpoint.fetch("/props", absent={}, seconds=_PAGE_SECONDS)
     slot = about.get("default_generation_settings")
     window = _positive(slot.get("n_ctx")) if isinstance(slot, dict) else None
     return ServedModel(LlamaServer(), name, window, _positive(about.get("total_slots")))

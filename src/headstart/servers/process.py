@@ -86,7 +86,7 @@ class RunningEngine:
     def counters(self) -> Counter[str | int]:
         """Return its counters since the start; see `read_counters`."""
         try:
-            return read_counters(self._endpoint.send("GET", "/metrics").text)
+            return read_counters(self._endpoint.send("/metrics").text)
         except RetryableError as error:
             raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
 
@@ -150,7 +150,7 @@ class Server(RunningEngine):
         """Return the version reported by the running engine, or an empty string."""
         path, key = self.engine.version_page
         try:
-            return str(self._endpoint.fetch("GET", path)[key])
+            return str(self._endpoint.fetch(path)[key])
         except (RetryableError, UserError, KeyError):
             return ""
 
@@ -187,7 +187,7 @@ class Server(RunningEngine):
         until = monotonic() + self._seconds
         while monotonic() < until:
             with suppress(RetryableError):
-                if self._endpoint.send("GET", "/health", seconds=_HEALTH_SECONDS).is_success:
+                if self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success:
                     return
             if (code := self._process.poll()) is not None:
                 cause = self.log_excerpt()

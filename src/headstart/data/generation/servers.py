@@ -131,7 +131,7 @@ class Servers:
     def _complete(self, endpoint: Endpoint, served: ServedModel, request: CompletionRequest) -> tuple[list[int], bool]:
         """Return one request's tokens up to the first end token, and whether an end token stopped the server."""
         path, body = served.dialect.request(request, served.model)
-        page = endpoint.fetch("POST", path, body)
+        page = endpoint.fetch(path, body)
         try:
             reply = served.dialect.read(page)
         except NoTokenIds:
@@ -173,7 +173,7 @@ class Servers:
     def _find_model(self, endpoint: Endpoint) -> ServedModel:
         served = served_by(endpoint, self._target.spec)
         path, body = served.dialect.tokenize(_PROBE, served.model)
-        theirs = endpoint.fetch("POST", path, body, absent={}).get("tokens")
+        theirs = endpoint.fetch(path, body, absent={}).get("tokens")
         if isinstance(theirs, list) and theirs != self._target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:
             raise UserError(
                 f"{endpoint.url} serves {served.model or 'a model'} with another tokenizer than that of "

@@ -260,7 +260,7 @@ def _request_file(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
     """Send token ids to a server; return the file with their states."""
     served = endpoint.cached(lambda endpoint: served_by(endpoint, spec))
     path, body = served.dialect.request(CompletionRequest(tokens, 1), served.model)
-    page = endpoint.fetch("POST", path, body)
+    page = endpoint.fetch(path, body)
     try:
         file = Path((page.get("kv_transfer_params") or {})["hidden_states_path"])
         read = served.dialect.read(page).prompt
