@@ -23,8 +23,7 @@ def diff(
     reports: Annotated[
         list[Path],
         typer.Argument(
-            metavar="REPORT",
-            help="Folders of reports or runs, or files results.json; the first is the baseline.",
+            metavar="REPORT", help="Folders of reports or runs, or files results.json; the first is the baseline."
         ),
     ],
     out: Annotated[Path | None, typer.Option(help="Also write a page to this file.", metavar="FILE.html")] = None,

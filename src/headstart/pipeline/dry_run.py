@@ -31,12 +31,7 @@ _ROWS, _WRITTEN = 8, 8  # rows of the first batch to write, and tokens written i
 
 
 def dry_run(
-    target: Target,
-    heads: DraftHead,
-    layers: list[int],
-    recipe: Recipe,
-    lengths: Lengths,
-    limit: float = SECONDS,
+    target: Target, heads: DraftHead, layers: list[int], recipe: Recipe, lengths: Lengths, limit: float = SECONDS
 ) -> Speeds:
     """Time plain decoding, writing, prefill (with the states of `layers`) and training (which changes the heads).
 

@@ -108,7 +108,7 @@ def tune_in_engine(
         workload = _workload(servable.engine, texts, calibration["acceptance"], options)
         if calibration.get("settings", {}).get("acceptance") == GUESSED:
             raise UserError(
-                "The acceptance of these imported heads was never measured.",
+                "The acceptance of these imported heads is a guess.",
                 f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
             )
         if max(drafts, default=0) > (steps := exported.published.steps):

@@ -131,10 +131,7 @@ def make_plan(
         work = replace(work, bytes_without_target=before, parallel_speed=min(processes, max(1.0, cores)))
     work = _measure(run, work, plan)
     plan = replace(
-        plan,
-        room=work.room("train"),
-        free_bytes=free_disk(run.folder),
-        seconds={"target": loading, **plan.seconds},
+        plan, room=work.room("train"), free_bytes=free_disk(run.folder), seconds={"target": loading, **plan.seconds}
     )
     return _estimate(run, work, plan)
 

@@ -249,9 +249,9 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
 
 
 def left_to_do(run: Run, stages: Sequence[Stage], unchanged: Collection[str] = ()) -> dict[str, str]:
-    """Return the stages that `execute` would work on, with reasons: "" if not begun. Builds nothing.
+    """Return the stages left to `execute`, with reasons ("" if not begun), without building anything.
 
-    Includes stages after these, whose inputs may change, unless the earlier stage is in `unchanged`.
+    Later stages are included, since their inputs may change, unless the earlier stage is in `unchanged`.
     """
     left: dict[str, str] = {}
     for stage in stages:

@@ -1,7 +1,7 @@
-"""Several processes on one run, over a shared file system: they write its data together, or train its heads.
+"""Several processes on one run, over a shared file system: joint writing of its data, or training of its heads.
 
-All run the same command. For data, the first process locks the run and completes its stages; the others write batches
-of conversations and shards of states beside it (`help_with_data`), and one takes over if the first dies.
+All run the same command. For data, the first process locks the run and completes its stages. The others write batches
+of conversations and shards of states meanwhile (`help_with_data`), and one takes over if the first dies.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ _FORWARD = 1 / 3  # fraction of a training step spent in the forward
 _SHAPES = 4  # subsampled steps vary in shape, and the CPU allocator keeps memory for several
 _DISK = 4e8  # bytes written per second
 _PLAIN, _DRAFTED = 1.75, 0.6
-"""Seconds of a report over those of plain decoding: of plain decoding and transformers (plain and lookup, on one prompt
-in four) together, and of each drafter."""
+"""Time of a report in units of plain decoding: plain decoding with transformers (plain and lookup, on one prompt in
+four), and each drafter."""
 _TIMED = 32  # forwards timed per width
 _CONVERSATION_BYTES = 21  # per token, as text and as an id, in a batch and in a split
 
@@ -132,7 +132,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Workload:
-    """A run's recipe, target, heads and speeds, from which its time, disk and memory follow.
+    """Recipe, target, heads and speeds of a run; the methods estimate its time, disk and memory.
 
     Attributes:
         layers: layers with stored states.

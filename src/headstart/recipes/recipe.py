@@ -11,14 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, field_serializer, field_
 from headstart.errors import UserError, close, nearest
 from headstart.heads.base import families, parse_heads
 from headstart.heads.settings import HeadSettings, Section, recipe_error, section_fields
-from headstart.recipes.sections import (
-    DataSection,
-    EvalSection,
-    ExportSection,
-    TargetSection,
-    TrainSection,
-    TuneSection,
-)
+from headstart.recipes.sections import DataSection, EvalSection, ExportSection, TargetSection, TrainSection, TuneSection
 from headstart.recipes.values import are_minutes, read_values, shares
 
 

@@ -15,7 +15,7 @@ _INSIDE = 1 - 1e-12
 _AHEAD = 64
 """Block size of the generated random numbers."""
 _CACHED, _TOGETHER = 1 << 18, 1 << 27
-"""Probabilities computed at a time, on a CPU (cache size) and elsewhere."""
+"""Probabilities per slice of rows: cache size on a CPU, more on other devices."""
 
 
 def in_parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
@@ -26,8 +26,8 @@ def in_parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
 
 def draw(probs_V: Tensor, stream: torch.Generator) -> int:
     """Draw a token; one with probability 0 is never drawn."""
-    number_1 = torch.rand(1, generator=stream, dtype=torch.float64).to(probs_V.device)
-    return int(fall_on(probs_V[None], number_1).clamp(max=len(probs_V) - 1))
+    uniform_1 = torch.rand(1, generator=stream, dtype=torch.float64).to(probs_V.device)
+    return int(fall_on(probs_V[None], uniform_1).clamp(max=len(probs_V) - 1))
 
 
 def fall_on(weights_MV: Tensor, number_M: Tensor) -> Tensor:

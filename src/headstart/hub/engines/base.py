@@ -88,18 +88,18 @@ class Format(ABC):
         """All engines that read the format."""
         return (*self.engines, *self.also)
 
-    def holds_embeddings(self, published: Published) -> bool:
+    def stores_embeddings(self, published: Published) -> bool:
         """Whether the files include the target's embeddings."""
         return False
 
     def with_embeddings(self, published: Published, embeddings_VE: torch.Tensor) -> Published:
         """Add the target's embeddings if the files include them."""
-        if not self.holds_embeddings(published):
+        if not self.stores_embeddings(published):
             return published
         return published.with_tensors({**published.tensors, EMBEDDINGS: embeddings_VE})
 
-    def as_held(self, published: Published) -> Published:
-        """Convert to equivalent heads as the files store them."""
+    def as_stored(self, published: Published) -> Published:
+        """Convert to the equivalent heads that the files store."""
         return published
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Format(ABC):
         """Write the format's files into an empty folder."""
 
     @abstractmethod
-    def holds(self, folder: Path) -> bool:
+    def recognizes(self, folder: Path) -> bool:
         """Whether a folder's files are of this format."""
 
     @abstractmethod

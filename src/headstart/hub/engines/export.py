@@ -88,14 +88,16 @@ def export_for(
     measured = read_engine_tunings(heads_folder(heads))
     engines, remarks = _served(chosen, published, facts)
     remarks += _drafting_remarks(heads_folder(heads), chosen, published, measured)
-    embeddings_VE = _embeddings(target, facts) if any(format.holds_embeddings(published) for format in chosen) else None
+    embeddings_VE = (
+        _embeddings(target, facts) if any(format.stores_embeddings(published) for format in chosen) else None
+    )
     drafts = {name: tuning.drafts for name, tuning in measured.items() if tuning.drafts}
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         for format in chosen:
-            held = published if embeddings_VE is None else format.with_embeddings(published, embeddings_VE)
-            format.write(held, facts, partial, dtype or format.dtypes[0])
+            stored = published if embeddings_VE is None else format.with_embeddings(published, embeddings_VE)
+            format.write(stored, facts, partial, dtype or format.dtypes[0])
         elsewhere = replace(facts, folder=facts.spec if is_hub_id(facts.spec) else "TARGET", gguf=None)
         commands = serve_commands(engines, "HEADS", published, elsewhere, drafts)
         write_engine_card(partial, published, facts, commands, measured)
@@ -198,7 +200,7 @@ def formats_of(folder: Path) -> list[Format]:
             f"{folder} holds heads in headstart's own format, which no engine reads.",
             f"For an engine: {program()} export {folder} --format {next(iter(FORMATS))} --out FOLDER",
         )
-    formats = [format for format in FORMATS.values() if format.holds(folder)]
+    formats = [format for format in FORMATS.values() if format.recognizes(folder)]
     if not formats and not folder.is_dir():
         raise no_folder(folder, "Give a folder of draft heads, or a GGUF file.")
     if not formats:
@@ -221,8 +223,8 @@ def _unread(folder: Path, engines: Sequence[str], readers: Mapping[str, Format])
         if engine not in format_for:
             raise UserError(f"Unknown engine {engine!r}.", nearest(engine, format_for))
         if engine not in readers:
-            held = " or ".join(format.name for format in formats_of(folder))
-            problem = f"It does not read the format {held} of {folder}."
+            names = " or ".join(format.name for format in formats_of(folder))
+            problem = f"It does not read the format {names} of {folder}."
             yield Finding(engine, problem, f"Export with --format {format_for[engine]}.")
 
 
@@ -240,12 +242,12 @@ def check_export(
     """
     readers = readers_of(folder, engines)
     published = None if against is None else publish(against, target, trust_remote_code)
-    held, facts = published or (None, _facts(None, target, trust_remote_code))
+    heads, facts = published or (None, _facts(None, target, trust_remote_code))
     findings = [*_unread(folder, engines, readers)]
     findings += [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
-    if held is not None and not findings:
+    if heads is not None and not findings:
         for format in dict.fromkeys(readers.values()):
-            theirs, ours = format.read(folder, facts), format.as_held(held)
+            theirs, ours = format.read(folder, facts), format.as_stored(heads)
             if digest(theirs) != digest(rounded(ours, "float32")):
                 problems = _differences(theirs, ours)
                 findings += [Finding(format.engines[0], problem, "Export these heads again.") for problem in problems]

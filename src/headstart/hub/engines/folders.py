@@ -47,7 +47,7 @@ class FolderFormat(Format):
     """A format of config.json and safetensors files."""
 
     @abstractmethod
-    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
+    def files(self, stored: Published, facts: TargetFacts, dtype: str) -> Files:
         """Build config and tensors of rounded heads; a UserError where the format has no such heads."""
 
     @abstractmethod
@@ -56,16 +56,16 @@ class FolderFormat(Format):
 
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
         embeddings_VE = torch.empty(published.vocab_size, published.hidden_size, device="meta")
-        held = self.as_held(self.with_embeddings(published, embeddings_VE))
-        return checkpoint_faults(checkpoint_of(*self.files(held, facts, "float32")), engine, facts)
+        stored = self.as_stored(self.with_embeddings(published, embeddings_VE))
+        return checkpoint_faults(checkpoint_of(*self.files(stored, facts, "float32")), engine, facts)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
-        held = rounded(self.as_held(published), dtype)
-        config, tensors = self.files(held, facts, dtype)
-        write_json(folder / CONFIG, {**config, NOTE: note_of(held, facts)})
+        stored = rounded(self.as_stored(published), dtype)
+        config, tensors = self.files(stored, facts, dtype)
+        write_json(folder / CONFIG, {**config, NOTE: note_of(stored, facts)})
         write_tensors(folder / WEIGHTS, tensors)
 
-    def holds(self, folder: Path) -> bool:
+    def recognizes(self, folder: Path) -> bool:
         return (folder / CONFIG).is_file() and self.knows(open_checkpoint(folder))
 
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
@@ -82,11 +82,11 @@ class Vllm(FolderFormat):
     engines = ("vllm",)
     also = ("sglang",)
 
-    def as_held(self, published: Published) -> Published:
+    def as_stored(self, published: Published) -> Published:
         return _without_bias(published) if published.layout is Layout.EAGLE else published
 
-    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
-        return _engine_files(held, facts, dtype, "LlamaForCausalLM")
+    def files(self, stored: Published, facts: TargetFacts, dtype: str) -> Files:
+        return _engine_files(stored, facts, dtype, "LlamaForCausalLM")
 
     def knows(self, checkpoint: Checkpoint) -> bool:
         return not checkpoint.is_speculators and checkpoint.architectures != {SGLANG_EAGLE}
@@ -98,7 +98,7 @@ class Sglang(FolderFormat):
     name = "sglang"
     engines = ("sglang",)
 
-    def as_held(self, published: Published) -> Published:
+    def as_stored(self, published: Published) -> Published:
         """Drop the embeddings: SGLang uses the target's, and adds the bias of `fc`."""
         if published.normed_embeddings:
             raise UserError(
@@ -108,8 +108,8 @@ class Sglang(FolderFormat):
         tensors = {name: tensor for name, tensor in published.tensors.items() if name != EMBEDDINGS}
         return published.with_tensors(tensors)
 
-    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
-        return _engine_files(held, facts, dtype, SGLANG_EAGLE)
+    def files(self, stored: Published, facts: TargetFacts, dtype: str) -> Files:
+        return _engine_files(stored, facts, dtype, SGLANG_EAGLE)
 
     def knows(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.architectures == {SGLANG_EAGLE}
@@ -121,73 +121,73 @@ class Speculators(FolderFormat):
     name = "speculators"
     engines = ("speculators", "vllm")
 
-    def holds_embeddings(self, published: Published) -> bool:
+    def stores_embeddings(self, published: Published) -> bool:
         # The library's EAGLE-3 class fills missing embeddings with zeros; block drafters use the verifier's.
         return published.layout is Layout.EAGLE3
 
-    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
+    def files(self, stored: Published, facts: TargetFacts, dtype: str) -> Files:
         proposal = {
             "proposal_type": "greedy",
-            "speculative_tokens": usual_drafts(held),
+            "speculative_tokens": usual_drafts(stored),
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
         config: dict[str, Any] = {
-            **_speculators_keys(held),
-            "transformer_layer_config": _layers_config(held, facts, dtype),
+            **_speculators_keys(stored),
+            "transformer_layer_config": _layers_config(stored, facts, dtype),
             "speculators_version": _SPECULATORS_VERSION,
             "tie_word_embeddings": False,
             "torch_dtype": dtype,
             "speculators_config": {
-                "algorithm": str(held.layout),
+                "algorithm": str(stored.layout),
                 "proposal_methods": [proposal],
                 "default_proposal_method": "greedy",
                 "verifier": {"name_or_path": facts.folder, "architectures": list(facts.architectures)},
             },
         }
-        return config, {**held.tensors, **_vocabulary_map(held)}
+        return config, {**stored.tensors, **_vocabulary_map(stored)}
 
     def knows(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.is_speculators
 
 
-def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_architecture: str) -> Files:
+def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_architecture: str) -> Files:
     """Build files for vLLM or SGLang; only their architecture names of EAGLE-1 heads differ."""
-    tensors = dict(held.tensors)
-    match held.layout:
+    tensors = dict(stored.tensors)
+    match stored.layout:
         case Layout.EAGLE3:
             config = {
-                "architectures": [EAGLE3_NORMED if held.qk_norm else EAGLE3],
-                **_layers_config(held, facts, dtype),
-                **_eagle3_keys(held),
-                "eagle_aux_hidden_state_layer_ids": list(held.aux_layers),
-                "num_aux_hidden_states": len(held.aux_layers),
-                "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": _outputs(held)},
+                "architectures": [EAGLE3_NORMED if stored.qk_norm else EAGLE3],
+                **_layers_config(stored, facts, dtype),
+                **_eagle3_keys(stored),
+                "eagle_aux_hidden_state_layer_ids": list(stored.aux_layers),
+                "num_aux_hidden_states": len(stored.aux_layers),
+                "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": _outputs(stored)},
             }
             tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-            tensors |= _vocabulary_map(held)
+            tensors |= _vocabulary_map(stored)
         case Layout.EAGLE:
-            config = {"architectures": [eagle_architecture], **_layers_config(held, facts, dtype)}
+            config = {"architectures": [eagle_architecture], **_layers_config(stored, facts, dtype)}
         case Layout.DFLASH | Layout.DSPARK:
             # As first published; embeddings and LM head are the target's.
-            reads = {"mask_token_id": held.mask_token_id, "target_layer_ids": _outputs(held)}
-            config = _layers_config(held, facts, dtype)
-            if held.layout is Layout.DFLASH:
+            reads = {"mask_token_id": stored.mask_token_id, "target_layer_ids": _outputs(stored)}
+            config = _layers_config(stored, facts, dtype)
+            if stored.layout is Layout.DFLASH:
                 config |= {"architectures": [DFLASH], "dflash_config": reads}
             else:
-                config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(held)}
-            config |= {"block_size": held.block_size, "num_target_layers": facts.num_layers}
+                config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(stored)}
+            config |= {"block_size": stored.block_size, "num_target_layers": facts.num_layers}
         case Layout.MEDUSA:
             config = {  # vLLM up to 0.32 renames all other keys with "num" and "heads" or "layers" in them
                 "architectures": ["MedusaModel"],
                 "model_type": "medusa",
-                "hidden_size": held.hidden_size,
-                "vocab_size": held.vocab_size,
-                "truncated_vocab_size": held.draft_width,
-                "num_heads": held.steps,
-                "num_hidden_layers": held.num_layers,
+                "hidden_size": stored.hidden_size,
+                "vocab_size": stored.vocab_size,
+                "truncated_vocab_size": stored.draft_width,
+                "num_heads": stored.steps,
+                "num_hidden_layers": stored.num_layers,
                 "medusa_fc_bias": True,
-                "original_lm_head": LM_HEAD in held.tensors,
+                "original_lm_head": LM_HEAD in stored.tensors,
                 "torch_dtype": dtype,
             }
             if LM_HEAD in tensors:

@@ -66,7 +66,7 @@ class Gguf(Format):
         rounded = replace(read_heads(GgufFile(file)), steps=published.steps)
         _write(file, published, facts, tensors, note=json.dumps(note_of(rounded, facts)))
 
-    def holds(self, folder: Path) -> bool:
+    def recognizes(self, folder: Path) -> bool:
         return file_of(folder) is not None
 
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:

@@ -70,9 +70,9 @@ def export_checkpoint(
         for file in files:
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             if str(file) in changed:
-                with opened(source / file) as held:
-                    whole = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118  # it is no mapping
-                    write_tensors(partial / file, {**whole, **changed[str(file)]}, held.metadata())
+                with opened(source / file) as handle:
+                    original = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118  # not a mapping
+                    write_tensors(partial / file, {**original, **changed[str(file)]}, handle.metadata())
             elif file.suffix in _LINKED:
                 link_or_copy((source / file).resolve(), partial / file)  # the Hub's cache holds symlinks
             else:
@@ -123,8 +123,8 @@ def _changed(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str,
         if (file := file_of.get(name)) is None:
             problem = f"The checkpoint in {source} has no {name}: it is incomplete, or not the heads' target."
             raise UserError(problem, "Name the target's published checkpoint with --target.")
-        with opened(source / file) as held:
-            kind, before = held.get_slice(name).get_dtype(), held.get_tensor(name)
+        with opened(source / file) as handle:
+            kind, before = handle.get_slice(name).get_dtype(), handle.get_tensor(name)
         if before.dtype not in DTYPES.values():
             raise UserError(
                 f"The checkpoint in {source} holds {name} in few bits ({kind}), and a trained module has more.",
