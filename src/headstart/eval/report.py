@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import isfunction
 from itertools import count
@@ -92,7 +92,8 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = [*filter(isfunction, vars(labels).values()), rank_text, by_step, end_ms, state_at]
+    filters: list[Callable[..., Any]] = [rank_text, by_step, end_ms, state_at]
+    filters += filter(isfunction, vars(labels).values())
     environment.filters.update({function.__name__: function for function in filters})
     environment.filters["conclusion"] = lambda race: conclusion(*contestants(race))
     environment.globals.update(linger_ms=LINGER_MS, labels=labels)
@@ -102,8 +103,11 @@ def template(name: str) -> Template:
 def render(results: Mapping[str, Any], name: str) -> str:
     compare, races, tuned, summary = (results[key] for key in ("compare", "replays", "tuned", "summary"))
     speeds = [row["tokens_per_second_interval"] for row in compare]
-    parts = (settings_rows, conditions, by_speedup, cards, verdicts, divergence_sentence, tested)
-    derived = {function.__name__: function(results) for function in (*parts, target_remarks, failed, remarks, fewer)}
+    parts: list[Callable[[Mapping[str, Any]], Any]] = [
+        *(settings_rows, conditions, by_speedup, cards, verdicts, divergence_sentence, tested),
+        *(target_remarks, failed, remarks, fewer),
+    ]
+    derived: dict[str, Any] = {function.__name__: function(results) for function in parts}
     derived |= {
         "heads": results["settings"].get("heads", {}),
         "fastest": max(speed["high"] or speed["mean"] for speed in speeds),
