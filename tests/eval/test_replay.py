@@ -16,7 +16,7 @@ from headstart.eval.evaluate import evaluate
 from headstart.eval.figures import Prompt, Unit
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import SHOWN, Race, contestants, end_ms, races, replay, state_at, truncated
+from headstart.eval.replay import SHOWN, Race, contestants, end_ms, races, replay, state_at, truncate
 from headstart.model.model import Target
 from tests.eval.sources import Drafts
 
@@ -71,7 +71,7 @@ def test_clock_matches_the_measurement() -> None:
     assert at_40.tokens_per_second(40) == 100
     assert (at_end.tokens, at_end.drafting) == (8, None)
     assert state_at(answer, 5).tokens_per_round == 1
-    assert state_at(truncated(answer, 5), 1e9).tokens == 4, "complete rounds"
+    assert state_at(truncate(answer, 5), 1e9).tokens == 4, "complete rounds"
 
 
 def test_prompts_range_from_the_highest_speedup_to_the_lowest() -> None:

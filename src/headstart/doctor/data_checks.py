@@ -35,7 +35,7 @@ _PREFILL_TOKENS = 128
 def template(subject: Subject) -> Finding:
     """Check that the target's chat template and tokenizer still give the stored tokens."""
     tokenizer = subject.target.tokenizer
-    answered = [(split, item) for split, _, item in subject.sampled() if _has_answer(item)]
+    answered = [(split, item) for split, _, item in subject.sample() if _has_answer(item)]
     if not answered:
         raise Absent("the conversations keep no messages to render")
     differing: list[str] = []
@@ -176,7 +176,7 @@ def _masks(subject: Subject) -> Iterator[_StoredMask]:
         stores = subject.stores
     except (Absent, UserError):  # none yet, or `states` reports it
         stores = {}
-    for split, index, item in subject.sampled():
+    for split, index, item in subject.sample():
         expected: list[bool] | None = None
         if _has_answer(item):
             tokens, mask_now = _render_again(item, subject)

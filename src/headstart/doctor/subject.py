@@ -76,7 +76,7 @@ class Subject:
             raise Absent("there are no conversations of a run here")
         return {split: read_conversations(file) for split, file in files.items()}
 
-    def sampled(self) -> list[tuple[str, int, Conversation]]:
+    def sample(self) -> list[tuple[str, int, Conversation]]:
         """Return some conversations of each split, as (split, index in it, conversation)."""
         return [
             (split, index, items[index])
@@ -151,9 +151,9 @@ def find_subject(
     expected = read_questions(questions) if questions else []
     if run_dir is not None and not run_dir.is_dir():
         raise no_folder(run_dir, "Give the folder of a run, such as runs/quickstart.")
-    recipe, run, heads_folder = _located(path, run_dir)
+    recipe, run, heads_folder = _locate(path, run_dir)
     if recipe is None:
-        assert heads_folder is not None, "_located finds a recipe or heads"
+        assert heads_folder is not None, "_locate finds a recipe or heads"
         return Subject(
             _target_of_heads(heads_folder, target, trust_remote_code), None, run, heads_folder, expected, quick
         )
@@ -174,7 +174,7 @@ def find_subject(
     return Subject(loaded, recipe, run, heads_folder, expected, quick)
 
 
-def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | None, Path | None]:
+def _locate(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | None, Path | None]:
     """Resolve a name or path to the recipe, the run and the folder of heads."""
     folder = Path(path).expanduser()
     if (folder / RUN_RECIPE).is_file():

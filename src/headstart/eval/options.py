@@ -50,11 +50,11 @@ class AuditOptions:
         metavar="NAME,NAME...",
         shown="one of each kind",
     )
-    batch_sizes: Sequence[int] = option((1, 16), "Of the greedy proof.", typed=False)
+    batch_sizes: Sequence[int] = option((1, 16), "Batch sizes of the greedy proof.", typed=False)
     max_new_tokens: int = option(32, "Longest greedy answer, in tokens.", minimum=1)
     verifier: Sequence[str] = option((), "Prove sampling for these verifiers.", metavar="NAME,NAME...", shown="both")
     temperature: Sequence[float] = option(
-        (), "Sample at this temperature; may be repeated. 0 is the greedy proof alone.", shown="0.7 and 1"
+        (), "Sample at this temperature; may be repeated. 0 leaves only the greedy proof.", shown="0.7 and 1"
     )
     top_p: float = option(0.9, meaning(DecodeOptions, "top_p").text)
     samples: int = option(2000, "Samples for each prompt, verifier and temperature.", minimum=1)

@@ -26,7 +26,7 @@ from headstart.eval.replay import (
     end_ms,
     printable,
     status_line,
-    truncated,
+    truncate,
 )
 from headstart.eval.report import template
 
@@ -49,7 +49,7 @@ Cell = tuple[int, int]  # row and column of a character
 
 def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
     """Draw a race, plain decoding on top, with the measurement's conditions and the command that drew it."""
-    answers = [truncated(answer, MOST_TOKENS) for answer in contestants(race)]
+    answers = [truncate(answer, MOST_TOKENS) for answer in contestants(race)]
     cut = any(len(answer["tokens"]) > MOST_TOKENS for answer in contestants(race))
     end = max(map(end_ms, answers))
     scene = _Scene(end + PAUSE_MS)

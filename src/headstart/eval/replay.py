@@ -208,7 +208,7 @@ def end_ms(answer: Replay) -> float:
     return answer["steps"][-1]["ms"]
 
 
-def truncated(answer: Replay, tokens: int) -> Replay:
+def truncate(answer: Replay, tokens: int) -> Replay:
     """Truncate an answer to whole rounds of at most `tokens` tokens; keep the prefill in any case."""
     counts = list(accumulate(step["tokens"] for step in answer["steps"]))
     steps = answer["steps"][: max(1, bisect_right(counts, tokens))]

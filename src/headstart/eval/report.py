@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import isfunction
 from itertools import count
@@ -76,7 +76,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
     for sentence in (*verdicts(results), *expected, divergence_sentence(results), *remarks(results)):
         tell(console, sentence)
-    for sentence in failed(results):
+    for sentence in failures(results):
         tell(console, sentence, style="bold red")
 
 
@@ -92,7 +92,8 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = [*filter(isfunction, vars(labels).values()), rank_text, by_step, end_ms, state_at]
+    filters: list[Callable[..., Any]] = [rank_text, by_step, end_ms, state_at]
+    filters += filter(isfunction, vars(labels).values())
     environment.filters.update({function.__name__: function for function in filters})
     environment.filters["conclusion"] = lambda race: conclusion(*contestants(race))
     environment.globals.update(linger_ms=LINGER_MS, labels=labels)
@@ -102,19 +103,22 @@ def template(name: str) -> Template:
 def render(results: Mapping[str, Any], name: str) -> str:
     compare, races, tuned, summary = (results[key] for key in ("compare", "replays", "tuned", "summary"))
     speeds = [row["tokens_per_second_interval"] for row in compare]
-    parts = (settings_rows, conditions, by_speedup, cards, verdicts, divergence_sentence, tested)
-    derived = {function.__name__: function(results) for function in (*parts, target_remarks, failed, remarks, fewer)}
+    parts: list[Callable[[Mapping[str, Any]], Any]] = [
+        *(settings_rows, conditions, by_speedup, cards, verdicts, divergence_sentence, tested_name),
+        *(target_remarks, failures, remarks, fewer),
+    ]
+    derived: dict[str, Any] = {function.__name__: function(results) for function in parts}
     derived |= {
         "heads": results["settings"].get("heads", {}),
         "fastest": max(speed["high"] or speed["mean"] for speed in speeds),
         "timed": [(row, sum(row["round_ms"].values())) for row in compare if row["round_ms"]],
         "over_plain": partial(over_plain, results=results),
-        "nothing_drafted": partial(drafted_nothing, results=results),
+        "nothing_drafted": partial(nothing_drafted, results=results),
         "over_baselines": [f"over {label.short}" for label in BASELINES.values()],
         "definitions": DEFINITIONS,
         "accepted": labels.pool_rare_positions(summary),
         "nodes": sum_by_octave(summary["node_counts"]),
-        "drafted": drafted_rounds(summary["node_counts"]),
+        "drafting_nodes": mean_drafting_nodes(summary["node_counts"]),
         "kinds": (tuned or {}).get("kinds", []),
         "tree": tree_svg(tuned) if tuned else None,
         "tree_words": tree_words(tuned) if tuned else "",
@@ -152,7 +156,7 @@ def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     entries = []
     for row in sorted(results["compare"], key=lambda row: row["name"] != HEADS_NGRAM):
         ratio = row["speedup_vs_plain"]
-        if row["name"] in (HEADS_NGRAM, results["summary"]["drafter"]) and ratio and not drafted_nothing(row, results):
+        if row["name"] in (HEADS_NGRAM, results["summary"]["drafter"]) and ratio and not nothing_drafted(row, results):
             default = ", the default" if row["name"] == HEADS_NGRAM else ""
             lines = [f"{label_of(row['name'])}{default}, over {LABELS[PLAIN].name}"]
             lines += [] if ratio["low"] is None else [f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}"]
@@ -162,7 +166,7 @@ def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     entries.append({"value": labels.number(speed, 1), "lines": [f"tokens/s with {label_of(name)}, the fastest here"]})
     if (predicted := results["summary"]["predicted_speedup"]) is not None:
         measured = labels.speedup_text(results["summary"][LABELS[PLAIN].speedup], False)
-        lines = [f"predicted by tuning for {tested(results)}", f"measured: {measured}"]
+        lines = [f"predicted by tuning for {tested_name(results)}", f"measured: {measured}"]
         entries.append({"value": f"{predicted:.2f}x", "lines": lines})
     return entries
 
@@ -188,10 +192,10 @@ def sum_by_octave(counts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
     return list(rows.items())
 
 
-def drafted_rounds(counts: Sequence[Sequence[int]]) -> tuple[float, int] | None:
+def mean_drafting_nodes(counts: Sequence[Sequence[int]]) -> tuple[float, int] | None:
     """Return mean nodes of the rounds that drafted, and their number; None if all or none did.
 
-    >>> drafted_rounds([[1, 5], [3, 1], [4, 1]]), drafted_rounds([[4, 2]])
+    >>> mean_drafting_nodes([[1, 5], [3, 1], [4, 1]]), mean_drafting_nodes([[4, 2]])
     ((3.5, 2), None)
     """
     rounds, total = sum(count for nodes, count in counts if nodes > 1), sum(count for _, count in counts)
@@ -260,17 +264,17 @@ def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 # -- sentences -------------------------------------------------------------------------------------------------------
 
 
-def tested(results: Mapping[str, Any]) -> str:
+def tested_name(results: Mapping[str, Any]) -> str:
     """Name the tested drafter.
 
-    >>> tested({"summary": {"drafter": "ngram"}})
+    >>> tested_name({"summary": {"drafter": "ngram"}})
     'n-gram'
     """
     drafter: str = results["summary"]["drafter"]
     return LABELS[HEADS].name if drafter == HEADS else label_of(drafter)
 
 
-def failed(results: Mapping[str, Any]) -> list[str]:
+def failures(results: Mapping[str, Any]) -> list[str]:
     return [
         f"{label_of(row['name'])}: a drafter failed ({row['drafter_error']}); decoding went on without it."
         for row in results["compare"]
@@ -316,12 +320,12 @@ def fewer(results: Mapping[str, Any]) -> str:
     return f"{names}: {rows[0]['prompts']} of the {prompts} prompts, evenly spaced; ratios to {it} are over these."
 
 
-def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
+def nothing_drafted(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
     return figures.get("undrafted_prompts") == len(results["per_prompt"])
 
 
 def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    return "nothing drafted" if drafted_nothing(row, results) else labels.speedup_text(row["speedup_vs_plain"])
+    return "nothing drafted" if nothing_drafted(row, results) else labels.speedup_text(row["speedup_vs_plain"])
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
@@ -330,7 +334,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
     sentences = [_verdict(summary, name, results) for name in BASELINES if summary[name]]
     for row in results.get("compare", ()):
         if row["name"] == HEADS_NGRAM != summary["drafter"] and row[key]:
-            drafters = [f"{LABELS[HEADS_NGRAM].name} (the default)", *[tested(results)] * len(sentences)]
+            drafters = [f"{LABELS[HEADS_NGRAM].name} (the default)", *[tested_name(results)] * len(sentences)]
             pairs = zip(drafters, [_verdict(row, key, results), *sentences], strict=True)
             sentences = [f"With {drafter}: {sentence[:1].lower()}{sentence[1:]}" for drafter, sentence in pairs]
     return sentences
@@ -339,7 +343,7 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
 def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -> str:
     ratio, name = figures[key], BASELINES[key].name
     interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low'] or 0:.2f} to {ratio['high'] or 0:.2f})"
-    if key == LABELS[PLAIN].speedup and drafted_nothing(figures, results):
+    if key == LABELS[PLAIN].speedup and nothing_drafted(figures, results):
         chance = f"the {ratio['mean']:.2f}x difference is within noise"
         return f"Nothing was drafted, because {name} was expected to be faster: {chance}."
     if ratio["low"] is None:
