@@ -83,8 +83,9 @@ def evaluate(
 
         if unused := given(loading, but=("target", "revision")):
             raise UserError(f"{unused[0]} is for headstart's loop.", "For an engine use --engine-arguments='...'.")
-        folder = locate(heads, loading.revision)
-        results = evaluate_in_engine(folder, found, measuring, serving, loading.target, console)
+        results = evaluate_in_engine(
+            locate(heads, loading.revision), found, measuring, serving, loading.target, console
+        )
         write_report(results, out)
         show_results(results, f"{heads} on {name}", console)
         say(console, ("Report", out / "report.html"))
