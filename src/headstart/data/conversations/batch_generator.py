@@ -49,7 +49,6 @@ class BatchGenerator:
         return self._generator.requests if isinstance(self._generator, Servers) else None
 
     def workers(self, count: int) -> Workers:
-        """Return the workers that generate `count` conversations."""
         size = self.settings.batch_size
         return Workers(self.target.device, -(-count // size), self._generator.concurrent_batches(size))
 

@@ -21,7 +21,6 @@ from headstart.support.files import read_jsonl, write_jsonl
 
 
 def tokens_key(tokens: Sequence[int]) -> str:
-    """Hash token ids."""
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
 
 

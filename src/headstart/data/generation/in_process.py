@@ -96,7 +96,6 @@ class InProcess:
         return [added[number] for number in range(len(rows))]
 
     def _fits(self, rows: int, length: int) -> bool:
-        """Estimate whether the cache of a batch fits in memory."""
         target = self._target
         free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * (
             free_bytes(target.device) + target.spare_bytes  # left by the last batch, reused by this one

@@ -20,7 +20,6 @@ percent."""
 
 
 def every_layer(target: Target) -> list[int]:
-    """Return every layer to compare with, before and after the final norm."""
     return [*range(target.num_layers + 1), FINAL]
 
 

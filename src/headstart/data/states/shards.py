@@ -228,7 +228,6 @@ class ShardIndex:
         self.update()
 
     def update(self) -> None:
-        """Index new shards."""
         for file in sorted({*self.folder.glob("shard-*.safetensors")} - self._known):
             if self._add(file):
                 self._known.add(file)
