@@ -440,12 +440,14 @@ def served_by_llama_cpp(place: Place, export: Command, serve: Command, chat: Com
     "headstart tune runs/mine --engine vllm --engine-arguments=",
     "headstart tune runs/mine --engine vllm --engine-requests 1,2,4,8",
     "headstart tune runs/mine --engine llama.cpp",
+    "headstart eval runs/mine --questions FILE.jsonl --out DIR --engine vllm",
     short=False,
 )
-def measured_in_engines(place: Place, vllm: Command, by_load: Command, llama_cpp: Command) -> None:
+def measured_in_engines(place: Place, vllm: Command, by_load: Command, llama_cpp: Command, report: Command) -> None:
     """Also checks that each engine's acceptance on the same texts is within 5 % of our own decoder's."""
     for command in (vllm, by_load, llama_cpp):
         place.check("tokens/s" in place.run(command), "an engine was measured")
+    place.check("over plain" in place.run(report), "the report compares with plain decoding")
     gguf = f" --engine-target {place.words['gguf']}"
     for engine, target in (("vllm", ""), ("llama.cpp", gguf)):
         asked = f"--questions {place.folder}/prompts.jsonl --limit 6 --max-new-tokens 64 --dtype auto --out engines"

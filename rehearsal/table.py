@@ -62,6 +62,7 @@ SUBSTITUTIONS = (
     ("headstart audit", "headstart audit --limit 2 --samples 10"),
     ("data.conversations=4000", "data.conversations=16"),
     # engines
+    ("--out DIR --engine vllm", "--out out/engine --limit 4 --max-new-tokens 8 --engine  vllm"),
     ("--engine vllm", "--engine vllm {tuning}"),
     ("--engine-command ~/llama.cpp/build/bin/llama-server", "{tuning} {tuning_llama}"),
     ('"kv_connector": "ExampleHiddenStatesConnector"', '"kv_connector": {connector}'),
