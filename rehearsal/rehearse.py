@@ -385,7 +385,7 @@ def served_by_vllm(
     with place.serving(serve, "8000"):
         place.check('"content"' in place.run(chat), "it answers")
         counted = place.run(metrics)
-        place.check("accepted drafts a round" in place.run(client), "the client reports accepted drafts")
+        place.check("accepted drafts per round" in place.run(client), "the client reports accepted drafts")
     accepted = re.search(r"^vllm:spec_decode_num_drafts_total\S* ([\d.]+)", counted, re.MULTILINE)
     place.check(accepted is not None and float(accepted[1]) > 0, "drafts are counted")
 
@@ -454,7 +454,7 @@ def measured_in_engines(place: Place, vllm: Command, by_load: Command, llama_cpp
         place.run(f"{sys.executable} {ROOT}/benchmarks/engines.py runs/mine/heads --engine {engine}{target} {asked}")
         (row,) = json.loads((place.here / f"engines/{engine}.json").read_text())["rows"]
         theirs, ours = row["accepted_per_round"], row["our_accepted_on_its_texts"]
-        print(f"    {engine} {row['version']}: {theirs:.3f} drafts accepted a round, ours on its texts {ours:.3f}")
+        print(f"    {engine} {row['version']}: {theirs:.3f} drafts accepted per round, ours on its texts {ours:.3f}")
         place.check(abs(theirs - ours) <= 0.05 * ours, f"{engine} accepts {theirs} a round, our decoder {ours}")
 
 

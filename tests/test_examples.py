@@ -64,7 +64,7 @@ def test_the_serving_example_logs_requests_with_their_users(
     arguments = ["serve.py", "requests.jsonl", "--heads", "heads", "--log", "traffic", "--max-new-tokens", "6"]
     monkeypatch.setattr(sys, "argv", arguments)
     runpy.run_path(str(EXAMPLES / "adapting" / "serve.py"), run_name="__main__")
-    assert capsys.readouterr().out.count("tokens a round with heads") == 3
+    assert capsys.readouterr().out.count("tokens per round with heads") == 3
     (log,) = (tmp_path / "traffic").glob("served-*.jsonl")
     assert [json.loads(line)["source"] for line in log.read_text().splitlines()] == ["anna", "ben"]
 
@@ -101,5 +101,5 @@ def test_the_client_reports_acceptance(monkeypatch: pytest.MonkeyPatch, capsys: 
         server.shutdown()
         server.server_close()
     assert capsys.readouterr().out == (
-        "target heard: Why?\n\n2 rounds, 0.50 accepted drafts a round (0.50, 0.00 by position)\n"
+        "target heard: Why?\n\n2 rounds, 0.50 accepted drafts per round (0.50, 0.00 by position)\n"
     )

@@ -262,7 +262,7 @@ def budget() -> Drawing:
 
 def shift() -> Drawing:
     """Draw the tokens per round of heads while traffic shifts and shifts back, from `results/adapting.json`."""
-    drawing = Drawing("Tokens a round while requests shift to a kind that training never saw, and back again.")
+    drawing = Drawing("Tokens per round while requests shift to a kind that training never saw, and back again.")
     results, updates = _results("adapting"), _results("adapting_updates")["rows"]
     rows, end = results["rows"], sum(results["settings"]["phases"]) / results["settings"]["rate"]
     left, right, top, base = 56.0, 440.0, 84.0, 284.0
@@ -277,7 +277,7 @@ def shift() -> Drawing:
     def at(hours: float, value: float) -> tuple[float, float]:
         return left + (right - left) * hours / end, base - (base - top) * (value - low) / (high - low)
 
-    drawing.text("Tokens a round, by hours of simulated time", 20, 28, "s")
+    drawing.text("Tokens per round, by hours of simulated time", 20, 28, "s")
     shifted = next(row["hours"] for row in rows if row["name"].startswith("shifted"))
     back = next(row["hours"] for row in rows if row["name"].startswith("after"))
     begins, ends = at(shifted, low)[0], at(back, low)[0]

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in file:
             request = json.loads(line)
             answer = decoder.generate(request["prompt"], max_new_tokens=options.max_new_tokens, source=request["user"])
-            print(f"{answer.tokens_per_round:.2f} tokens a round with heads {answer.heads}: {answer.text[:60]!r}")
+            print(f"{answer.tokens_per_round:.2f} tokens per round with heads {answer.heads}: {answer.text[:60]!r}")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main() -> None:
         return
     by_position = ", ".join(f"{accepted / counted.rounds:.2f}" for accepted in counted.accepted)
     accepted = sum(counted.accepted) / counted.rounds
-    print(f"\n{counted.rounds:.0f} rounds, {accepted:.2f} accepted drafts a round ({by_position} by position)")
+    print(f"\n{counted.rounds:.0f} rounds, {accepted:.2f} accepted drafts per round ({by_position} by position)")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def write_engine_card(
         "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
     }
     if not measured:
-        rows["drafts a round"] = "the default: `headstart tune HEADS --engine NAME` finds the best number"
+        rows["drafts per round"] = "the default: `headstart tune HEADS --engine NAME` finds the best number"
     if published.block_size:
         rows["block"] = f"{published.block_size} inputs, the mask token is {published.mask_token_id}"
     if published.aux_layers:

@@ -228,7 +228,7 @@ def engine_rows(measured: Mapping[str, EngineTuning]) -> list[dict[str, str]]:
             "with heads, tokens/s": f"{row.tokens_per_second:.1f}",
             "speed-up": f"{row.speedup:.2f}x",
             "expected": f"{row.expected:.2f}x",
-            "accepted a round": f"{row.accepted:.2f}",
+            "accepted per round": f"{row.accepted:.2f}",
             "round": f"{row.round_ms:.1f} ms",
             "plain step": f"{row.plain_ms:.1f} ms",
         }
