@@ -55,6 +55,7 @@ class Judgement:
     tokens_compared: int = 0  # positions up to and including each first difference
     margin_limit: float | None = None  # differences up to this margin are explained; None without differences
     differences: list[Difference] = field(default_factory=list)
+    is_examined: bool = True  # whether reasons were looked for
 
     def to_json(self) -> dict[str, Any]:
         margins = [difference.margin for difference in self.differences if difference.margin is not None]
@@ -62,7 +63,7 @@ class Judgement:
             "prompts": self.prompts,
             "tokens_compared": self.tokens_compared,
             "count": len(self.differences),
-            "unexplained": sum(not difference.explained for difference in self.differences),
+            "unexplained": sum(not each.explained for each in self.differences) if self.is_examined else None,
             "margin_limit": self.margin_limit,
             "largest_margin": max(margins, default=None),
         }
@@ -74,7 +75,7 @@ def compare_texts(prompts: Texts, plain: Texts, other: Texts) -> Judgement:
     differences = [item for number, pair in pairs if (item := first_difference(number, *pair)) is not None]
     compared = sum(map(len, plain))
     compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
-    return Judgement(len(prompts), compared, None, differences)
+    return Judgement(len(prompts), compared, None, differences, is_examined=not differences)
 
 
 class Judge:
@@ -103,7 +104,7 @@ class Judge:
         limit = self.limit([(prompts[item.prompt], plain[item.prompt]) for item in worst])
         explained = [item.margin is not None and item.margin <= limit for item in differences]
         judged = [replace(item, explained=each) for item, each in zip(differences, explained, strict=True)]
-        return replace(found, margin_limit=limit, differences=judged)
+        return replace(found, margin_limit=limit, differences=judged, is_examined=True)
 
     def margin(self, prompt: Sequence[int], answer: Sequence[int], tokens: Sequence[int | None]) -> float | None:
         """Return the gap in float32 logits after this text between the best token and the worst of `tokens`."""

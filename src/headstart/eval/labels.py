@@ -123,8 +123,10 @@ def text_verdict(row: Mapping[str, Any]) -> str:
         return "sampled"
     if not judged["count"]:
         return "the same"
-    cause = f"{judged['unexplained']} unexplained" if judged["unexplained"] else "by rounding"
-    return f"{judged['count']} of {judged['prompts']} differ, {cause}"
+    differ = f"{judged['count']} of {judged['prompts']} differ"
+    if judged["unexplained"] is None:
+        return differ
+    return f"{differ}, {judged['unexplained']} unexplained" if judged["unexplained"] else f"{differ}, by rounding"
 
 
 # -- acceptance --------------------------------------------------------------------------------------------------------

@@ -382,8 +382,8 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
     same = f"Same text as without drafts on {prompts - differ} of {prompts} prompts"
     if results["environment"].get("exact") == "bits":
         return f"{same}, although all bits should be the same: look for a fault."
-    if "engine" in results["environment"]:
-        return f"{same}; engines round differently with drafts, which `headstart audit` tells from faults."
+    if judged["unexplained"] is None:
+        return f"{same}; the engine may round differently with drafts, and the reasons were not looked for."
     limit, largest = judged["margin_limit"], judged["largest_margin"]
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not judged["unexplained"]:

@@ -175,7 +175,8 @@ def evaluate_in_engine(
             environment = {"engine": f"{engine.name} {plain.version()}".strip(), "command": shlex.join(drafted.words)}
     published = exported.published
     results["settings"]["heads"] = {"family": kind_of(published), "drafts in a row": str(published.steps)}
-    return {**results, "replays": [], "environment": {**environment, **machine()}}
+    # Counters do not tell the order of rounds within an answer, which these need.
+    return {**results, "places": [], "replays": [], "environment": {**environment, **machine()}}
 
 
 _OF_OUR_LOOP = ("drafter", "tree", "compare", "draft", "verifier", "deterministic", "min_new_tokens", "baselines")
