@@ -62,12 +62,16 @@ class _Servable:
     start: Callable[[Sequence[str], str], Server]
 
 
+def _engine_named(name: str) -> ServingEngine:
+    if name not in ENGINES:
+        raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
+    return ENGINES[name]
+
+
 @contextmanager
 def _exported(folder: Path, target: str | None, options: ServingOptions) -> Iterator[_Servable]:
     """Export heads for the engine of the options into a temporary folder; logs are kept if an error refers to them."""
-    if options.engine not in ENGINES:
-        raise UserError(f"Unknown engine {options.engine!r}.", nearest(options.engine, list(ENGINES)))
-    engine, groups = ENGINES[options.engine], gpu_groups(options.engine_arguments)
+    engine, groups = _engine_named(options.engine), gpu_groups(options.engine_arguments)
     gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
     with _work_folder() as place:
         exported = export_for(folder, place / "heads", engine.format, target)
@@ -99,13 +103,13 @@ def tune_in_engine(
 
     `heads` is their folder or run. Prompts come from `validation`, by default the run's validation conversations.
     """
-    folder, drafts = heads_folder(heads), _numbers(options.engine_drafts, "--engine-drafts", 16)
+    folder, engine = heads_folder(heads), _engine_named(options.engine)
+    drafts = _numbers(options.engine_drafts, "--engine-drafts", 16)
     refuse_other_files(folder)
     calibration = read_json(folder / CALIBRATION)
+    workload = _workload(engine, validation_file(folder, validation), calibration["acceptance"], options)
     with console.status("exporting") as status, _exported(folder, target, options) as servable:
-        name, served, exported = options.engine, servable.target, servable.exported
-        texts = validation_file(folder, validation)
-        workload = _workload(servable.engine, texts, calibration["acceptance"], options)
+        served, exported = servable.target, servable.exported
         if calibration.get("settings", {}).get("acceptance") == GUESSED:
             raise UserError(
                 "The acceptance of these imported heads is a guess.",
@@ -118,13 +122,13 @@ def tune_in_engine(
             )
         version, measured = tune_engine(
             servable.start,
-            lambda count: served_with(servable.engine, exported, {1: count}),
+            lambda count: served_with(engine, exported, {1: count}),
             drafts or drafts_to_try(exported.published, DRAFTS),
             workload,
             progress=status.update,
         )
     tuning = EngineTuning(
-        engine=name,
+        engine=engine.name,
         version=version,
         target=Path(served).name,
         prompts=len(workload.prompts),
