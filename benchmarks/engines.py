@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         with start((), "plain") as plain:
             for drafts in options.drafts:
-                with start(served_with(engine, exported, drafts), f"{drafts}-drafts") as drafted:
+                with start(served_with(engine, exported, {1: drafts}), f"{drafts}-drafts") as drafted:
                     compared = measure_drafts(plain, drafted, drafts, workload)
                 texts.append([Text.of(*pair) for pair in zip(prompts, map(list, compared.answers), strict=True)])
                 row: dict[str, Any] = {"engine": engine.name, "version": plain.version(), "served": Path(served).name}
