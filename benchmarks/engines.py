@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     texts: list[list[Text]] = []
     with TemporaryDirectory() as place:
         exported = export_for(options.heads, Path(place) / "heads", engine.format, options.target, options.weights)
-        served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
+        served = options.engine_target or engine.target_argument(exported.facts.folder, exported.facts.gguf)
 
         def start(drafting: Sequence[str], name: str) -> Server:
             log = options.out / f"{engine.name}-{name}.log"

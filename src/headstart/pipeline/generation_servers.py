@@ -45,7 +45,7 @@ def _engines(run: Run, name: str) -> list[Server]:
             f"{name} serves {spec} alone, without target.adapter and target.quantization.",
             "Start a server of that model yourself and give its address as data.server, or set data.server=null.",
         )
-    target = engine.own_target(loadable_folder(spec), gguf_file(spec) if engine.needs_gguf else None)
+    target = engine.target_argument(loadable_folder(spec), gguf_file(spec) if engine.needs_gguf else None)
     if not target:
         raise UserError(f"{name} needs a GGUF file, and {spec} is none.", "Set data.server=vllm or null.")
     return [

@@ -75,7 +75,7 @@ def _exported(folder: Path, target: str | None, options: ServingOptions) -> Iter
     gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
     with _work_folder() as place:
         exported = export_for(folder, place / "heads", engine.format, target)
-        served = options.engine_target or engine.own_target(exported.facts.folder, exported.facts.gguf)
+        served = options.engine_target or engine.target_argument(exported.facts.folder, exported.facts.gguf)
         if not served:
             raise UserError(
                 f"{engine.name} cannot load {exported.facts.name} from where the heads have it.",

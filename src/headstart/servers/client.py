@@ -120,7 +120,7 @@ class Endpoint:
         return self.read(self.send(path, body, seconds), absent)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of a reply to a POST as they arrive, as server-sent events; errors as for `ask`."""
+        """Yield the JSON objects of a reply to a POST as they arrive, as server-sent events; errors as for `fetch`."""
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=_CONNECT_SECONDS)
         try:
             with self._client.stream("POST", self.url + path, json=body, timeout=timeout) as reply:

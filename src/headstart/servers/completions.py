@@ -10,7 +10,7 @@ from typing import Any
 from headstart.servers.client import Endpoint
 
 _PAGE_SECONDS = 60.0
-"""Timeout of a page about the server itself."""
+"""Timeout of requests about the server itself (/v1/models, /props)."""
 
 
 class NoTokenIds(KeyError):
@@ -31,7 +31,7 @@ class CompletionRequest:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields common to all servers, explicit because defaults come from the target's files, penalties too."""
+        """Fields common to all servers. Servers take missing ones, penalties too, from generation_config.json."""
         fields: dict[str, Any] = {"temperature": self.temperature, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         if self.temperature > 0:
             fields |= {"top_k": self.top_k, "top_p": self.top_p, "min_p": 0.0, "seed": self.seed}

@@ -16,9 +16,9 @@ class ServingEngine:
         name: name on the command line, and among the engines of `format`.
         format: format of `headstart.hub.engines` that it loads.
         command: start command, followed by `target_option`, the target and further options.
-        measuring: options of a measurement: complete counters, nothing cached.
-        generating: options of a server that answers many requests.
-        version_page: path and JSON key of the running engine's version.
+        measuring: options for benchmarks: counters on, prefix caching off.
+        generating: options for many concurrent requests.
+        version_path: path and JSON key of the running engine's version.
         needs_gguf: whether it loads only GGUF targets.
         model: name of the target in requests; empty if none is needed.
         drafts_by_load: whether the draft length depends on the number of concurrent requests.
@@ -31,14 +31,14 @@ class ServingEngine:
     dialect: Dialect
     measuring: tuple[str, ...]
     generating: tuple[str, ...]
-    version_page: tuple[str, str]
+    version_path: tuple[str, str]
     target_option: tuple[str, ...] = ()
     needs_gguf: bool = False
     model: str = ""
     drafts_by_load: bool = False
     two_at_a_time: str = ""
 
-    def own_target(self, folder: str, gguf: Path | None) -> str:
+    def target_argument(self, folder: str, gguf: Path | None) -> str:
         """Return the path or Hub id that the engine loads; empty if it needs a GGUF file and there is none."""
         return str(gguf or "") if self.needs_gguf else folder
 
@@ -51,11 +51,11 @@ _VLLM = ServingEngine(
     # A prefix-cache hit would be timed as a full prefill.
     measuring=("--served-model-name", "target", "--no-enable-prefix-caching"),
     generating=("--served-model-name", "target"),
-    version_page=("/version", "version"),
+    version_path=("/version", "version"),
     model="target",
     drafts_by_load=True,
     two_at_a_time="Two servers run at a time: leave memory for both with "
-    '--engine-arguments "--gpu-memory-utilization 0.4" (which stands for main memory on a CPU).',
+    '--engine-arguments "--gpu-memory-utilization 0.4" (on a CPU a fraction of main memory).',
 )
 _LLAMA_CPP = ServingEngine(
     name="llama.cpp",
@@ -64,7 +64,7 @@ _LLAMA_CPP = ServingEngine(
     dialect=LlamaServer(),
     measuring=("--metrics", "--parallel", "1"),
     generating=("--parallel", "8", "--kv-unified"),
-    version_page=("/props", "build_info"),
+    version_path=("/props", "build_info"),
     target_option=("-m",),
     needs_gguf=True,
 )

@@ -19,7 +19,7 @@ _RESTARTS = 5
 """Restarts of one engine before it counts as broken."""
 
 
-_GPUS_OF_AN_ENGINE = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
+_PARALLEL_SIZE_OPTIONS = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
 """Options that multiply the number of GPUs vLLM uses."""
 
 
@@ -34,20 +34,25 @@ class Fleet:
         self._servers = servers
         self._restarts = dict.fromkeys((server.url for server in servers), 0)
         self._lock = threading.Lock()
+        self._is_closing = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for server in self._servers:  # side by side: loading takes minutes
                 server.start()
-                stack.callback(server.stop)
+                stack.push(server)
             for server in self._servers:
                 server.wait()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._is_closing = True
+        self._stack.close()  # a restart in another thread fails now
+        with self._lock:
+            for server in self._servers:
+                server.stop()
 
     @property
     def urls(self) -> list[str]:
@@ -57,7 +62,7 @@ class Fleet:
         """Start the engine at an address again if it has died; returns whether it had. Other callers wait meanwhile."""
         with self._lock:
             server = next(server for server in self._servers if server.url == url)
-            if not server.has_died:
+            if self._is_closing or not server.has_died:
                 return False
             self._restarts[url] += 1
             if self._restarts[url] > _RESTARTS:
@@ -73,11 +78,11 @@ class Fleet:
 def gpu_groups(arguments: str) -> list[str]:
     """Return values of CUDA_VISIBLE_DEVICES for engines side by side, each with the GPUs that its arguments ask for.
 
-    Returns one empty value, for all GPUs, if there are no two such groups.
+    Returns [""] (one engine sees all GPUs) if fewer than two groups fit.
     """
     words, size = shlex.split(arguments.replace("=", " ")), 1
     for word, count in pairwise(words):
-        size *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
+        size *= int(count) if word in _PARALLEL_SIZE_OPTIONS and count.isdigit() else 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")[: torch.cuda.device_count()]
     groups = [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]

@@ -1,4 +1,4 @@
-"""Names of formats and engines for recipes and `--help`; a test compares them with the tables named."""
+"""Names of formats and engines for recipes and `--help`; a test checks them against the tables in the comments."""
 
 from typing import Literal, get_args
 

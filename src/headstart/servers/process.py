@@ -27,6 +27,7 @@ from headstart.servers.engines import ServingEngine
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
+_METRICS_SECONDS = 60.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -86,7 +87,7 @@ class RunningEngine:
     def counters(self) -> Counter[str | int]:
         """Return its counters since the start; see `read_counters`."""
         try:
-            return read_counters(self._endpoint.send("/metrics").text)
+            return read_counters(self._endpoint.send("/metrics", seconds=_METRICS_SECONDS).text)
         except RetryableError as error:
             raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
 
@@ -126,6 +127,7 @@ class Server(RunningEngine):
             *("--host", _HOST, "--port", str(self._port), *(engine.generating if many else engine.measuring)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # of this process in the log, in bytes
         endpoint = Endpoint(f"http://{_HOST}:{self._port}")
         super().__init__(engine.name, endpoint, engine.dialect, engine.model, f"Its log is {log}.")
 
@@ -144,11 +146,12 @@ class Server(RunningEngine):
 
     @property
     def has_died(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
+        process = self._process
+        return process is not None and process.poll() is not None
 
     def version(self) -> str:
         """Return the version reported by the running engine, or an empty string."""
-        path, key = self.engine.version_page
+        path, key = self.engine.version_path
         try:
             return str(self._endpoint.fetch(path)[key])
         except (RetryableError, UserError, KeyError):
@@ -164,6 +167,7 @@ class Server(RunningEngine):
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab" if self.has_died else "wb") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, guard.__file__, *self.words],
                 env=self._environment,
@@ -175,21 +179,22 @@ class Server(RunningEngine):
 
     def stop(self) -> None:
         """End the engine and all processes that it started."""
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()  # the guard ends the engine
-            self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()  # the guard ends the engine
+            process.wait()
 
     def wait(self) -> None:
         """Wait until the engine answers."""
-        assert self._process is not None
+        process = self._process
+        assert process is not None, "started"
         until = monotonic() + self._seconds
         while monotonic() < until:
             with suppress(RetryableError):
                 if self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success:
                     return
-            if (code := self._process.poll()) is not None:
+            if (code := process.poll()) is not None:
                 cause = self.log_excerpt()
                 shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
                 raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"{self._remedy}{shared}")
@@ -199,7 +204,7 @@ class Server(RunningEngine):
 
     def log_excerpt(self) -> str:
         """Return the first error in its log, or else the last lines that are not routine."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
+        text = self.log.read_bytes()[self._log_start :].decode("utf-8", "replace")
         lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
         if causes := [line for line in lines if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)]:
             return causes[0]
