@@ -2,8 +2,8 @@
 
     python fake_engine.py {vllm|llama.cpp} [fault] ...   then the engine's own arguments
 
-It accepts one draft per round, for any number of drafts. Faults: `start` exits at once, `answer` refuses every request,
-`silent` drafts nothing.
+It accepts one draft per round, for any number of drafts. Faults: `start` and `memory` exit at once, `answer` refuses
+every request, `silent` drafts nothing, `abort` gives up after a token.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def answer(prompt: list[int], count: int, body: dict[str, Any]) -> tuple[list[in
     assert body["return_token_ids"] if KIND == "vllm" else body["return_tokens"] and not body["cache_prompt"]
     if FAULT == "answer":
         raise Refused("the prompt is too long")
+    if FAULT == "abort":
+        return [7], {"choices": [{"token_ids": [7], "finish_reason": "abort"}]}
     if FAULT != "silent" and ENGINE.drafts:
         rounds = count // 2  # the prefill gives the first token; tokens past the end are cut off
         with COUNTING:
@@ -48,8 +50,9 @@ def answer(prompt: list[int], count: int, body: dict[str, Any]) -> tuple[list[in
     return [7 + number for number in range(count)], {}
 
 
-if FAULT == "start":
-    print("INFO loading\nRuntimeError: no such layer: midlayer.surprise", flush=True)
+if FAULT in ("start", "memory"):
+    problem = "no such layer: midlayer.surprise" if FAULT == "start" else "out of memory"
+    print(f"INFO loading\nRuntimeError: {problem}", flush=True)
     sys.exit(3)
 ENGINE = StandIn(KIND, answer, drafts=drafts_asked(), accepted=[0])
 serve(ENGINE, "127.0.0.1", int(REST[REST.index("--port") + 1]))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,9 +32,10 @@ from headstart.hub.engines.export import export_for
 from headstart.model.model import Target
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import served_with, tune_in_engine
+from headstart.servers import process as serving
 from headstart.servers.completions import CompletionRequest
 from headstart.servers.engines import ENGINES
-from headstart.servers.fleet import gpu_groups
+from headstart.servers.fleet import Fleet, gpu_groups
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
 from tests.engines.conftest import Made
@@ -236,7 +239,7 @@ def test_server_is_stopped_with_its_children(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(
         "import os, subprocess, sys\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; held = b\"1\" * 2**28; time.sleep(600)'])\n"
         f"os.execv(sys.executable, [sys.executable, {str(FAKE)!r}, 'vllm', 'none', *sys.argv[1:]])\n"
     )
     words = shlex.join([sys.executable, str(script)])
@@ -244,7 +247,7 @@ def test_server_is_stopped_with_its_children(tmp_path: Path) -> None:
         assert server.answer(CompletionRequest([1, 2], 3)).tokens == (7, 8, 9)
         assert not server.counters()
         group = _engine_of(server)
-    assert _ends(group)
+    assert not _processes(group)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
@@ -255,35 +258,137 @@ def test_ended_command_stops_its_engines(ending: signal.Signals, tmp_path: Path)
         "from pathlib import Path\n"
         "from headstart.servers.engines import ENGINES\n"
         "from headstart.servers.process import Server\n"
-        "from tests.engines.test_serving import _engine_of\n"
         f"log, command = Path({str(tmp_path / 'log')!r}), {command('vllm')!r}\n"
         "with Server(ENGINES['vllm'], 'target', (), log, command=command) as one:\n"
-        "    print(_engine_of(one), flush=True)\n"
+        "    print(one._process.pid, flush=True)\n"
         "    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        group = int(process.stdout.readline())
+        group = _child_of(int(process.stdout.readline()))
         process.send_signal(ending)
         assert process.wait(30) == -ending
     assert _ends(group)
 
 
+def started(log: Path, *, fault: str = "none", many: bool = False) -> Server:
+    """Return a stand-in engine, not started yet."""
+    return Server(ENGINES["vllm"], "target", (), log, command=command("vllm", fault), many=many)
+
+
+def test_engine_ends_with_its_guard(tmp_path: Path) -> None:
+    endings = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL]
+    servers = [started(tmp_path / ending.name) for ending in endings]
+    with Fleet(servers):
+        groups = [_engine_of(server) for server in servers]
+        for server, ending in zip(servers, endings, strict=True):
+            _guard_of(server).send_signal(ending)
+        assert [_ends(group) for group in groups] == [True] * 4
+
+
+def test_stopping_needs_neither_the_pipe_nor_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [started(tmp_path / "held"), started(tmp_path / "hung")]
+    with Fleet(servers):
+        groups = [_engine_of(server) for server in servers]
+        held, hung = map(_guard_of, servers)
+        assert held.stdin is not None
+        forked = os.dup(held.stdin.fileno())  # as in a forked child
+        servers[0].stop()
+        os.close(forked)
+        hung.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(serving, "_STOP_SECONDS", 0.1)
+        servers[1].stop()
+        assert [_ends(group) for group in groups] == [True] * 2
+
+
+def test_engine_is_no_rank_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_PORT", "OMP_NUM_THREADS"]
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LOCAL_SCRATCH", "/local")
+    with started(tmp_path / "log") as server:
+        around = Path(f"/proc/{_engine_of(server)}/environ").read_text().split("\0")
+    assert "LOCAL_SCRATCH=/local" in around
+    assert not {f"{name}=1" for name in names} & set(around)
+
+
+def test_another_program_at_the_port_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with started(tmp_path / "other") as other:
+        monkeypatch.setattr(serving, "_free_port", lambda *_: other._port)  # taken after the check
+        server = started(tmp_path / "log")
+        server.start()
+        _guard_of(server).wait(30)
+        with pytest.raises(UserError, match="Address already in use"):
+            server.wait()
+    monkeypatch.undo()
+    with socket.create_server(("127.0.0.1", server._port)), pytest.raises(UserError, match="another program uses"):
+        server.start()
+    server.stop()
+
+
+def test_restart_ends_with_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, start = started(tmp_path / "log"), Server.start
+    with Fleet([server]) as fleet:
+        os.killpg(_engine_of(server), signal.SIGKILL)
+        _guard_of(server).wait(30)
+        closing = threading.Thread(target=fleet.__exit__)
+
+        def start_late() -> None:
+            closing.start()
+            while not fleet._is_closing:
+                time.sleep(0.02)
+            start(server)
+
+        monkeypatch.setattr(server, "start", start_late)
+        assert not fleet.recover(server.url)
+        closing.join(5)
+        assert not closing.is_alive() and server._process is None
+
+
+def test_engines_are_stopped_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_are_there = threading.Barrier(2)
+    monkeypatch.setattr(Server, "stop", lambda _: both_are_there.wait(10))
+    Fleet([started(tmp_path / "a"), started(tmp_path / "b")]).__exit__()
+
+
+def test_aborted_answer_is_an_error(tmp_path: Path) -> None:
+    with started(tmp_path / "log", fault="abort") as server, pytest.raises(UserError, match="gave up"):
+        server.answer(CompletionRequest([1, 2], 3))
+
+
+@pytest.mark.parametrize(("many", "option"), [(False, "--engine-arguments"), (True, "data.server_arguments=")])
+def test_remedy_for_little_memory(many: bool, option: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refusal, started(tmp_path / "log", fault="memory", many=many):
+        pass
+    assert option in refusal.value.remedy and ("Two servers" in refusal.value.remedy) != many
+
+
 def _engine_of(server: Server) -> int:
     """Return the process id of an engine, which is its group's: the guard's only child."""
+    return _child_of(_guard_of(server).pid)
+
+
+def _child_of(process: int) -> int:
+    (child,) = map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())
+    return child
+
+
+def _guard_of(server: Server) -> subprocess.Popen[bytes]:
     assert server._process is not None
-    guard = server._process.pid
-    (engine,) = map(int, Path(f"/proc/{guard}/task/{guard}/children").read_text().split())
-    return engine
+    return server._process
 
 
 def _ends(group: int) -> bool:
     """Wait up to 5 s for all processes of a group to end."""
     for _ in range(100):
-        if not [stat for stat in Path("/proc").glob("[0-9]*/stat") if _in_group(stat, group)]:
+        if not _processes(group):
             return True
         time.sleep(0.05)
     return False
+
+
+def _processes(group: int) -> list[Path]:
+    return [stat for stat in Path("/proc").glob("[0-9]*/stat") if _in_group(stat, group)]
 
 
 def _in_group(stat: Path, group: int) -> bool:

@@ -6,7 +6,7 @@ import os
 import shlex
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Self
 
@@ -32,27 +32,30 @@ class Fleet:
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._servers = servers
-        self._restarts = dict.fromkeys((server.url for server in servers), 0)
+        self._restarts = dict.fromkeys(servers, 0)
         self._lock = threading.Lock()
         self._is_closing = False
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
+        try:
             for server in self._servers:  # side by side: loading takes minutes
                 server.start()
-                stack.push(server)
             for server in self._servers:
                 server.wait()
-            self._stack = stack.pop_all()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_closing = True
-        self._stack.close()  # a restart in another thread fails now
+        self._stop()  # a restart in another thread fails now
         with self._lock:
-            for server in self._servers:
-                server.stop()
+            self._stop()
+
+    def _stop(self) -> None:
+        with ThreadPoolExecutor(len(self._servers)) as threads:
+            list(threads.map(Server.__exit__, self._servers))
 
     @property
     def urls(self) -> list[str]:
@@ -64,13 +67,15 @@ class Fleet:
             server = next(server for server in self._servers if server.url == url)
             if self._is_closing or not server.has_died:
                 return False
-            self._restarts[url] += 1
-            if self._restarts[url] > _RESTARTS:
+            self._restarts[server] += 1
+            if self._restarts[server] > _RESTARTS:
                 raise UserError(
-                    f"{server.engine.name} died {self._restarts[url]} times: {server.log_excerpt()}",
+                    f"{server.engine.name} died {self._restarts[server]} times: {server.log_excerpt()}",
                     f"Its log is {server.log}. The same command goes on from here.",
                 )
             server.start()
+            if self._is_closing:  # __exit__ stops it, once the lock is free
+                return False
             server.wait()
             return True
 

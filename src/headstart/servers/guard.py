@@ -2,39 +2,66 @@
 
     python guard.py COMMAND ARGUMENTS...
 
-Needs nothing but Python. Exits with the command's code.
+A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too. Exits with the command's code once its process group
+is gone. Needs nothing but Python.
 """
 
+import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
+from time import monotonic, sleep
 
 STOP_SECONDS = 20.0
+"""Time from SIGTERM to SIGKILL."""
+KILL_SECONDS = 10.0
+"""Longest wait for killed processes, which free GPU memory as they exit."""
+_POLL_SECONDS = 0.1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(words: list[str]) -> int:
-    command = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
-
-    def end() -> None:
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-        _send(command.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            command.wait(STOP_SECONDS)
-        _send(command.pid, signal.SIGKILL)
-
-    threading.Thread(target=end, daemon=True).start()
-    code = command.wait()
-    _send(command.pid, signal.SIGKILL)  # workers that outlived it
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: received.append(number))
+    # Adopt workers that outlive the command: the first process of a container often reaps none.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    command = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # against SIGKILL of the guard
+    )
+    while command.poll() is None and not received and not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+        pass
+    _send(command.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        command.wait(STOP_SECONDS)
+    _send(command.pid, signal.SIGKILL)
+    code, until = command.wait(), monotonic() + KILL_SECONDS
+    while _send(command.pid, signal.SIGKILL) and monotonic() < until:
+        with suppress(ChildProcessError):
+            os.waitpid(-command.pid, os.WNOHANG)
+        sleep(_POLL_SECONDS)
     return code
 
 
-def _send(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
+def _send(group: int, number: signal.Signals) -> bool:
+    """Signal a process group; returns whether it exists."""
+    try:
         os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # macOS refuses to signal a group of zombies
+        return False
+    return True
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set an attribute of this process; does nothing except on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,12 +29,16 @@ _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
 _METRICS_SECONDS = 60.0
+_STOP_SECONDS = guard.STOP_SECONDS + guard.KILL_SECONDS + 5.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 _NOT_THE_CAUSE = re.compile(r"initialization failed|\b(WARNING|INFO)\b")
 _COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+([\d.eE+-]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
+_MEMORY_REMEDY = "Try data.server_arguments='--gpu-memory-utilization 0.8 --max-model-len 4096' (with your sizes)."
+_OF_LAUNCHERS = re.compile(r"TORCHELASTIC_\w+|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
+"""Rank variables of torchrun and accelerate; an engine must not join their job."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,11 @@ class RunningEngine:
             for event in self._endpoint.stream(path, {**body, "stream": True}):
                 if error := event.get("error"):
                     raise RetryableError(str(error))
-                tokens += (arrived := self._dialect.read(event).tokens)
-                token_ms += [1e3 * (perf_counter() - started)] * len(arrived)
+                reply = self._dialect.read(event)
+                if reply.aborted:
+                    raise RetryableError("the engine gave up in the middle of an answer")
+                tokens += reply.tokens
+                token_ms += [1e3 * (perf_counter() - started)] * len(reply.tokens)
             return EngineAnswer(tuple(tokens), tuple(token_ms), perf_counter() - started)
         except UserError as error:
             problem = error.problem
@@ -116,20 +124,19 @@ class Server(RunningEngine):
         start_seconds: float = 900.0,
     ) -> None:
         self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
-        self._environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
-        self._port = _free_port()
+        self._environment = _without_launcher() | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_option,
             target,
             *drafting,
             *shlex.split(options),
-            *("--host", _HOST, "--port", str(self._port), *(engine.generating if many else engine.measuring)),
+            *(engine.generating if many else engine.measuring),
         ]
+        self._port = 0  # chosen by the first start
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # of this process in the log, in bytes
-        endpoint = Endpoint(f"http://{_HOST}:{self._port}")
-        super().__init__(engine.name, endpoint, engine.dialect, engine.model, f"Its log is {log}.")
+        super().__init__(engine.name, Endpoint(f"http://{_HOST}"), engine.dialect, engine.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
         try:
@@ -141,8 +148,8 @@ class Server(RunningEngine):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._endpoint.close()
         self.stop()
+        self._endpoint.close()
 
     @property
     def has_died(self) -> bool:
@@ -165,6 +172,16 @@ class Server(RunningEngine):
                 "Install it in an environment of its own, and give its start command with "
                 f"{'data.server_command' if self._many else '--engine-command'} (default: {self.engine.command!r}).",
             )
+        try:
+            port = _free_port(self._port)
+        except OSError:
+            raise UserError(
+                f"{self.engine.name} cannot be started again: another program uses its port {self._port}.",
+                "The same command goes on from here, with another port.",
+            ) from None
+        if not self._port:
+            self.words += "--host", _HOST, "--port", str(port)
+            self._port, self._endpoint.url = port, f"http://{_HOST}:{port}"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab" if self.has_died else "wb") as log:
             self._log_start = log.tell()
@@ -181,24 +198,33 @@ class Server(RunningEngine):
         """End the engine and all processes that it started."""
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()  # the guard ends the engine
-            process.wait()
+            try:
+                process.communicate(b"\n", _STOP_SECONDS)  # a byte, since a forked child may keep the pipe open
+            except subprocess.TimeoutExpired:
+                with suppress(OSError):
+                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                    for child in children.split():
+                        os.killpg(int(child), signal.SIGKILL)
+                process.kill()
+                process.wait()
 
     def wait(self) -> None:
         """Wait until the engine answers."""
         process = self._process
         assert process is not None, "started"
-        until = monotonic() + self._seconds
-        while monotonic() < until:
-            with suppress(RetryableError):
-                if self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success:
-                    return
+        until, answers = monotonic() + self._seconds, False
+        while answers or monotonic() < until:
             if (code := process.poll()) is not None:
                 cause = self.log_excerpt()
-                shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
-                raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"{self._remedy}{shared}")
-            sleep(_POLL_SECONDS)
+                remedy = self._remedy
+                if "memory" in cause.lower() and self.engine.two_at_a_time:
+                    remedy += f" {_MEMORY_REMEDY if self._many else self.engine.two_at_a_time}"
+                raise UserError(f"{self.engine.name} ended with {code}: {cause}", remedy)
+            if answers:
+                return
+            with suppress(RetryableError):
+                answers = self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success
+            sleep(_POLL_SECONDS)  # also after an answer: another program gave it if the engine exits now
         problem = f"did not answer within {self._seconds:.0f} seconds: {self.log_excerpt()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)
 
@@ -230,7 +256,17 @@ def read_counters(text: str) -> Counter[str | int]:
     return sums
 
 
-def _free_port() -> int:
+def _without_launcher() -> dict[str, str]:
+    """Return the environment without torchrun's and accelerate's variables."""
+    kept = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+    if "TORCHELASTIC_RUN_ID" in os.environ and kept.get("OMP_NUM_THREADS") == "1":
+        del kept["OMP_NUM_THREADS"]  # torchrun's default
+    return kept
+
+
+def _free_port(port: int) -> int:
+    """Return this port, or any for 0; OSError if another socket listens there."""
     with socket.socket() as free:
-        free.bind((_HOST, 0))
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections of an earlier engine
+        free.bind((_HOST, port))
         return int(free.getsockname()[1])
