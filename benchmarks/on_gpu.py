@@ -68,7 +68,7 @@ ROOM = 0.75
 COUNTED = 16
 """Tokens of the texts for counting waits: the profiler takes seconds per token."""
 GIGABYTE = 1e9
-PARTS = ("draft", "verify", "host")
+PARTS = ("draft", "forward", "host")
 """Parts of a round."""
 
 Row = dict[str, Any]

@@ -131,8 +131,11 @@ def test_a_recipe_needs_heads(tmp_path: Path) -> None:
         ("name=..", r"'name' is '\.\.'"),
         ("name.sub=1", "has no settings inside"),
         ("train.lr.peak=1", r"'train\.lr' in 'train\.lr\.peak=1' has no settings inside\. Write train\.lr=value\."),
-        ("data.server.url=http://a:1", r"'data\.server' has \{'url': 'http://a:1'\}\. Write an address such as http"),
-        ("data.server=banana", r"'data\.server' has 'banana'\. Write an address such as http"),
+        (
+            "data.server.url=http://a:1",
+            r"'data\.server' has \{'url': 'http://a:1'\}\. Write vllm or",
+        ),
+        ("data.server=banana", r"'data\.server' has 'banana'\. Write vllm or llama.cpp, an address"),
         ("train.minutes=", r"'train\.minutes=' gives 'train\.minutes' no value\. .*or train\.minutes=null"),
         ("train.lr=1e400", r"'train\.lr' is inf: input should be a finite number"),
         ("train.minutes=.inf", r"'train\.minutes' is inf: input should be a finite number"),

@@ -36,7 +36,7 @@ def identity(target: Target, data: DataSection) -> dict[str, Any]:
         "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{name: value for name, value in data.of_role(Role.CONTENT).items() if name not in left_out},
-        "server": bool(data.server),  # with other numerics
+        "server": data.server_numerics or bool(data.server),  # a server's numerics differ
         "prompts": [{**_origin(source), "share": round(source.weight / total, 6)} for source in sources],
         "exclude": sorted(str(find_origin(file).content) for file in data.exclude),
     }
