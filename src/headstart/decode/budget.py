@@ -39,7 +39,7 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
 8. Account, lost trials, mean tokens per round and measured rounds serve later calls of the loop with a similar number
    of rows (`size_of`). When sampling or `deterministic`, every call starts without them.
 
-So drafting can lose the stake (2 tokens), 1/50 token per plain round, and up to 8 tokens of earlier gains, plus the
+So drafting can lose the stake (at most 2 tokens), 1/50 token per plain round, and 8 tokens of earlier gains, plus the
 overdraft of the round that loses a trial.
 
 Measuring (greedy "auto", not `deterministic`; `experience.py`): a drafted round and the plain rounds before it make a

@@ -39,7 +39,7 @@ class RoundTimes:
         plain: measured / predicted time of the newest consecutive plain rounds that were timed, at most `MIN_PAIRS`.
         fresh: whether the rounds in `plain` belong to the current call.
         since_plain: timed drafted rounds since the rounds in `plain`.
-        verified_larger: whether a timed drafted round since `plain` verified a size above all with `MIN_PAIRS` pairs.
+        verified_larger: whether one of these verified a larger size than any with `MIN_PAIRS` pairs.
         verified: tree sizes (`size_of`) of the timed drafted rounds since `plain`.
         untimed: drafted rounds without a usable time, in total.
     """

@@ -377,9 +377,8 @@ class _Batch:
     def _merge(self, index: int, trees: list[Tree], request: Request) -> list[Tree]:
         """Merge another drafter's trees into these."""
         earlier = trees if trees is not self.roots.trees else ()
-        proposed = self.drafters[index].propose(
-            self.sessions[index], self.roots, replace(request, earlier_trees=earlier)
-        )
+        own_request = replace(request, earlier_trees=earlier)
+        proposed = self.drafters[index].propose(self.sessions[index], self.roots, own_request)
         return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
     def emit(self, emitted: Sequence[Sequence[int]]) -> None:
