@@ -1,7 +1,7 @@
 """Drafting state of recurrent heads (see `recurrent`). Glossary:
 
 - Entry: keys and values of one (state, next token) pair in a row's cache; one per committed token or tree node.
-- Pending: committed, not in the cache yet. The next round's first level writes the pending entries.
+- Pending: committed, not in the cache yet. The next round's first level writes these entries (long texts: `read_text`).
 - Root's entry: the last pending entry. Its next token is the root, which is not known before the round begins.
 - Above: the input states of a level: the previous level's feedback, or the target's states for pending entries.
 - Feedback: a level's output states [B, W, E], which its nodes' children read instead of the target's.
