@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, StepPrediction
-from headstart.model.lm_head import Finish
+from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.recipes.sections import LossName
 from headstart.replay.patch import FINAL
@@ -195,13 +195,13 @@ def test_source_without_a_supervised_successor_is_refused() -> None:
         sum_losses(losses.soft_ce, prediction, teacher_logits, torch.ones(1))
 
 
-@pytest.mark.parametrize("finish", [None, Finish(divisor=2.0, cap=3.0)], ids=str)
+@pytest.mark.parametrize("logit_transform", [None, LogitTransform(divisor=2.0, cap=3.0)], ids=str)
 @pytest.mark.usefixtures("small_blocks")
-def test_frozen_columns_get_no_gradient_and_alpha_is_noted(finish: Finish | None) -> None:
+def test_frozen_columns_get_no_gradient_and_alpha_is_noted(logit_transform: LogitTransform | None) -> None:
     torch.manual_seed(0)
     hidden_MH, lm_head_DH = torch.randn(40, 5, requires_grad=True), torch.randn(DRAFTS, 5, requires_grad=True)
     teacher_logits = TeacherLogits(torch.randn(40, DRAFTS), torch.zeros(40, 1), torch.arange(40))
-    prediction = _predicted(hidden_MH, lm_head_DH, torch.arange(40), finish=finish, frozen_columns=3)
+    prediction = _predicted(hidden_MH, lm_head_DH, torch.arange(40), logit_transform=logit_transform, frozen_columns=3)
     operands = (losses.soft_ce, prediction, teacher_logits, torch.rand(40))
     every = [hidden_MH, lm_head_DH]
     wanted = torch.autograd.grad(sum_losses_plain(*operands), every)
@@ -455,9 +455,9 @@ def test_shared_lm_head_is_cut_once() -> None:
     steps = cut.restrict(_steps([4, 3], [shared] * 2))
     assert steps[0].lm_head_DH is steps[1].lm_head_DH
     assert torch.equal(steps[0].lm_head_DH, shared[ids_L])
-    bias_D, finish = torch.randn(DRAFTS), Finish(cap=3.0)
-    (capped,) = cut.restrict([replace(steps[0], lm_head_DH=shared, bias_D=bias_D, finish=finish)])
-    expected = finish(F.linear(capped.hidden_MH, shared[ids_L], bias_D[ids_L])) + shift_L
+    bias_D, logit_transform = torch.randn(DRAFTS), LogitTransform(cap=3.0)
+    (capped,) = cut.restrict([replace(steps[0], lm_head_DH=shared, bias_D=bias_D, logit_transform=logit_transform)])
+    expected = logit_transform(F.linear(capped.hidden_MH, shared[ids_L], bias_D[ids_L])) + shift_L
     torch.testing.assert_close(capped.logits_MD, expected)
 
 

@@ -102,7 +102,7 @@ def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[t
     }
     matrices = [weight for name, weight in trained.items() if name in muon]
     rest = [weight for name, weight in trained.items() if name not in muon]
-    rows = {trained[name]: parts for name, parts in heads.learning_rows().items() if name in trained}
+    rows = {trained[name]: parts for name, parts in heads.trainable_rows().items() if name in trained}
     made: list[torch.optim.Optimizer] = []
     if matrices:
         made.append(Muon(matrices, section.lr, section.weight_decay, rows, _EVERY))

@@ -89,7 +89,7 @@ class Teacher:
         if loss_tokens is not None:
             weight, bias = weight[loss_tokens.ids_L], None if bias is None else bias[loss_tokens.ids_L]
         with torch.autocast(final_SE.device.type, enabled=False):
-            logits = self._target.finish(F.linear(final_SE, weight, bias))
+            logits = self._target.logit_transform(F.linear(final_SE, weight, bias))
         return logits if loss_tokens is None else loss_tokens.shift(logits)
 
 
@@ -99,9 +99,9 @@ class LossTokens(NamedTuple):
     ids_L: Tensor
     shift_L: Tensor
 
-    def shift(self, logits: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def shift(self, logits: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Shift logits [..., L], at least in float32: bfloat16 would round the shift."""
-        logits = logits if finish is None else finish(logits)
+        logits = logits if transform is None else transform(logits)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) + self.shift_L
 
 
@@ -125,9 +125,10 @@ class TeacherLogits:
         for members in _by_lm_head(steps):
             lm_head_LH = steps[members[0]].lm_head_DH.index_select(0, ids_L)
             for member in members:
-                bias_D, finish = steps[member].bias_D, partial(self.loss_tokens.shift, finish=steps[member].finish)
-                bias_L = None if bias_D is None else bias_D[ids_L]
-                restricted[member] = replace(steps[member], lm_head_DH=lm_head_LH, bias_D=bias_L, finish=finish)
+                step = steps[member]
+                bias_L = None if step.bias_D is None else step.bias_D[ids_L]
+                shift = partial(self.loss_tokens.shift, transform=step.logit_transform)
+                restricted[member] = replace(step, lm_head_DH=lm_head_LH, bias_D=bias_L, logit_transform=shift)
         return restricted
 
     def rows(self, teacher_M: Tensor) -> Tensor:
@@ -265,7 +266,7 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
     hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
     for block in _blocks(hidden_MH, lm_head_DH):
         logits_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
-        yield block, logits_BD if prediction.finish is None else prediction.finish(logits_BD)
+        yield block, logits_BD if prediction.logit_transform is None else prediction.logit_transform(logits_BD)
 
 
 def sum_losses_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
@@ -313,7 +314,7 @@ class _SumLosses(torch.autograd.Function):
         weight_M: Tensor,
         alpha_M: Tensor | None,
     ) -> Tensor:
-        finish, trained_columns = prediction.finish, slice(prediction.frozen_columns, None)
+        logit_transform, trained_columns = prediction.logit_transform, slice(prediction.frozen_columns, None)
         read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
         dtype = torch.promote_types(read_MH.dtype, torch.float32)
         # float16 gradients overflow unscaled, and the scale only arrives with the backward pass.
@@ -332,7 +333,7 @@ class _SumLosses(torch.autograd.Function):
                     raw_CD = logits_BD[chunk].detach().to(dtype).requires_grad_(differentiable)
                     target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=dtype)
                     with torch.set_grad_enabled(differentiable):
-                        logits_CD = raw_CD if finish is None else finish(raw_CD)
+                        logits_CD = raw_CD if logit_transform is None else logit_transform(raw_CD)
                         part = (weight_M[block][chunk] * loss(logits_CD, target_probs_CD)).sum()
                     total += part.detach()
                     if alpha_M is not None:

@@ -95,8 +95,8 @@ class LowRank(nn.Module):
     def trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
-    def learning_rows(self) -> dict[str, list[slice]]:
-        """See `DraftHead.learning_rows`: every update is one matrix, or a stack of them."""
+    def trainable_rows(self) -> dict[str, list[slice]]:
+        """See `DraftHead.trainable_rows`: every update is one matrix, or a stack of them."""
         return {}
 
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
