@@ -352,7 +352,7 @@ class _Batch:
     def draft(self, max_nodes: int) -> TreeBatch:
         """Merge the trees of all drafters and prune them; return the roots alone if no node pays.
 
-        `reserve` (memory), `deepest` (target) and `Budget.node_limit` cap the nodes of a row. Drafters stop at
+        `reserve` (memory), `max_depth` (target) and `Budget.node_limit` cap the nodes of a row. Drafters stop at
         thresholds. `Budget.prune` decides.
         """
         request = Request(
