@@ -141,7 +141,7 @@ def test_not_finite_loss_names_the_conversation(
 
 def test_not_finite_gradient_names_the_batch(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trainer.LOSSES, "soft_ce", lambda logits, probs: logits.sum(-1) * math.inf)
-    with pytest.raises(UserError, match=r"at step 1 .*of training conversations \d+"):
+    with pytest.raises(UserError, match=r"at step 1 .*on training conversations \d+"):
         run(tmp_path)
 
 

@@ -44,7 +44,7 @@ def epoch_batches(
     """Batch every conversation once, with at most `batch_tokens` tokens per batch.
 
     A batch pads conversations of similar length; padding counts. With `packing` it fills one row (best-fit decreasing).
-    A longer conversation has its own batch. The number of batches is the same in each epoch.
+    A conversation longer than `batch_tokens` has its own batch. The number of batches is the same in each epoch.
 
     >>> sorted(map(sorted, epoch_batches([5, 40, 12, 44, 90], batch_tokens=100, seed=0, epoch=0)))
     [[0, 2], [1, 3], [4]]
@@ -227,8 +227,10 @@ class Order:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """Yield the batches of each remaining step up to `total`, and this rank's on the device with states in a dtype;
-        `read` reads conversations from a store, packed or not."""
+        """Yield (all ranks' batch indices, this rank's loaded batches) per remaining step up to `total`.
+
+        Loaded batches are on `device`, with states in `dtype`. `read` reads conversations from a store, packed or not.
+        """
 
         def read_own(group: list[Batch]) -> list[ReadBatch]:
             own, packing = rank_slice(group, self._rank, self._ranks), self._section.packing

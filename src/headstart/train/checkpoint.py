@@ -92,7 +92,7 @@ def load(accelerator: Accelerator, path: Path) -> None:
     RNG state."""
 
     def rename(models: list[nn.Module], folder: str) -> None:
-        """Load weights here if their names lack, or have, the DDP prefix."""
+        """Load the weights here if checkpoint and model disagree on the `module.` prefix; otherwise accelerate does."""
         file = Path(folder) / _WEIGHTS
         with safe_open(file, "pt") as weights:
             if set(weights.keys()) <= models[0].state_dict().keys():
@@ -124,7 +124,7 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
     for path in _newest_first(folder):
         manifest = _manifest(path)
         if manifest is None:
-            warn(f"The checkpoint {path} is cut short; falling back to the previous one.")
+            warn(f"The checkpoint {path} is cut short and is ignored.")
             continue
         _check_same_settings(folder.parent, manifest["settings"], settings)
         return path, TrainerState(**manifest["standing"])

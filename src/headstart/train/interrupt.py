@@ -15,9 +15,10 @@ class Interrupt:
     """A context that defers SIGINT, SIGTERM and SIGUSR1: the first sets `requested`, a later one raises
     KeyboardInterrupt.
 
-    SIGUSR1 is for schedulers: launchers kill their processes half a minute after SIGTERM, but ignore SIGUSR1, which
-    leaves time for a checkpoint. Launchers also forward Ctrl-C, hence the grace period of `_SAME_REQUEST`. A no-op
-    outside the main thread, where Python delivers no signals.
+    SIGUSR1 is for schedulers: launchers kill their workers half a minute after SIGTERM, which may be too short for a
+    checkpoint. It must reach the workers, and terminates a launcher that does not ignore it (`trap '' USR1`). Launchers
+    also forward Ctrl-C, hence the grace period of `_SAME_REQUEST`. A no-op outside the main thread, where Python
+    delivers no signals.
     """
 
     def __init__(self) -> None:

@@ -21,12 +21,12 @@ _QUINTICS = (
     (3.1124, -2.2431, 0.4509),
     (2.1465, -1.4768, 0.3694),
 )
-"""Odd quintics that together map singular values of 0.005 to 1 (relative to the norm) to 1 +- 0.09, each optimal on the
-previous one's range ("The Polar Express", arXiv 2505.16932), with 2 % slack for bfloat16 rounding. Jordan's five equal
-ones (2024) reach 0.68 to 1.2."""
+"""Odd quintics that together map singular values in [0.005, 1] (relative to the norm) to [0.873, 1.083], each optimal
+on the previous one's range ("The Polar Express", arXiv 2505.16932), with 2 % slack for bfloat16 rounding. Jordan's five
+equal ones (2024) map them to [0.68, 1.15]."""
 _EVERY = 2
-"""Steps between updates of a matrix, which are scaled up accordingly: momentum turns slowly, and orthogonalisation is a
-quarter of a CPU step. The matrices take turns."""
+"""Each matrix is updated every second step with twice the learning rate, because the momentum direction changes slowly
+and orthogonalisation takes 25 % of a CPU step. The matrices take turns."""
 _MOMENTUM = 0.95
 _EPSILON = 1e-7
 _ADAMW_NAMES = ("lm_head", "bias", "norm", "markov", "confidence")
@@ -149,7 +149,7 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
 
 
 def learning_rate_now(section: TrainSection, fraction: float, state: TrainerState) -> float:
-    """`learning_rate`, with a second warm-up after a larger budget took over, from the smaller one's last rate."""
+    """Return `learning_rate`. After resuming with a larger budget, warm up again from the last learning rate."""
     rate, span = learning_rate(section, fraction), section.warmup * (1 - state.onward)
     if not state.onward or fraction >= state.onward + span:
         return rate

@@ -135,8 +135,8 @@ def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
     if differing := [key for key, value in ours.items() if theirs.get(key) != value]:
         key = differing[0]
         raise UserError(
-            f"train.lora_rank adapts earlier heads as they are, and heads.{key} is {ours[key]!r} where they have "
-            f"{theirs.get(key)!r}.",
+            f"train.lora_rank requires the earlier heads' settings, but heads.{key} is {ours[key]!r} "
+            f"(theirs: {theirs.get(key)!r}).",
             "Use the recipe of the earlier heads, or set train.lora_rank=0 to copy only matching tensors.",
         )
 

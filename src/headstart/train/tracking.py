@@ -1,6 +1,6 @@
 """Experiment trackers: start checks, start through accelerate, and upload of the report.
 
-Trackers raise any kind of exception; `_tracker_errors` turns them into UserErrors.
+Trackers raise any kind of exception; `_tracker_errors` turns them into UserErrors, except in `log` and `finish`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The training loop: draft heads learn the frozen target's predictions from its stored hidden states.
 
 One optimiser step reads `gradient_accumulation_steps` batches per rank, sums the losses of all draft steps and divides
-once by the total predictions of the first draft step, so the result does not depend on how a step's batches are spread.
-Batch order and learning rate are pure functions of the trainer state, so a resumed run equals an uninterrupted one.
+once by the total predictions of the first draft step, so the gradient does not depend on how one optimiser step's
+batches are split over ranks and accumulation. Batch order and learning rate are pure functions of the trainer state, so
+a resumed run equals an uninterrupted one. With `train.minutes`, the learning rate and the end follow the clock.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def train(
     """Train heads, or resume an interrupted run in `folder`.
 
     Writes `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` and
-    `result.json`. `target` may be a teacher only. Ctrl-C finishes the step, writes a checkpoint and raises
-    KeyboardInterrupt. Invalid settings and failures raise a UserError.
+    `result.json`. `target` may be a TeacherModel (embeddings and LM head, without most layers). Ctrl-C finishes the
+    step, writes a checkpoint and raises KeyboardInterrupt. Invalid settings and failures raise a UserError.
     """
     check_training(recipe, target)
     with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
@@ -125,7 +126,8 @@ class _Trainer:
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
             check_store(self.valid_store, target, self.heads)
             self.coverage = draft_coverage(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
-            # Heads, best heads and two moments, in float32, of the kept checkpoints and of the next.
+            # A checkpoint holds four float32 copies of the parameters (heads, best heads, two moments); reserve space
+            # for `keep_checkpoints` + 1.
             copies = 4 * (self.section.keep_checkpoints + 1)
             needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
             need_disk(self.folder, max(0, needed - size(self.folder / "checkpoints")), "Training")
@@ -197,7 +199,7 @@ class _Trainer:
         self.log.say(describe_processes(self.accelerator))
         if isinstance(self.target, TeacherModel):
             self.log.say(
-                f"The target itself is not loaded: the teacher of {self.target.name} is beside the states."
+                f"{self.target.name} itself is not loaded: its LM head and embeddings are read from the folder of states."
                 if self.store.stored
                 else f"Each process holds a part of the weights of {self.target.name}."
             )
@@ -295,7 +297,7 @@ class _Trainer:
         return loss
 
     def _seed(self, number: int) -> list[int]:
-        """Seed of a batch, by its index in the step's group, however that is spread over ranks."""
+        """Return a batch's seed. It depends on the step and the index in the global batch, not on the number of ranks."""
         return [self.section.seed, self.trainer_state.step, self.rank + number * self.ranks]
 
     def _finish(self) -> TrainResult:
@@ -326,7 +328,7 @@ class _Trainer:
     # -- validation ----------------------------------------------------------------------------------------------
 
     def _read_validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """Return this rank's validation batches with the target's greedy tokens; states are read again each time."""
+        """Return this rank's validation batches: indices and greedy tokens only. Each validation rereads the states."""
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
         own = rank_slice(batches, self.rank, self.ranks)
         self.missing_batches = len(rank_slice(batches, 0, self.ranks)) - len(own)
@@ -335,7 +337,7 @@ class _Trainer:
         return chosen
 
     def _join_last_reads(self) -> None:
-        """Join the collective reads of other ranks' last batches, with no conversations."""
+        """Call the collective `samples` with no indices while other ranks read their extra batch."""
         for _ in range(self.missing_batches):
             self.valid_store.samples([])
 

@@ -32,11 +32,11 @@ class Validation:
 
     `accuracy` is {"top1": [one per step], "top4": ..., "top8": ...}: the fraction of predictions with the target's most
     likely token (of its whole vocabulary: undraftable tokens are misses) among the best 1, 4 or 8 drafts, for each step
-    by itself.
+    regardless of earlier steps.
 
     `tau` is the predicted tokens per round of a greedy chain, 1 + sum over k of P(steps 0..k all correct); 1 is plain
-    decoding. `chain` holds each P, over the drafts with a step k before the answer ends. `predictions` counts each
-    step's predictions.
+    decoding. `chain` holds each P; its denominator is the drafts long enough to have a step k. `predictions` counts
+    each step's predictions.
     """
 
     accuracy: dict[str, list[float]]

@@ -133,7 +133,10 @@ class TimeBudget:
         self.ended = False
 
     def admit(self, batch: ConversationBatch, is_new: bool) -> bool:
-        """Count a batch within the budget: it is new, at least half of it fits, or it was counted before."""
+        """Return whether the batch is within budget, and count it if so.
+
+        A batch is within budget if it is new, at least half of it fits, or this budget counted it before.
+        """
         if is_new:
             admitted = True
         elif self._key in self._ends:
@@ -158,7 +161,7 @@ class TimeBudget:
     def is_over(self, pending: int, seconds: float) -> bool:
         """Whether another batch would overshoot the budget by more than stopping now undershoots it.
 
-        `pending` batches are not counted yet; they took `seconds` before this start.
+        `pending` batches are not counted yet. `seconds` is their generation time in earlier sessions.
         """
         if self._key in self._ends:
             self.ended = self._admitted + pending >= self._ends[self._key]

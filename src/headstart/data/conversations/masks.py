@@ -7,10 +7,12 @@ Spans are found by rendering the chat template, never by matching a model's mark
     span                                                            Hello.<|im_end|>
 
 The prefix is the rendering of the earlier messages with the generation prompt; the whole rendering must start with it.
-Markup between the prefix and a text without reasoning (an empty thinking block, say) is not supervised. The span ends
-with the first special token after the text, unless the template ends the newest answer with another token: the target
-never writes the first one then. With tool calls, which special tokens may enclose, it ends with the last special token
-of the turn, or the first after the calls if the end of the turn is unknown (a last answer is rendered differently).
+Markup between the prefix and a text without reasoning (an empty thinking block, say) is not supervised.
+
+The span includes the first special token after the text only if the template also puts it after a final answer;
+otherwise it is a separator the model never generates. Special tokens may enclose tool calls, so with calls the span
+ends with the last special token of the turn. If the end of the turn is unknown (a last answer is rendered differently),
+it ends with the first one after the calls.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def _answer_span(
 
     Returns:
         Character offsets: start of the assistant's text, end of the text (with the names of called tools), upper bound
-        for the end of the turn; and the rendering after the text when the answer is the newest.
+        for the end of the turn; and the rendering after the text when the answer is the last message.
     """
     if index == 0:
         raise Unfit(
@@ -145,8 +147,8 @@ def _not_rendered(what: str) -> Unfit:
 def _places(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """Return the start and end offset of each token.
 
-    Byte-level tokenizers report tokens without leading blanks, so an all-blank token looks empty and placed after its
-    blanks; it is moved to the end of the token before it.
+    Byte-level tokenizers report tokens without leading whitespace, so a whitespace-only token has a zero-length span
+    after the whitespace; move its start to the previous token's end.
 
     >>> _places([(0, 5), (6, 6), (6, 9)])
     ([0, 5, 6], [5, 6, 9])
