@@ -101,6 +101,7 @@ def test_next_batch_is_on_the_device_before_its_step(
 
     own = ReadBatch.on
     monkeypatch.setattr(ReadBatch, "on", on)
+    monkeypatch.setattr(ReadBatch, "pinned", lambda batch: batch)  # pinning needs a GPU
     with StandIn() as device:
         for group, (batch,) in order.batches(TrainerState(), total, noted, CUDA, torch.float32):
             steps.append((group, batch.each(Tensor.cpu)))

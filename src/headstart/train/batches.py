@@ -246,7 +246,6 @@ class Order:
                 for group, batches, _ in steps:
                     yield group, batches
             return
-        pin = torch.cuda.is_available()
         copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types
 
         def copy(batches: list[ReadBatch]) -> list[HeadBatch]:
@@ -255,7 +254,7 @@ class Order:
                 return move(batches)
 
         def read_pinned(group: list[Batch]) -> list[ReadBatch]:
-            return [batch.pinned() if pin else batch for batch in read_own(group)]
+            return [batch.pinned() for batch in read_own(group)]
 
         copied: list[HeadBatch] = []
         with closing(read_ahead(groups, read_pinned, ahead)) as read_steps:

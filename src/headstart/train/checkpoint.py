@@ -106,8 +106,10 @@ def load(accelerator: Accelerator, path: Path) -> None:
         models.clear()
 
     hook = accelerator.register_load_state_pre_hook(rename)
-    accelerator.load_state(str(path))
-    hook.remove()
+    try:
+        accelerator.load_state(str(path))
+    finally:
+        hook.remove()
 
 
 def batches_of_step(settings: Mapping[str, Any]) -> int:

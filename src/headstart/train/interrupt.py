@@ -34,7 +34,8 @@ class Interrupt:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: installed from C, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if not self.requested:

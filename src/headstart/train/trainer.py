@@ -63,7 +63,7 @@ from headstart.train.processes import (
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, batch_loss
 from headstart.train.tensor_memory import cache_tensor_memory
-from headstart.train.tracking import finish_trackers, memory, start_tracker
+from headstart.train.tracking import finish_trackers, log_to_tracker, memory, start_tracker
 from headstart.train.training_log import Display, Log, not_finite
 from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens
 from headstart.train.wrapped import LowRank, Unrolled
@@ -96,14 +96,16 @@ def train(
     """
     check_training(recipe, target)
     with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
-        accelerator = make_accelerator(recipe, target, folder)
-        log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
         try:
-            with cache_tensor_memory(target.device):
-                return _Trainer(recipe, target, (train_store, valid_store), log, accelerator).train()
+            accelerator = make_accelerator(recipe, target, folder)
+            log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
+            try:
+                with cache_tensor_memory(target.device):
+                    return _Trainer(recipe, target, (train_store, valid_store), log, accelerator).train()
+            finally:
+                finish_trackers(accelerator, log.say)
+                accelerator.free_memory()
         finally:
-            finish_trackers(accelerator)
-            accelerator.free_memory()
             AcceleratorState._reset_state()  # the next run of this process may choose another precision
 
 
@@ -121,8 +123,8 @@ class _Trainer:
         self.rank, self.ranks = int(accelerator.process_index), int(accelerator.num_processes)
         self.loss = LOSSES[self.section.loss]
         set_seed(self.section.seed)
+        self.heads = build_heads(recipe, target, self.store, log.say)
         with raise_on_all_ranks():
-            self.heads = build_heads(recipe, target, self.store, log.say)
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
             check_store(self.valid_store, target, self.heads)
             self.coverage = draft_coverage(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
@@ -184,7 +186,8 @@ class _Trainer:
         self._announce()
         step = self.newest[1].step if self.newest else None
         # Before anything of an earlier session changes: a tracker may fail.
-        start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
+        with raise_on_all_ranks():
+            start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
         with self.log:
             self._resume()
             bar = progress_bar(self.log.console, "training", total=100, unit="%", lines=False)
@@ -199,7 +202,7 @@ class _Trainer:
         self.log.say(describe_processes(self.accelerator))
         if isinstance(self.target, TeacherModel):
             self.log.say(
-                f"{self.target.name} itself is not loaded: its LM head and embeddings are read from the folder of states."
+                f"{self.target.name} is not loaded: its LM head and embeddings are read from the folder of states."
                 if self.store.stored
                 else f"Each process holds a part of the weights of {self.target.name}."
             )
@@ -297,7 +300,7 @@ class _Trainer:
         return loss
 
     def _seed(self, number: int) -> list[int]:
-        """Return a batch's seed. It depends on the step and the index in the global batch, not on the number of ranks."""
+        """Return a batch's seed. It depends on the step and the index in the global batch, not on the ranks."""
         return [self.section.seed, self.trainer_state.step, self.rank + number * self.ranks]
 
     def _finish(self) -> TrainResult:
@@ -387,7 +390,8 @@ class _Trainer:
         """Log to trackers, with the main rank's memory and the position in the data."""
         state = self.trainer_state
         position = {"data/epoch": state.epoch, "data/step_in_epoch": state.index}
-        self.accelerator.log({**values, **memory(self.accelerator.device), **position}, step=state.step)
+        values = {**values, **memory(self.accelerator.device), **position}
+        log_to_tracker(self.accelerator, values, state.step, self.log.say)
 
     # -- data, time and checkpoints ------------------------------------------------------------------------------
 
@@ -432,6 +436,12 @@ class _Trainer:
             state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
         with raise_on_all_ranks():
             rows = list(read_jsonl(self.folder / "metrics.jsonl")) if self.accelerator.is_main_process else []
+            if self.accelerator.is_main_process and all(row["step"] != state.best_step for _, row in rows):
+                raise UserError(
+                    f"{self.folder / 'metrics.jsonl'} lacks the best validation of the checkpoint {path.name}, at step "
+                    f"{state.best_step}.",
+                    "Restore the file, or begin anew in another folder of runs (--run-dir elsewhere/NAME).",
+                )
         self.records = broadcast_from_main([row for _, row in rows if row["step"] <= state.step])
         if self.accelerator.is_main_process:  # discard records after the checkpoint
             link_into_run(path / checkpoint.BEST, self.folder / "best")
