@@ -64,7 +64,7 @@ def test_cut_short_checkpoint_is_skipped_with_a_warning(saved: Path, damage: str
         case "remove":
             largest.unlink()
         case "manifest":
-            (path / "checkpoint.json").write_text('{"standing": {"st')
+            (path / "checkpoint.json").write_text('{"trainer_state": {"st')
         case _:
             (path / "checkpoint.json").unlink()
     warnings: list[str] = []

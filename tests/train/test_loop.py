@@ -28,9 +28,9 @@ from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import count_predictions, read_batch
+from headstart.train.fused_loss import Teacher, batch_loss, sum_losses_plain
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
-from headstart.train.summing import Teacher, batch_loss, sum_losses_plain
 from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import MakeRecipe, Train, before_step, on_read

@@ -212,12 +212,12 @@ def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArr
     return origin_M, origin_M // width * width + batch.starts_BT.flatten().cpu().numpy()[origin_M]
 
 
-class Order:
-    """The batches of every step, epoch by epoch; `per_epoch` steps make an epoch."""
+class BatchSchedule:
+    """The batches of every step, epoch by epoch; `steps_per_epoch` steps make an epoch."""
 
     def __init__(self, store: States, section: TrainSection, rank: int, ranks: int) -> None:
         self._store, self._section, self._rank, self._ranks = store, section, rank, ranks
-        self.per_epoch = len(self._epoch(0))
+        self.steps_per_epoch = len(self._epoch(0))
 
     def batches(
         self,

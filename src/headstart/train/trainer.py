@@ -39,7 +39,7 @@ from headstart.support.terminal import format_seconds, progress_bar
 from headstart.train import checkpoint
 from headstart.train.batches import (
     Batch,
-    Order,
+    BatchSchedule,
     ReadBatch,
     count_predictions,
     epoch_batches,
@@ -50,6 +50,7 @@ from headstart.train.batches import (
 )
 from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
+from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.interrupt import Interrupt
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import learning_rate_now, make_optimizers
@@ -61,7 +62,6 @@ from headstart.train.processes import (
     raise_on_all_ranks,
 )
 from headstart.train.starting_heads import build_heads, check_store
-from headstart.train.summing import Teacher, batch_loss
 from headstart.train.tensor_memory import cache_tensor_memory
 from headstart.train.tracking import finish_trackers, log_to_tracker, memory, start_tracker
 from headstart.train.training_log import Display, Log, not_finite
@@ -152,10 +152,10 @@ class _Trainer:
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
         self.teacher = Teacher(target, self.heads.draft_to_target_D, self.section.loss_tokens)
-        self.order = Order(self.store, self.section, self.rank, self.ranks)
+        self.schedule = BatchSchedule(self.store, self.section, self.rank, self.ranks)
         self.validation_batches = self._read_validation_batches()
         self.budget = [self.section.steps, self.section.minutes, self.section.epochs]
-        self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
+        self.total = min(self.section.steps or math.inf, self.section.epochs * self.schedule.steps_per_epoch)
         self.trainer_state = TrainerState()
         self.seconds_before = self.grad_norm = 0.0
         self.records: list[dict[str, Any]] = []
@@ -210,7 +210,7 @@ class _Trainer:
             f"{self.heads.draft_steps} draft steps, {self.trained.trainable_parameters / 1e6:.1f} M parameters to "
             f"train, {self.heads.flops_per_draft() / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
-            f"answers. {len(self.store)} conversations, {self.order.per_epoch} steps per epoch."
+            f"answers. {len(self.store)} conversations, {self.schedule.steps_per_epoch} steps per epoch."
         )
 
     def _take_steps(self, interrupt: Interrupt, display: Display) -> None:
@@ -220,7 +220,9 @@ class _Trainer:
         if not self.records:
             self._validate(display, None)
         started, predictions = monotonic(), 0
-        with closing(self.order.batches(state, self.total, self._read, self.accelerator.device, self.dtype)) as steps:
+        with closing(
+            self.schedule.batches(state, self.total, self._read, self.accelerator.device, self.dtype)
+        ) as steps:
             for group, batches in steps:
                 own_count = sum(count_predictions(batch, self.section.anchors) for batch in batches)
                 count, elapsed, interrupted = self._synchronise(own_count, interrupt.requested)
@@ -234,7 +236,7 @@ class _Trainer:
                 else:
                     losses.append(loss)
                 predictions += count
-                state.advance(count, self.order.per_epoch)
+                state.advance(count, self.schedule.steps_per_epoch)
                 now = monotonic()
                 speed = predictions / (now - started)
                 shown = "none" if loss is None else f"{loss:.3f}"
@@ -317,7 +319,7 @@ class _Trainer:
                 {
                     "steps": result.steps,
                     "skipped_steps": state.skipped,
-                    "epochs": state.epoch + state.index / self.order.per_epoch,
+                    "epochs": state.epoch + state.index / self.schedule.steps_per_epoch,
                     "elapsed_seconds": round(state.elapsed, 1),
                     "trainable_parameters": self.trained.trainable_parameters,
                     "coverage": result.coverage,
@@ -433,7 +435,7 @@ class _Trainer:
         checkpoint.load(self.accelerator, path)
         self.seconds_before = state.elapsed
         if state.budget and state.budget != self.budget:
-            state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
+            state.extended_at, state.lr_at_extension = self._fraction(state.elapsed), state.lr
         with raise_on_all_ranks():
             rows = list(read_jsonl(self.folder / "metrics.jsonl")) if self.accelerator.is_main_process else []
             if self.accelerator.is_main_process and all(row["step"] != state.best_step for _, row in rows):

@@ -252,7 +252,7 @@ class _Planned:
     number: int
     file: Path
     prompts: list[Prompt]
-    span: tuple[int, int]
+    prompt_range: tuple[int, int]
     size: int
     batch: ConversationBatch | None = None
 
@@ -326,8 +326,8 @@ class _SplitBuilder:
 
     def _submit(self, planned: _Planned, place: int, held: ExitStack, workers: Workers) -> bool:
         """Begin the claimed batch at `place` of the pending ones; return False and drop it if the time is over."""
-        earlier = [before.batch.share for before in islice(self._pending, place) if before.batch is not None]
-        if self._clock.is_over(place, sum(earlier)):
+        earlier = [before.batch for before in islice(self._pending, place) if before.batch is not None]
+        if self._clock.is_over(place, sum(batch.attributed_seconds for batch in earlier)):
             self._is_ended = True
             held.close()
             while len(self._pending) > place:
@@ -348,7 +348,7 @@ class _SplitBuilder:
                 left_out,
                 number=planned.number,
                 split=self._split,
-                prompts=planned.span,
+                prompts=planned.prompt_range,
                 seconds=round(time.perf_counter() - began, 3),
                 concurrent=max(1, len(prune_claims(build.folder))),
             )

@@ -41,7 +41,7 @@ def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list
     tokens: list[int] = list(encoded["input_ids"])
     starts, stops = _places(encoded["offset_mapping"])
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    ends = {*tokenizer.all_special_ids, *added}
+    special_ids = {*tokenizer.all_special_ids, *added}
     supervised = [False] * len(tokens)
     rewritten = False
     for index, message in enumerate(messages):
@@ -58,7 +58,7 @@ def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list
         start, text_stop, turn_stop, ending = span
         first = bisect_left(starts, start)
         following = range(bisect_left(starts, text_stop, first), bisect_left(starts, turn_stop, first))
-        special = [i for i in following if tokens[i] in ends]
+        special = [i for i in following if tokens[i] in special_ids]
         if special and not ending.startswith(whole[text_stop : stops[special[0]]]):
             special = []
         if message.get("tool_calls") and (turn_stop < len(whole) or message is messages[-1]):
@@ -101,8 +101,8 @@ def _answer_span(
         return None
     text = answer["content"].strip()  # some templates strip their input
     reasoning = answer.get("reasoning_content", "").strip()
-    closed = render([*before, answer], tokenizer, answer=False)
-    if reasoning not in closed[len(prefix) :]:
+    rendered_to_answer = render([*before, answer], tokenizer, answer=False)
+    if reasoning not in rendered_to_answer[len(prefix) :]:
         raise Unfit(
             f"The chat template does not render the reasoning of the answer in message {index + 1}.",
             "Let the target write the answers (data.regenerate=true), or remove reasoning_content.",
@@ -110,18 +110,19 @@ def _answer_span(
         )
     # A template may write something of its own first, such as an empty thinking block.
     lead, found, _ = render([*before, {**answer, "content": MARK}], tokenizer, answer=False).partition(MARK)
-    newest = len(lead) if found and closed.startswith(lead) else len(prefix)
-    here = newest if whole.startswith(closed[:newest]) else len(prefix)
-    if reasoning and here != newest:
+    start_if_last = len(lead) if found and rendered_to_answer.startswith(lead) else len(prefix)
+    answer_start = start_if_last if whole.startswith(rendered_to_answer[:start_if_last]) else len(prefix)
+    if reasoning and answer_start != start_if_last:
         return None
-    unchanged = whole.startswith(closed)
-    turn_stop = len(closed) if unchanged else len(whole)
-    text_start, newest_start = whole.find(text, here, turn_stop), closed.find(text, newest)
-    if text_start < 0 or newest_start < 0 or (not unchanged and whole[here:text_start].strip()):
+    unchanged = whole.startswith(rendered_to_answer)
+    turn_stop = len(rendered_to_answer) if unchanged else len(whole)
+    text_start = whole.find(text, answer_start, turn_stop)
+    text_start_if_last = rendered_to_answer.find(text, start_if_last)
+    if text_start < 0 or text_start_if_last < 0 or (not unchanged and whole[answer_start:text_start].strip()):
         return None
     written = bool(reasoning) or not whole[len(prefix) : text_start].strip()
     text_stop = _after_calls(answer, whole[:turn_stop], text_start + len(text))
-    ending = closed[_after_calls(answer, closed, newest_start + len(text)) :]
+    ending = rendered_to_answer[_after_calls(answer, rendered_to_answer, text_start_if_last + len(text)) :]
     return len(prefix) if written else text_start, text_stop, turn_stop, ending
 
 

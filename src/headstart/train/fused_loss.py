@@ -34,7 +34,7 @@ _CHUNK = {"cpu": 1 << 19, "other": 1 << 26}  # per loss evaluation: 2 MB of floa
 _TABLE = {"cpu": 1 << 28, "other": 1 << 30}  # a larger teacher-logit table is not materialised but recomputed per block
 
 _BLOCK_ROWS = 512  # minimum rows of a block: each block reads the LM head and accumulates its gradient once
-_RANDOM = 0.2  # fraction of the loss tokens sampled from the unlikely ones
+_SAMPLED_FRACTION = 0.2  # fraction of the loss tokens sampled from the unlikely ones
 _STRIDE, _MIN_POSITIONS = 4, 512
 """Stride of the positions that choose the loss tokens, reduced to keep at least `_MIN_POSITIONS` of them."""
 
@@ -151,9 +151,9 @@ def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Se
     """Choose the loss tokens of a batch ("sampled softmax", Jean et al., arXiv 1412.2007).
 
     They are the most likely tokens, by their counts in the batch's answers and the target's probabilities at some
-    positions, and a fraction `_RANDOM` sampled from the rest by `seed`. Logits of sampled tokens get the log inverse
-    sampling probability added, in teacher and draft (sampled-softmax correction). Sums over tokens are then unbiased,
-    and a softmax nearly so if the rest has little mass.
+    positions, and a fraction `_SAMPLED_FRACTION` sampled from the rest by `seed`. Logits of sampled tokens get the log
+    inverse sampling probability added, in teacher and draft (sampled-softmax correction). Sums over tokens are then
+    unbiased, and a softmax nearly so if the rest has little mass.
 
     >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]])
     >>> counts_D = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
@@ -165,7 +165,7 @@ def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Se
     for chunk in _chunks(logits_SD):
         mass_D += logits_SD[chunk].softmax(-1, dtype=torch.float32).sum(0)
     order_D = mass_D.argsort(descending=True, stable=True)
-    likely = count - round(_RANDOM * count)
+    likely = count - round(_SAMPLED_FRACTION * count)
     rest_R = order_D[likely:]
     random = np.random.default_rng([*seed, count]).choice(len(rest_R), count - likely, replace=False)
     ids_L = torch.cat([order_D[:likely], rest_R[torch.from_numpy(random).to(rest_R.device)]])
@@ -293,11 +293,11 @@ def sum_losses(
     """
     hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
     assert len(hidden_MH) == len(prediction.teacher_M) == len(weight_M), "a teacher position and weight for each"
-    apply: Callable[..., Tensor] = _SumLosses.apply
+    apply: Callable[..., Tensor] = _FusedLoss.apply
     return apply(hidden_MH, lm_head_DH, loss, prediction, teacher_logits, weight_M, alpha_M)
 
 
-class _SumLosses(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     """Loss and gradients in one pass.
 
     A block's logits are replaced in place by their gradient, which is backpropagated through the LM head at once. Under
