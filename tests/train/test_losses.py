@@ -18,9 +18,8 @@ from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.recipes.sections import LossName
 from headstart.replay.patch import FINAL
-from headstart.train import losses, summing
-from headstart.train.losses import LOSSES, smooth_l1
-from headstart.train.summing import (
+from headstart.train import fused_loss, losses
+from headstart.train.fused_loss import (
     LossTokens,
     Teacher,
     TeacherLogits,
@@ -30,6 +29,7 @@ from headstart.train.summing import (
     sum_losses,
     sum_losses_plain,
 )
+from headstart.train.losses import LOSSES, smooth_l1
 from tests.spies import spy
 from tests.train.stores import two_texts
 from tests.train.test_long_texts import Largest
@@ -103,9 +103,9 @@ ROWS, DRAFTS, WIDTH = 23, 12, 6
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of up to 5 rows, computed 2 rows per chunk: neither divides the number of rows."""
-    monkeypatch.setattr(summing, "_BLOCK", {"cpu": 5 * DRAFTS})
-    monkeypatch.setattr(summing, "_BLOCK_ROWS", 1)
-    monkeypatch.setattr(summing, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
+    monkeypatch.setattr(fused_loss, "_BLOCK", {"cpu": 5 * DRAFTS})
+    monkeypatch.setattr(fused_loss, "_BLOCK_ROWS", 1)
+    monkeypatch.setattr(fused_loss, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
 
 
 def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLogits:
@@ -226,7 +226,7 @@ def test_confidence_learns_the_shared_mass(scheme: Any) -> None:
     ]
     bare = [replace(step, confidence_M=None) for step in steps]
     total = batch_loss(steps, losses.soft_ce, teacher_logits, 0.8, scheme)
-    weights = summing._position_weights(bare, teacher_logits, 0.8, scheme)
+    weights = fused_loss._position_weights(bare, teacher_logits, 0.8, scheme)
     shared = [alphas(step, teacher_logits) for step in steps]
     total.backward()
     missed = 0.0
@@ -427,12 +427,12 @@ def test_loss_tokens_depend_on_the_seed_alone(tiny_target: Target) -> None:
 def test_long_batches_pick_loss_tokens_by_stride(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's size limits the positions that vote. Whether the loss itself gets a table changes no loss token."""
     ids_D, batch = torch.arange(4, tiny_target.vocab_size), _batch(tiny_target, 40)
-    monkeypatch.setattr(summing, "_MIN_POSITIONS", 10)
-    rows = spy(monkeypatch, summing, "choose_loss_tokens", lambda logits_SD, *_: len(logits_SD))
+    monkeypatch.setattr(fused_loss, "_MIN_POSITIONS", 10)
+    rows = spy(monkeypatch, fused_loss, "choose_loss_tokens", lambda logits_SD, *_: len(logits_SD))
     whole = Teacher(tiny_target, ids_D, 20).logits(batch)
-    monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20})
+    monkeypatch.setattr(fused_loss, "_TABLE", {"cpu": 40 * 20})
     shorter = Teacher(tiny_target, ids_D, 20).logits(batch)
-    monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20 - 1})
+    monkeypatch.setattr(fused_loss, "_TABLE", {"cpu": 40 * 20 - 1})
     none = Teacher(tiny_target, ids_D, 20).logits(batch)
     stride = -(-40 * len(ids_D) // (40 * 20))
     assert rows == [10, -(-40 // stride), -(-40 // stride)] and stride > 4
