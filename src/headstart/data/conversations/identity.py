@@ -37,7 +37,7 @@ def identity(target: Target, data: DataSection) -> dict[str, Any]:
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{name: value for name, value in data.of_role(Role.CONTENT).items() if name not in left_out},
         "server": data.server_numerics
-        or bool(data.server),  # ⟪a server's numerics differ⟛generation on a server differs numerically⟫
+        or bool(data.server),  # servers round differently
         "prompts": [{**_origin(source), "share": round(source.weight / total, 6)} for source in sources],
         "exclude": sorted(str(find_origin(file).content) for file in data.exclude),
     }
