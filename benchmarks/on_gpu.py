@@ -52,9 +52,9 @@ from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.replay.patch import FINAL
 from headstart.replay.recorded import Recorded
+from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
-from headstart.train.summing import Teacher, batch_loss
 from headstart.tree.tree import Tree, TreeBatch, TreeShape
 
 OUT = Path(__file__).parent / "results" / "on_gpu.json"
@@ -68,7 +68,7 @@ ROOM = 0.75
 COUNTED = 16
 """Tokens of the texts for counting waits: the profiler takes seconds per token."""
 GIGABYTE = 1e9
-PARTS = ("draft", "verify", "host")
+PARTS = ("draft", "forward", "host")
 """Parts of a round."""
 
 Row = dict[str, Any]

@@ -95,12 +95,9 @@ class StandIn:
         return None
 
     def events(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
-        """Split a completion into an event per token; llama-server ends with one without tokens."""
-        if self.kind == "vllm":
-            (choice,) = reply["choices"]
-            return [{**reply, "choices": [{**choice, "token_ids": [token]}]} for token in choice["token_ids"]]
-        pieces = [{**reply, "tokens": [token], "stop": False} for token in reply["tokens"]]
-        return [*pieces, {**reply, "tokens": [], "stop": True}]
+        """Split a completion of vLLM into an event per token."""
+        (choice,) = reply["choices"]
+        return [{**reply, "choices": [{**choice, "token_ids": [token]}]} for token in choice["token_ids"]]
 
     def _written(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         if self.window is not None and len(prompt) + most > self.window:
@@ -142,8 +139,7 @@ def serve(stand_in: StandIn, host: str, port: int) -> None:
             for event in events:
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                 self.wfile.flush()
-            if stand_in.kind == "vllm":
-                self.wfile.write(b"data: [DONE]\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
 
         def _say(self, status: int, page: str) -> None:
             text = page.encode()

@@ -147,7 +147,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_run_ends_with_the_table_and_the_paths": ("headstart run mine.yaml",),
     },
     "tests/doctor/test_broken.py": {
-        "test_the_command_says_that_nothing_is_wrong": ("headstart doctor runs/quickstart",),
+        "test_the_command_logs_each_step_and_finds_nothing_wrong": ("headstart doctor runs/quickstart",),
         "test_heads_in_a_run_are_examined_with_it": ("headstart doctor runs/quickstart/heads",),
         "test_a_recipe_without_a_run": ("headstart doctor quickstart --run-dir",),
         "test_a_check_of_ones_own_is_one_function": ("from headstart.doctor.examination import",),

@@ -217,6 +217,7 @@ class StandIn:
             )
         )
         self._stack.enter_context(patch.object(torch, "Generator", _Generator))
+        self._stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor: self.pin(tensor)))
         self._stack.enter_context(patch.object(recorded, "PLAIN", (*recorded.PLAIN, StandInTensor)))
         for name, answer in (_OF_CUDA | self._graphs()).items():
             self._stack.enter_context(patch.object(torch.cuda, name, answer))

@@ -42,7 +42,7 @@ from headstart.servers.engines import ENGINES
 from headstart.servers.process import Server
 from headstart.support.files import write_json, write_tensors
 from headstart.support.lock import Busy, locked
-from headstart.train.summing import Teacher
+from headstart.train.fused_loss import Teacher
 from tests.forks import Forks
 from tests.test_cli import call, works
 from tests.test_pipeline import quiet, tiny_recipe

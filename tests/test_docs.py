@@ -69,6 +69,6 @@ def test_what_passes_between_rooms_in_a_round_is_named_there(tiny_target: Target
     finally:
         sys.setprofile(None)
     ours = {kind.__name__ for kind in seen if kind.__module__.startswith("headstart.")}
-    assert {"DecodeLoop", "Target", "Budget", "Verifier", "TreeBatch", "Committed"} <= ours, "it was watched"
+    assert {"DecodeLoop", "Target", "Budget", "GreedyVerifier", "TreeBatch", "Committed"} <= ours, "it was watched"
     opaque = {"TreeCache", "_Row"}  # what target and drafters remember, which the loop hands on
     assert {name for name in ours if f"`{name}`" not in ROUND} <= opaque

@@ -83,7 +83,7 @@ def test_transformers_callers_give_options_by_the_same_names() -> None:
 
 
 def test_commands_take_every_option_that_can_be_typed() -> None:
-    typed = {item.name for item in fields(DecodeOptions) if item.metadata["meaning"].typed}
+    typed = {item.name for item in fields(DecodeOptions) if item.metadata["meaning"].on_cli}
     assert typed <= inspect.signature(cli_heads.generate).parameters.keys()
     for command, without in ((cli_heads.chat, {"stop"}), (cli_heads.evaluate, {"stop", "raw"})):
         assert typed & inspect.signature(command).parameters.keys() == typed - without

@@ -27,7 +27,7 @@ class Answer:
         first_token_ms: from the call to the first token.
         drafter_error: error of a drafter, also a Python warning; the text is complete, decoded without that drafter.
         rounds: forwards of the target after the prompt.
-        paused_rounds: rounds without drafts because plain decoding was faster.
+        paused_rounds: rounds without drafts, because these would not have paid or to time plain rounds.
         seed: repeats a sampled text; None for a greedy one.
         heads: version of the heads that drafted; empty if none did.
     """

@@ -87,7 +87,7 @@ class GrownTrees:
             chain=self.chain,
             sample_drafts=self.sampling,
             warp=lambda logits: logits.double().softmax(-1),
-            streams=[torch.Generator().manual_seed(0)],
+            generators=[torch.Generator().manual_seed(0)],
             temperature=1.0,
             calibration=CALIBRATION,
         )

@@ -136,7 +136,7 @@ class SimulatedLoop:
         """Return the trees to verify and the number of drafted levels; a node's token is its depth and rank."""
         if self._always is not None:
             return [self._always] * rows, self._always.depth
-        limits = budget.room(32), budget.threshold, budget.level_threshold
+        limits = budget.node_limit(32), budget.threshold, budget.level_threshold
         trees = [self._comb(rows, *limits) for _ in range(rows)]
         assert trees[0].levels is not None, "heads draft them"
         return budget.prune(trees), trees[0].levels

@@ -125,7 +125,7 @@ def test_short_answers_are_drafted_once_they_earned_a_trial(limit: int, draft_ms
         budget = Budget(costs, "auto", 1, limit, prompt=30, experience=experience)
         left, rounds, drafted = limit - 1, 0, 0
         while left > 0:
-            nodes = min(6, budget.room(64)) if budget.drafts else 1
+            nodes = min(6, budget.node_limit(64)) if budget.drafts else 1
             emitted = min(left, nodes if nodes < 6 else 5)
             chain = Tree([0] * nodes, list(range(-1, nodes - 1)), [0.9**depth for depth in range(nodes)])
             spent_ms = (draft_ms if nodes > 1 else 0.0, costs.verify(nodes))
@@ -151,7 +151,7 @@ def test_modes() -> None:
     assert Budget(None, "auto", 1).drafts
     assert not Budget(REAL, "off", 1).drafts
     assert Budget(None, "auto", 1).threshold == 0.0
-    assert Budget(None, "auto", 1, experience=Experience()).room(64) == 64, "without costs nothing is small"
+    assert Budget(None, "auto", 1, experience=Experience()).node_limit(64) == 64, "without costs nothing is small"
     assert 0 < Budget(REAL, "auto", 1).threshold < Budget(REAL, "auto", 16).threshold < 1
 
 

@@ -13,7 +13,7 @@ import torch
 
 from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Verifier
+from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
@@ -176,7 +176,7 @@ def test_rounds_account_for_every_token(target: Target) -> None:
     assert out.token_ms[0] <= out.token_ms[-1]
 
 
-class _AcceptsEverything(Verifier):
+class _AcceptsEverything(GreedyVerifier):
     """A broken verifier: takes the first chain of drafts whatever the target says."""
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
@@ -187,7 +187,7 @@ class _AcceptsEverything(Verifier):
 def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     texts = prompts(61)[:1]
     known = plain(target, texts)
-    monkeypatch.setattr("headstart.decode.verify.Verifier", _AcceptsEverything)
+    monkeypatch.setattr("headstart.decode.verify.GreedyVerifier", _AcceptsEverything)
     drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
     monkeypatch.setattr(drafter.rng, "randint", lambda *_: 4)
     assert DecodeLoop(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]

@@ -21,9 +21,9 @@ from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.support.answer_file import write_answers
 from headstart.train.batches import count_predictions, subsample
+from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
-from headstart.train.summing import Teacher, batch_loss
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, batch_of, build, shake
 from tests.standin import CUDA, StandIn, clock_of_captures

@@ -22,7 +22,7 @@ from transformers import (
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, process, warp
-from headstart.decode.verify import SamplingVerifier, streams
+from headstart.decode.verify import SamplingVerifier, row_generators
 from headstart.errors import UserError
 from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Tree, TreeBatch
@@ -129,7 +129,7 @@ def test_greedy_warping_is_certain() -> None:
 
 
 def test_streams_of_a_row_are_independent() -> None:
-    numbers = {torch.rand(3, generator=stream) for stream in streams(5)}
+    numbers = {torch.rand(3, generator=stream) for stream in row_generators(5)}
     assert len({tuple(one.tolist()) for one in numbers}) == 3
 
 

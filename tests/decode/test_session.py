@@ -18,7 +18,7 @@ from headstart.decode.costs import Costs
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Verifier, walk_on_device
+from headstart.decode.verify import GreedyVerifier, walk_on_device
 from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -368,7 +368,7 @@ def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
             if node % 2:
                 choice_BN[row, tree.parents[node]] = tree.tokens[node]
     out = TargetOutput(torch.nn.functional.one_hot(choice_BN, 9).float())
-    expected, expected_roots = Verifier().accept(batch, out)
+    expected, expected_roots = GreedyVerifier().accept(batch, out)
     found, roots = walk_on_device(batch, out, choice_BN)
     assert (found.paths, found.tokens) == (expected.paths, expected.tokens)
     assert roots.root_tokens == expected_roots.root_tokens

@@ -17,10 +17,10 @@ from headstart.decode import verify
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
-from headstart.decode.verify import SamplingVerifier, accept_or_draw, streams
+from headstart.decode.verify import SamplingVerifier, accept_or_draw, row_generators
 from headstart.drafters.ngram import NgramDrafter
 from headstart.model.model import Target, TargetOutput
-from headstart.support.rng import Numbers, draw_at
+from headstart.support.rng import UniformStream, draw_at
 from headstart.tree.tree import Tree, TreeBatch
 from tests import reference
 from tests.decode.drafters import ReplayDrafter
@@ -63,7 +63,7 @@ def verifier(rows: int, seed: int = 0) -> SamplingVerifier:
 
 def by_reference(draft: Draft, logits_NV: Tensor, seed: int) -> tuple[list[int], int]:
     """Decide one row, each token with the next number of each stream."""
-    accept, residual, _ = (Numbers(stream).peek(9) for stream in streams(seed))
+    accept, residual, _ = (UniformStream(stream).peek(9) for stream in row_generators(seed))
     nodes = {path: node for node, path in enumerate(draft.tree.paths, start=1)} | {(): 0}
     return reference.accept(
         draft.root, lambda path: warp(PLAIN, logits_NV[nodes[tuple(path[1:])]]), map(reference.Chance, accept, residual)

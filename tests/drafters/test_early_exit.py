@@ -98,7 +98,7 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
     counts = torch.zeros(61)
     rows = 40
     for _ in range(10):
-        sampling = {"sample_drafts": True, "warp": warper, "streams": [stream] * rows}
+        sampling = {"sample_drafts": True, "warp": warper, "generators": [stream] * rows}
         for tree in after(drafter, [text] * rows, [root] * rows, **sampling):
             assert list(tree.sampled) == [1, 2]
             torch.testing.assert_close(tree.sampled[1].q_draft_V(61), q_draft_V)

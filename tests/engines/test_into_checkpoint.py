@@ -172,7 +172,7 @@ def test_unfit_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds other files.*config\.json"):
         export_checkpoint(heads, tmp_path / "target")
     plain = kept(contract.build("mtp", target), target, tmp_path / "plain")
-    with pytest.raises(UserError, match=r"no place for mtp heads of their own layout.*heads\.init=native"):
+    with pytest.raises(UserError, match=r"cannot hold these mtp heads.*heads\.init=native"):
         export_checkpoint(plain, tmp_path / "out")
 
     other = published("glm", tmp_path / "glm")

@@ -499,6 +499,9 @@ def test_a_report_of_an_engine(name: str, heads: Path, tmp_path: Path) -> None:
     assert (row["batch_size"], row["tokens_per_round"]) == (2, 2)
     page = (tmp_path / "out" / "report.html").read_text()
     assert results["environment"]["engine"] in page and "2 prompts (asked.jsonl)" in page
-    assert "for headstart's own loop" in refused(*asked, *started, "--overwrite", "--draft", "on")
+    for option in (("--draft", "on"), ("--min-p", "0.1"), ("--batch-size", "2"), ("--stop-token-ids", "5")):
+        assert "for headstart's own loop" in refused(*asked, *started, "--overwrite", *option)
+    silent = ("--engine-command", command(name, "silent"), "--engine-target", "target.gguf", "--overwrite")
+    assert "drafted nothing" in refused(*asked, *silent, "--max-new-tokens", 4)
     assert "--engine-arguments" in refused(*asked, *started, "--overwrite", "--dtype", "float32")
     assert "without an engine" in refused(*asked[:6], "--overwrite", "--engine-target", "x")

@@ -10,7 +10,7 @@ import torch
 
 from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Verifier
+from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.audit import (
     AlwaysWrongDrafter,
@@ -66,9 +66,9 @@ def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompt
 
 
 def test_blind_acceptance_is_caught(target: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Verifier.accept
+    honest = GreedyVerifier.accept
 
-    def accept(self: Verifier, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+    def accept(self: GreedyVerifier, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         if batch.size == 1:
             return honest(self, batch, out)
         choice = argmax(out.logits_BTV).tolist()
@@ -77,7 +77,7 @@ def test_blind_acceptance_is_caught(target: Target, prompts: list[list[int]], mo
 
     answers = plain(target, prompts, 4)
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))
-    monkeypatch.setattr(Verifier, "accept", accept)
+    monkeypatch.setattr(GreedyVerifier, "accept", accept)
     outputs = decode_in_batches(DecodeLoop(target, wrong), prompts, NEW, 4)
     assert tokens_that_differ(answers, outputs)["different_tokens"] >= len(prompts)
     differences = [first_difference(0, answer, output.tokens) for answer, output in zip(answers, outputs, strict=True)]

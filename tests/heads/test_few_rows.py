@@ -62,7 +62,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    for name in ("read", "enter"):
+    for name in ("run_from_hidden", "run_from_tokens"):
         record(draft_kernels.Recurrent, name)
     for name in ("product", "norms", "attend", "best_drafts"):
         record(draft_kernels, name)
@@ -240,7 +240,7 @@ def test_drafts_equal_torchs(
     assert not kernel_calls
     with torch.inference_mode():
         found = rounds(heads, target, PROMPTS[-rows:], packed)
-    levels = {"enter"} if name.startswith("eagle3") else {"read", "product"}
+    levels = {"run_from_tokens"} if name.startswith("eagle3") else {"run_from_hidden", "product"}
     assert set(kernel_calls) >= (levels if packed else {"norms", "attend"})
     # float32 sums in another order, and int8 products with 16-bit rows, amplified by up to twelve random layers.
     assert_levels_close(found, torchs, 2e-2 if packed else 5e-4)
@@ -326,7 +326,7 @@ def test_bfloat16_rounds_no_worse_than_torchs(
             torchs += rounds(heads, target, PROMPTS, packed)
         with torch.inference_mode():
             found += rounds(heads, target, PROMPTS, packed)
-    assert set(kernel_calls) & ({"read", "enter"} if packed else {"attend"})
+    assert set(kernel_calls) & ({"run_from_hidden", "run_from_tokens"} if packed else {"attend"})
     # A single draft may be closer either way; over all drafts the rounding errors are alike.
     ours, theirs, all_of_it = (
         float(torch.cat([level.float().flatten() for level in some]).square().mean().sqrt())
@@ -358,7 +358,7 @@ def test_own_heads_skip_queries(
         torchs = rounds(heads, with_direction, PROMPTS, packed=True)
     with torch.inference_mode():
         found = rounds(heads, with_direction, PROMPTS, packed=True)
-    assert kernel_calls == ["enter"] * 9 and own_heads() == own == 4
+    assert kernel_calls == ["run_from_tokens"] * 9 and own_heads() == own == 4
     # Own heads give up to 1e-3 of their attention to other positions, and it is fed back.
     assert_levels_close(found, torchs, 5e-3)
     with torch.no_grad():

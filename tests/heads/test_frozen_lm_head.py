@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from headstart.train.fused_loss import Teacher, logits_by_block, sum_losses, sum_losses_plain
 from headstart.train.losses import LOSSES
-from headstart.train.summing import Teacher, logits_by_block, sum_losses, sum_losses_plain
 from tests.heads.test_contract import started
 
 BASE: dict[str, Any] = {

@@ -36,7 +36,7 @@ def streams_of(count: int) -> list[torch.Generator]:
 def sampling_request(nodes: int, seeds: list[int], **settings: Any) -> Request:
     """Return a request for trees with sampled children, with one random stream per row."""
     streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return Request(nodes, sample_drafts=True, warp=SAMPLED, streams=streams, **settings)
+    return Request(nodes, sample_drafts=True, warp=SAMPLED, generators=streams, **settings)
 
 
 class TableHead(DraftHead):
@@ -150,7 +150,7 @@ def best_first(heads: TableHead, calibration: Calibration, nodes: int) -> dict[t
 LEFT = Calibration(
     log_probs=((-9.0, 0.0),) * 3,
     accepted=((0.01, 0.8),) * 3,
-    reached=(0.9,) * 3,
+    any_child_accepted=(0.9,) * 3,
     off_best=Calibration(((-9.0, 0.0),) * 3, ((0.0, 0.2),) * 3, (0.3,) * 3),
 )
 """Drafts off the best path are a quarter as likely to be accepted."""
@@ -240,7 +240,7 @@ def test_children_are_added_for_what_they_bring_together() -> None:
     calibration = Calibration(flat, ((0.2, 0.2),) * 3, (0.0,) * 3, Calibration(flat, ((0.5, 0.5),) * 3))
 
     def accept_probs(threshold: float, sampling: bool) -> list[float]:
-        request = Request(5, threshold, 0.1, sample_drafts=sampling, warp=SAMPLED, streams=streams_of(1))
+        request = Request(5, threshold, 0.1, sample_drafts=sampling, warp=SAMPLED, generators=streams_of(1))
         (tree,) = grown(TableHead(), [3], request, calibration)
         return [round(accept_prob, 6) for accept_prob in probs_of(tree)[1:]]
 
@@ -280,7 +280,7 @@ def test_sampling_all_levels_at_once_gives_the_same_trees(top_k: int) -> None:
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
 
     def trees(roots: TreeBatch) -> list[Tree]:
-        request = Request(BUSHY.size, sample_drafts=True, warp=warper, streams=streams_of(3), shape=BUSHY)
+        request = Request(BUSHY.size, sample_drafts=True, warp=warper, generators=streams_of(3), shape=BUSHY)
         return grow(heads, None, roots, request)
 
     heads = OnceHead(shared=True)
@@ -313,7 +313,7 @@ def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top
 
     def trees(device: torch.device | str) -> list[Tree]:
         shape = BUSHY if static else None
-        request = Request(9, 0.01, sample_drafts=True, warp=warper, streams=streams_of(3), shape=shape)
+        request = Request(9, 0.01, sample_drafts=True, warp=warper, generators=streams_of(3), shape=shape)
         return grow(heads, None, TreeBatch.roots([3, 4, 5], device), request)
 
     heads = PlacedHead(shared)
@@ -337,7 +337,7 @@ def test_work_of_the_host_grows_with_nodes_alone(sampling: bool) -> None:
 
     def calls(rows: int) -> tuple[int, int]:
         streams = [torch.Generator().manual_seed(0) for _ in range(rows)]
-        request = Request(16, 0.01, sample_drafts=sampling, warp=SAMPLED, streams=streams)
+        request = Request(16, 0.01, sample_drafts=sampling, warp=SAMPLED, generators=streams)
         heads, roots, count = OnceHead(shared=True), TreeBatch.roots([3] * rows), Counter[str]()
         sys.setprofile(lambda frame, event, _: count.update([event] if frame.f_code.co_filename == GROWING else []))
         try:
@@ -373,7 +373,7 @@ def test_each_row_draws_from_its_own_nodes(shared: bool) -> None:
 def test_tokens_cut_by_top_k_are_not_sampled() -> None:
     heads = TableHead()
     narrow = SamplingOptions(temperature=1.0, top_k=2)
-    request = Request(9, sample_drafts=True, warp=partial(warp, narrow), streams=[torch.Generator().manual_seed(0)])
+    request = Request(9, sample_drafts=True, warp=partial(warp, narrow), generators=[torch.Generator().manual_seed(0)])
     (tree,) = grown(heads, [3], request, Calibration(), TreeShape.from_paths([(0,), (1,), (2,)]))
     assert tree.size == 3, "after the two likeliest tokens there is nothing to draw"
 
@@ -384,7 +384,7 @@ def test_levels_end_where_they_promise_too_little() -> None:
 
     def levels(level_threshold: float, reached: tuple[float, ...] = (), rows: int = 1) -> int:
         request = Request(64, threshold, level_threshold)
-        trees = grown(heads, [3] * rows, request, Calibration(reached=reached), max_rank=VOCAB)
+        trees = grown(heads, [3] * rows, request, Calibration(any_child_accepted=reached), max_rank=VOCAB)
         assert trees[0].levels == len(heads.levels)
         return len(heads.levels)
 

@@ -70,12 +70,12 @@ def test_attends_to_the_successor_of_the_same_token(seed: int) -> None:
     fused_ME = fused_ME / fused_ME.square().mean(-1, keepdim=True).sqrt()
     read_1TI = torch.cat([table_VE[text_M[1:]], fused_ME[:-1]], dim=-1)[None]
     queries, keys, values = layer.read(read_1TI, turns(len(text_M) - 1))
-    mixed_BNGTd = causal_attention(queries, keys, values)
+    attention_output_BNGTd = causal_attention(queries, keys, values)
 
     right = 0
     for entry in range(59, len(text_M) - 1):
         stood = int((once_M == text_M[entry + 1]).nonzero())  # the entry after it has the token that followed
-        distance_P = (values[0, :, : entry + 1] - mixed_BNGTd[0, :, -1, entry][:, None]).square().sum((0, 2))
+        distance_P = (values[0, :, : entry + 1] - attention_output_BNGTd[0, :, -1, entry][:, None]).square().sum((0, 2))
         right += int(distance_P.argmin()) == stood
     assert right >= 32, "eight of ten; by chance one of a hundred"
 

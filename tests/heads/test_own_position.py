@@ -163,7 +163,7 @@ def test_training_freezes_queries_and_keys_of_own_heads(target: Target) -> None:
         torch.testing.assert_close(ours[name], wanted, rtol=0, atol=share * float(wanted.abs().max()), msg=name)
     rows_HdI = ours["layers.0.qkv.weight"].view(3, -1, width, 128)
     assert not rows_HdI[:2, :own].any() and rows_HdI[:2, own:].any() and rows_HdI[2].any(dim=-1).all()
-    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(64, 128), slice(192, 256), slice(256, 384)]
+    assert heads.trainable_rows()["layers.0.qkv.weight"] == [slice(64, 128), slice(192, 256), slice(256, 384)]
 
 
 def test_own_heads_that_attend_elsewhere_are_trained(target: Target) -> None:
@@ -175,7 +175,7 @@ def test_own_heads_that_attend_elsewhere_are_trained(target: Target) -> None:
         heads.layers[0].qkv.weight[:16] = torch.randn(16, 128)
     heads.before_training([batch])
     assert heads.layers[0].own_heads == 0
-    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(0, 128), slice(128, 256), slice(256, 384)]
+    assert heads.trainable_rows()["layers.0.qkv.weight"] == [slice(0, 128), slice(128, 256), slice(256, 384)]
 
 
 @torch.no_grad()
@@ -206,8 +206,8 @@ def test_norm_before_residual_moves_the_residual_stream(target: Target) -> None:
         settings = {"family": "eagle3", "draft_steps": 2, "aux_layers": (1, 2), "norm_before_residual": before}
         heads = cast(Eagle3Head, started(settings, target))
         feedback, embedded = 5 * torch.randn(1, 3, 64), torch.randn(1, 3, 64)
-        attended, stream = heads.layer_input(feedback, embedded)
-        assert torch.equal(stream, attended[..., 64:] if before else feedback)
+        attention_input, stream = heads.layer_input(feedback, embedded)
+        assert torch.equal(stream, attention_input[..., 64:] if before else feedback)
 
 
 def test_own_heads_need_enough_key_heads(target: Target) -> None:

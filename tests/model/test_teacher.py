@@ -57,7 +57,7 @@ def test_heads_of_every_architecture_start_alike_from_teacher_and_target(kind: s
     state_ME = torch.randn(5, target.hidden_size)
     assert torch.equal(teacher.lm_head(state_ME), target.lm_head(state_ME))
     assert teacher.identity() == target.identity()
-    for name in ("finish", "end_tokens", "max_length", "settings", "dtype"):
+    for name in ("logit_transform", "end_tokens", "max_length", "settings", "dtype"):
         assert getattr(teacher, name) == getattr(target, name), name
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from headstart.model.model import Target
-from headstart.replay.attention import Scores, causal_attention
+from headstart.replay.attention import ScoreOptions, causal_attention
 from headstart.tree.tree import Tree, TreeBatch
 from tests.spies import spy
 from tests.tiny import tiny_model
@@ -24,7 +24,7 @@ def test_sink_is_an_extra_key_without_a_value(new: int, monkeypatch: pytest.Monk
     allowed = torch.ones(new, 11, dtype=torch.bool).tril(11 - new)
     scores = (query @ keys.transpose(2, 3) * 0.5).masked_fill(~allowed, float("-inf"))
     shares = torch.cat([scores, sinks[:, None, None].expand(2, 4, new, 1)], dim=-1).softmax(-1)
-    found = causal_attention(query, key, value, Scores(scaling=0.5, sink=sinks))
+    found = causal_attention(query, key, value, ScoreOptions(scaling=0.5, sink=sinks))
     torch.testing.assert_close(found, shares[..., :-1] @ values)
     without = F.scaled_dot_product_attention(query, keys, values, allowed, scale=0.5)
     assert not torch.allclose(found, without, atol=0.1), "sinks change the result"

@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.kernels import prepacked
 from headstart.kernels.prepacked import MAX_ROWS
 from headstart.model.model import Target
-from headstart.replay.attention import Scores, TreeMask, _eager_attention, causal_attention
+from headstart.replay.attention import ScoreOptions, TreeMask, _eager_attention, causal_attention
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
@@ -218,8 +218,8 @@ def test_causal_attention_matches_masking(
     allowed = (distance >= 0) & (distance < (window or 99))
     mask = TreeMask(torch.zeros(1, 1, new, 21).masked_fill(~allowed, float("-inf")), None).folded(False, 2, query)
     folded = query.reshape(2, 2, 2 * new, 8)
-    wanted = _eager_attention(folded, key, value, mask, Scores(softcap=softcap)).reshape(2, 4, new, 8)
-    torch.testing.assert_close(causal_attention(query, key, value, Scores(softcap=softcap), window), wanted)
+    wanted = _eager_attention(folded, key, value, mask, ScoreOptions(softcap=softcap)).reshape(2, 4, new, 8)
+    torch.testing.assert_close(causal_attention(query, key, value, ScoreOptions(softcap=softcap), window), wanted)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "phi3_long", "llama_long"])

@@ -195,7 +195,7 @@ def train_with_an_old_view(*arguments: str) -> None:
             now = manifest(path)
             assert now is not None
             looked.append(path)
-            before = {**now, "standing": {**now["standing"], "elapsed": 0.5}}
+            before = {**now, "trainer_state": {**now["trainer_state"], "elapsed": 0.5}}
             return [None, before, now][min(len(looked), 3) - 1]
 
         checkpoint._manifest = later

@@ -64,13 +64,20 @@ def test_cut_short_checkpoint_is_skipped_with_a_warning(saved: Path, damage: str
         case "remove":
             largest.unlink()
         case "manifest":
-            (path / "checkpoint.json").write_text('{"standing": {"st')
+            (path / "checkpoint.json").write_text('{"trainer_state": {"st')
         case _:
             (path / "checkpoint.json").unlink()
     warnings: list[str] = []
     found = checkpoint.find(saved, SETTINGS, warnings.append)
     assert found is not None and found[1].step == 20
     assert len(warnings) == 1 and "step-00000030 is cut short" in warnings[0]
+
+
+def test_failing_load_leaves_no_hook(saved: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="nowhere"):
+        checkpoint.load(accelerator, saved / "nowhere")
+    assert not accelerator._load_model_state_pre_hook
 
 
 def test_unfinished_checkpoint_is_not_seen(saved: Path) -> None:

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
 from headstart.train import interrupt as module
 from headstart.train.interrupt import Interrupt
+
+
+def test_handler_from_c_ends_as_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python reports it as None, which it cannot install again."""
+    own = signal.signal
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    def install(number: int, handler: Any) -> None:
+        own(number, handler)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", install)
+            interrupt = Interrupt().__enter__()
+        interrupt.__exit__()
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_later_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

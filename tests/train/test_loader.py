@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.train.batches import Order, ReadBatch, read_ahead, read_batch
+from headstart.train.batches import BatchSchedule, ReadBatch, read_ahead, read_batch
 from headstart.train.checkpoint import TrainerState
 from tests.standin import CUDA, StandIn
 from tests.train.conftest import MakeRecipe, Train, conversations, on_read
@@ -86,7 +86,7 @@ def test_next_batch_is_on_the_device_before_its_step(
     """One-byte states are copied as bytes and decoded on the device to the same numbers."""
     kept, layers = conversations(24, 0, tiny_target.vocab_size), (1, FINAL)
     store = build_store(tmp_path, kept, tiny_target, layers, budget_bytes=10**8, states_dtype=states_dtype)
-    order, total = Order(store, recipe(batch_tokens=64).train, rank=0, ranks=1), 5
+    schedule, total = BatchSchedule(store, recipe(batch_tokens=64).train, rank=0, ranks=1), 5
     read, copied, sizes, steps = Counter[str](), Counter[str](), set[int](), list[tuple[Any, HeadBatch]]()
 
     def noted(store: Any, batch: list[int], packed: bool) -> ReadBatch:
@@ -102,7 +102,7 @@ def test_next_batch_is_on_the_device_before_its_step(
     own = ReadBatch.on
     monkeypatch.setattr(ReadBatch, "on", on)
     with StandIn() as device:
-        for group, (batch,) in order.batches(TrainerState(), total, noted, CUDA, torch.float32):
+        for group, (batch,) in schedule.batches(TrainerState(), total, noted, CUDA, torch.float32):
             steps.append((group, batch.each(Tensor.cpu)))
             assert copied["steps"] == min(total, len(steps) + 1) or len(steps) == 1
             while read["steps"] < min(total, len(steps) + 2):

@@ -14,9 +14,9 @@ from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.parts import text_attention
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.train import summing
+from headstart.train import fused_loss
+from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.losses import soft_ce
-from headstart.train.summing import Teacher, batch_loss
 from headstart.train.wrapped import Unrolled
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -49,9 +49,9 @@ def cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower all limits so that a short text is computed in chunks."""
     monkeypatch.setattr(text_attention, "_MAX_SCORES", 0)
     monkeypatch.setattr(text_attention, "_MAX_ROWS", 16)
-    monkeypatch.setattr(summing, "_TABLE", {"cpu": 0})
-    monkeypatch.setattr(summing, "_BLOCK", {"cpu": 0})
-    monkeypatch.setattr(summing, "_BLOCK_ROWS", 32)
+    monkeypatch.setattr(fused_loss, "_TABLE", {"cpu": 0})
+    monkeypatch.setattr(fused_loss, "_BLOCK", {"cpu": 0})
+    monkeypatch.setattr(fused_loss, "_BLOCK_ROWS", 32)
 
 
 def assert_same_step(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:

@@ -28,9 +28,9 @@ from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.train import trainer
 from headstart.train.batches import count_predictions, read_batch
+from headstart.train.fused_loss import Teacher, batch_loss, sum_losses_plain
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
-from headstart.train.summing import Teacher, batch_loss, sum_losses_plain
 from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import MakeRecipe, Train, before_step, on_read
@@ -141,7 +141,7 @@ def test_not_finite_loss_names_the_conversation(
 
 def test_not_finite_gradient_names_the_batch(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trainer.LOSSES, "soft_ce", lambda logits, probs: logits.sum(-1) * math.inf)
-    with pytest.raises(UserError, match=r"at step 1 .*of training conversations \d+"):
+    with pytest.raises(UserError, match=r"at step 1 .*on training conversations \d+"):
         run(tmp_path)
 
 

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, StepPrediction
-from headstart.model.lm_head import Finish
+from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.recipes.sections import LossName
 from headstart.replay.patch import FINAL
-from headstart.train import losses, summing
-from headstart.train.losses import LOSSES, smooth_l1
-from headstart.train.summing import (
+from headstart.train import fused_loss, losses
+from headstart.train.fused_loss import (
     LossTokens,
     Teacher,
     TeacherLogits,
@@ -30,6 +29,7 @@ from headstart.train.summing import (
     sum_losses,
     sum_losses_plain,
 )
+from headstart.train.losses import LOSSES, smooth_l1
 from tests.spies import spy
 from tests.train.stores import two_texts
 from tests.train.test_long_texts import Largest
@@ -103,9 +103,9 @@ ROWS, DRAFTS, WIDTH = 23, 12, 6
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of up to 5 rows, computed 2 rows per chunk: neither divides the number of rows."""
-    monkeypatch.setattr(summing, "_BLOCK", {"cpu": 5 * DRAFTS})
-    monkeypatch.setattr(summing, "_BLOCK_ROWS", 1)
-    monkeypatch.setattr(summing, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
+    monkeypatch.setattr(fused_loss, "_BLOCK", {"cpu": 5 * DRAFTS})
+    monkeypatch.setattr(fused_loss, "_BLOCK_ROWS", 1)
+    monkeypatch.setattr(fused_loss, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
 
 
 def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLogits:
@@ -195,13 +195,13 @@ def test_source_without_a_supervised_successor_is_refused() -> None:
         sum_losses(losses.soft_ce, prediction, teacher_logits, torch.ones(1))
 
 
-@pytest.mark.parametrize("finish", [None, Finish(divisor=2.0, cap=3.0)], ids=str)
+@pytest.mark.parametrize("logit_transform", [None, LogitTransform(divisor=2.0, cap=3.0)], ids=str)
 @pytest.mark.usefixtures("small_blocks")
-def test_frozen_columns_get_no_gradient_and_alpha_is_noted(finish: Finish | None) -> None:
+def test_frozen_columns_get_no_gradient_and_alpha_is_noted(logit_transform: LogitTransform | None) -> None:
     torch.manual_seed(0)
     hidden_MH, lm_head_DH = torch.randn(40, 5, requires_grad=True), torch.randn(DRAFTS, 5, requires_grad=True)
     teacher_logits = TeacherLogits(torch.randn(40, DRAFTS), torch.zeros(40, 1), torch.arange(40))
-    prediction = _predicted(hidden_MH, lm_head_DH, torch.arange(40), finish=finish, frozen_columns=3)
+    prediction = _predicted(hidden_MH, lm_head_DH, torch.arange(40), logit_transform=logit_transform, frozen_columns=3)
     operands = (losses.soft_ce, prediction, teacher_logits, torch.rand(40))
     every = [hidden_MH, lm_head_DH]
     wanted = torch.autograd.grad(sum_losses_plain(*operands), every)
@@ -226,7 +226,7 @@ def test_confidence_learns_the_shared_mass(scheme: Any) -> None:
     ]
     bare = [replace(step, confidence_M=None) for step in steps]
     total = batch_loss(steps, losses.soft_ce, teacher_logits, 0.8, scheme)
-    weights = summing._position_weights(bare, teacher_logits, 0.8, scheme)
+    weights = fused_loss._position_weights(bare, teacher_logits, 0.8, scheme)
     shared = [alphas(step, teacher_logits) for step in steps]
     total.backward()
     missed = 0.0
@@ -427,12 +427,12 @@ def test_loss_tokens_depend_on_the_seed_alone(tiny_target: Target) -> None:
 def test_long_batches_pick_loss_tokens_by_stride(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table's size limits the positions that vote. Whether the loss itself gets a table changes no loss token."""
     ids_D, batch = torch.arange(4, tiny_target.vocab_size), _batch(tiny_target, 40)
-    monkeypatch.setattr(summing, "_MIN_POSITIONS", 10)
-    rows = spy(monkeypatch, summing, "choose_loss_tokens", lambda logits_SD, *_: len(logits_SD))
+    monkeypatch.setattr(fused_loss, "_MIN_POSITIONS", 10)
+    rows = spy(monkeypatch, fused_loss, "choose_loss_tokens", lambda logits_SD, *_: len(logits_SD))
     whole = Teacher(tiny_target, ids_D, 20).logits(batch)
-    monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20})
+    monkeypatch.setattr(fused_loss, "_TABLE", {"cpu": 40 * 20})
     shorter = Teacher(tiny_target, ids_D, 20).logits(batch)
-    monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20 - 1})
+    monkeypatch.setattr(fused_loss, "_TABLE", {"cpu": 40 * 20 - 1})
     none = Teacher(tiny_target, ids_D, 20).logits(batch)
     stride = -(-40 * len(ids_D) // (40 * 20))
     assert rows == [10, -(-40 // stride), -(-40 // stride)] and stride > 4
@@ -455,9 +455,9 @@ def test_shared_lm_head_is_cut_once() -> None:
     steps = cut.restrict(_steps([4, 3], [shared] * 2))
     assert steps[0].lm_head_DH is steps[1].lm_head_DH
     assert torch.equal(steps[0].lm_head_DH, shared[ids_L])
-    bias_D, finish = torch.randn(DRAFTS), Finish(cap=3.0)
-    (capped,) = cut.restrict([replace(steps[0], lm_head_DH=shared, bias_D=bias_D, finish=finish)])
-    expected = finish(F.linear(capped.hidden_MH, shared[ids_L], bias_D[ids_L])) + shift_L
+    bias_D, logit_transform = torch.randn(DRAFTS), LogitTransform(cap=3.0)
+    (capped,) = cut.restrict([replace(steps[0], lm_head_DH=shared, bias_D=bias_D, logit_transform=logit_transform)])
+    expected = logit_transform(F.linear(capped.hidden_MH, shared[ids_L], bias_D[ids_L])) + shift_L
     torch.testing.assert_close(capped.logits_MD, expected)
 
 

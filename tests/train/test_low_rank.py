@@ -146,5 +146,5 @@ def test_bad_settings(recipe: MakeRecipe, earlier: Earlier, tiny_target: Target,
     with pytest.raises(UserError, match=r"train\.gradient_checkpointing"):
         check_training(recipe(**adapted("medusa", folder, gradient_checkpointing=True)))
     other = {**adapted("medusa", folder), "heads": {"num_heads": 3}}
-    with pytest.raises(UserError, match=r"heads\.num_heads is 3 where they have 2"):
+    with pytest.raises(UserError, match=r"heads\.num_heads is 3 \(theirs: 2\)"):
         build_heads(recipe(**other), tiny_target, train_store)

@@ -13,7 +13,7 @@ from rich.console import Console
 from headstart.heads.base import StepPrediction
 from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
-from headstart.train import summing
+from headstart.train import fused_loss
 from headstart.train.starting_heads import pick_vocabulary
 from headstart.train.training_log import Display, Log
 from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens
@@ -38,8 +38,8 @@ def _step(logits_MD: torch.Tensor, source: list[int], origin: list[int]) -> Step
 
 @pytest.mark.parametrize("block", [1, 3, 512])
 def test_tau_aligns_the_steps_of_one_draft(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summing, "_BLOCK", {"cpu": 0})
-    monkeypatch.setattr(summing, "_BLOCK_ROWS", block)
+    monkeypatch.setattr(fused_loss, "_BLOCK", {"cpu": 0})
+    monkeypatch.setattr(fused_loss, "_BLOCK_ROWS", block)
     greedy_X = torch.tensor([-1, 3, 4, 5, 6, -1])
     steps = [
         # from origins 0, 1, 2, 3: right, wrong (by one rank), right, right

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.states.online import OnlineStates
@@ -20,7 +22,7 @@ from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe, parse_recipe
 from headstart.replay.patch import FINAL
 from headstart.support.artifacts import references
-from headstart.train import trainer
+from headstart.train import starting_heads, trainer
 from headstart.train.checks import check_training
 from headstart.train.trainer import train
 from headstart.train.training_artifact import training_artifact
@@ -104,6 +106,31 @@ def test_every_family_trains_online_as_from_the_store(
     stored, computed = (metrics(tmp_path / name) for name in ("stored", "online"))
     assert [row["loss"] for row in computed][1:] == pytest.approx([row["loss"] for row in stored][1:], rel=1e-3)
     assert [row["predictions"] for row in computed] == [row["predictions"] for row in stored]
+
+
+def test_collective_reads_are_outside_the_block_that_shares_errors(
+    tiny_target: Target, online: Online, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one rank gathers errors while another gathers batches."""
+    sharing, read = [False], list[bool]()
+
+    @contextmanager
+    def shared() -> Iterator[None]:
+        sharing[0] = True
+        yield
+        sharing[0] = False
+
+    def gather(batches: list[Any], indices: Any) -> None:
+        batches[0] = indices
+        read.append(sharing[0])
+
+    monkeypatch.setattr(tiny_target, "sharded", True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    for module in (trainer, starting_heads):
+        monkeypatch.setattr(module, "raise_on_all_ranks", shared)
+    run(tmp_path, train_on=online[0], validate_on=online[1], heads=HEADS["eagle3"], steps=1)
+    assert read and not any(read)
 
 
 def test_batch_takes_one_forward(tiny_target: Target, online: Online) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.train import processes
-from tests.train.conftest import MakeRecipe
+from tests.train.conftest import MakeRecipe, Train
 
 
 class Gpus:
@@ -63,6 +65,20 @@ def test_target_on_another_device_is_refused(
     monkeypatch.setattr(processes, "Accelerator", lambda **_: SimpleNamespace(device=torch.device("meta")))
     with pytest.raises(UserError, match="The target is on cpu, and this process trains on meta"):
         processes.make_accelerator(recipe(), tiny_target, tmp_path)
+
+
+def test_refused_device_leaves_no_state_of_accelerate(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next training of the process may choose another precision."""
+
+    class Elsewhere(Accelerator):
+        device = property(lambda _: torch.device("meta"))
+
+    monkeypatch.setattr(processes, "Accelerator", Elsewhere)
+    with pytest.raises(UserError, match="this process trains on meta"):
+        run(tmp_path, steps=1)
+    assert not AcceleratorState._shared_state
 
 
 def test_fsdp_is_refused_before_the_target_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

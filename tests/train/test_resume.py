@@ -85,6 +85,14 @@ def test_cut_short_checkpoint_falls_back(run: Train, tmp_path: Path) -> None:
     assert_same(complete.last_folder, resumed.last_folder)
 
 
+def test_lost_record_of_the_best_heads_is_refused(run: Train, tmp_path: Path) -> None:
+    with killed_after(9):
+        run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"metrics\.jsonl lacks the best validation of the checkpoint step-00000008"):
+        run(tmp_path)
+
+
 def test_finished_run_is_not_trained_again(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run(tmp_path)
     monkeypatch.setattr(trainer._Trainer, "_step", raising(Killed))

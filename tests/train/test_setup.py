@@ -39,8 +39,8 @@ def test_packaged_recipes_pass_the_checks(name: str, earlier: Earlier) -> None:
     ("settings", "problem"),
     [
         ({"mixed_precision": "fp16"}, "fp16 training needs a GPU"),
-        ({"mixed_precision": "fp16", "optimizer": "muon"}, "muon works beside AdamW"),
-        ({"loss": "hard_ce", "loss_tokens": 20}, "hard_ce learns the likeliest"),
+        ({"mixed_precision": "fp16", "optimizer": "muon"}, "muon runs two optimisers"),
+        ({"loss": "hard_ce", "loss_tokens": 20}, "hard_ce needs the argmax"),
         ({"feature_weight": 1.0}, "medusa heads draft no features"),
         ({"start_from": "nowhere"}, "nowhere.*does not exist"),
     ],

@@ -55,7 +55,7 @@ def test_teacher_and_target_train_the_same_heads(name: str, run: Train, taught: 
         for who in ("target", "teacher")
     )
     assert one == other, "validation too"
-    assert "the teacher of tiny is beside the states" in (tmp_path / "teacher" / "log.txt").read_text()
+    assert "tiny is not loaded: its LM head and embeddings" in (tmp_path / "teacher" / "log.txt").read_text()
 
 
 class Place:
@@ -84,7 +84,7 @@ def place(tmp_path: Path, tiny_target_folder: Path) -> Place:
     return Place(tmp_path, tiny_target_folder)
 
 
-NOT_LOADED = "The target itself is not loaded"
+NOT_LOADED = " is not loaded: its LM head"
 
 
 def test_teacher_is_used_when_it_suffices(place: Place) -> None:

@@ -36,16 +36,16 @@ def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_memory, "free_bytes", lambda device: 50_000 / tensor_memory._FRACTION)
     allocator = tensor_memory._allocator()
     with cache_tensor_memory(CPU):
-        assert allocator.keep(50_000) == 0
+        assert allocator.set_cache_limit(50_000) == 0
         sizes = 10_000, 20_000, 30_000  # blocks of 10,240, 20,480 and 30,720
         tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         for kept in (30_720, 20_480, 30_720):
             del tensors[-1]  # the second does not fit beside the first
-            assert allocator.keep(50_000) == kept
+            assert allocator.set_cache_limit(50_000) == kept
         large = torch.empty(60_000, dtype=torch.uint8)
         del large  # larger than the bound
-        assert allocator.keep(50_000) == 0
-    assert allocator.keep(0) == 0
+        assert allocator.set_cache_limit(50_000) == 0
+    assert allocator.set_cache_limit(0) == 0
 
 
 def test_tensors_do_not_overlap() -> None:

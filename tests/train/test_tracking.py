@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import torch
 import wandb
 import yaml
 from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils import tensorboard
 from wandb.proto.wandb_internal_pb2 import Record
@@ -298,6 +300,39 @@ def test_wandb_without_login(recipe: MakeRecipe, offline: None, monkeypatch: pyt
     with pytest.raises(UserError, match="no account to log in with") as refused:
         check_training(recipe(tracker="wandb"))
     assert "wandb login" in refused.value.remedy and "WANDB_MODE=offline" in refused.value.remedy
+
+
+def test_tracker_that_fails_later_is_dropped_with_one_warning(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorBoardTracker, "log", raising(OSError("no room for events")))
+        assert run(tmp_path / "log", steps=3, log_every=1, tracker="tensorboard").steps == 3
+    text = (tmp_path / "log" / "log.txt").read_text()
+    assert text.count("The tracker tensorboard failed and gets no more values: no room for events") == 1
+    monkeypatch.setattr(TensorBoardTracker, "finish", raising(OSError("no room for events")))
+    monkeypatch.setattr(trainer._Trainer, "_finish", raising(Killed))
+    with pytest.raises(Killed):
+        run(tmp_path / "finish", steps=1, tracker="tensorboard")
+    assert "The tracker tensorboard failed" in (tmp_path / "finish" / "log.txt").read_text()
+
+
+def test_failing_start_reaches_all_ranks(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[str] = []
+
+    @contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            shared.append(error.problem)
+            raise
+
+    monkeypatch.setattr(trainer, "raise_on_all_ranks", noted)
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Refusing)
+    with pytest.raises(UserError):
+        run(tmp_path, steps=1, tracker="tensorboard")
+    assert shared == ["The tracker tensorboard did not start: no room for events"]
 
 
 def test_failing_start_keeps_the_training(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

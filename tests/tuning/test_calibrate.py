@@ -23,7 +23,7 @@ def test_sampling_accepts_at_the_targets_rate() -> None:
     claimed, own = np.array([0.5, 0.2, 0.1, 0.05]), np.array([0.4, 0.15, 0.1, 0.05])
     log_probs, likely = (np.tile(part.astype(np.float32), (40, 1, 1)) for part in (np.log(claimed), own))
     found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely)
-    assert found.reached == (pytest.approx(0.65),), "the sum of the best three"
+    assert found.any_child_accepted == (pytest.approx(0.65),), "the sum of the best three"
     assert found.probs(0, np.log(claimed).astype(np.float32)).tolist() == pytest.approx(own.tolist(), abs=0.01)
 
 
@@ -33,7 +33,7 @@ def test_sampled_child_has_its_own_probability() -> None:
         np.tile(part.astype(np.float32), (40, 1, 1)) for part in (np.log(claimed), own, sampled)
     )
     found = fit_calibration(np.zeros((40, 1), dtype=np.int64), log_probs, likely, sampled_OKR)
-    assert found.reached == (pytest.approx(0.4 + 0.15 + 0.2),), "two top-k children and a sampled one"
+    assert found.any_child_accepted == (pytest.approx(0.4 + 0.15 + 0.2),), "two top-k children and a sampled one"
     asked = np.log(claimed[:3]).astype(np.float32)
     assert found.sampled_probs(0, asked).tolist() == pytest.approx(sampled.tolist(), abs=0.01)
     unlikely = found.sampled_probs(0, np.log(np.array([0.5, 0.01, 0.01], dtype=np.float32))).tolist()
@@ -68,9 +68,11 @@ def test_off_best_paths_have_their_own_curve() -> None:
     # Bins of 500 drafts or more: three standard errors are .07.
     np.testing.assert_allclose(found.after(False).probs(1, asked), [0.2, 0.5, 0.8], atol=0.07)
     np.testing.assert_allclose(found.after(True).probs(1, asked), [0.1, 0.25, 0.4], atol=0.07)
-    assert found.best_child(1) == pytest.approx(0.5, abs=0.02)
-    assert found.best_child(1, 1.0) == pytest.approx(0.25, abs=0.02)
-    assert found.best_child(1, 0.5) == pytest.approx((found.best_child(1) + found.best_child(1, 1.0)) / 2)
+    assert found.child_acceptance(1) == pytest.approx(0.5, abs=0.02)
+    assert found.child_acceptance(1, 1.0) == pytest.approx(0.25, abs=0.02)
+    assert found.child_acceptance(1, 0.5) == pytest.approx(
+        (found.child_acceptance(1) + found.child_acceptance(1, 1.0)) / 2
+    )
     one_curve = Tables(np.stack([first, second], 1), log_probs.astype(np.float32)).fit(by_path=False)
     assert one_curve.off_best is None
     assert found.after(True).probs(0, asked).tolist() == pytest.approx(one_curve.probs(0, asked).tolist())

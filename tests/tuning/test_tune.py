@@ -263,7 +263,7 @@ def test_trees_use_the_calibration_of_the_temperature(found: Tuning, target: Tar
 
     class Watched(HeadDrafter):
         def _calibration_at(self, temperature: float) -> Calibration:
-            seen.append((temperature, super()._calibration_at(temperature).reached))
+            seen.append((temperature, super()._calibration_at(temperature).any_child_accepted))
             return super()._calibration_at(temperature)
 
     drafter = found.drafter(heads, "dynamic")
@@ -309,10 +309,10 @@ def test_worst_kind_comes_right_after_the_total() -> None:
 
 def test_acceptance_by_level_is_saved(found: Tuning, target: Target, heads: Any, four_texts: list[Text]) -> None:
     drafts = measure_drafts(target, heads, four_texts, 4)
-    assert found.calibration["reached"] == [list(fit_calibration(*drafts.arrays).reached)]
+    assert found.calibration["reached"] == [list(fit_calibration(*drafts.arrays).any_child_accepted)]
     found.paths, found.calibration["reached"] = ((0,),), [[0.5, 0.25, 0.125]]
     again = Tuning.from_json(json.loads(json.dumps(found.to_json()))).drafter(heads, "dynamic")
-    assert again is not None and again.calibration.reached == (0.5, 0.25, 0.125)
+    assert again is not None and again.calibration.any_child_accepted == (0.5, 0.25, 0.125)
 
 
 def test_untuned_trees_are_refused_or_left_out(found: Tuning, heads: Any) -> None:

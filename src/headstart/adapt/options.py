@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headstart.decode.options import explained, option
+from headstart.decode.options import document_options, option
 
 LEAST = 16
 """Minimum number of later requests that judge an update."""
 
 
-@explained
+@document_options
 @dataclass(frozen=True)
 class AdaptOptions:
     """Options of an update, and of the gate that it must pass."""

@@ -419,8 +419,11 @@ def _print_stream(stream: Stream, shows_drafts: bool = False) -> str:
     figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
     if answer.paused_rounds:
         all_paused = answer.paused_rounds == answer.rounds
-        paused = f"drafting paused in {answer.paused_rounds} of {answer.rounds} rounds"
-        figures += f", {'nothing was drafted' if all_paused else paused}: plain decoding was faster here"
+        figures += (
+            ", nothing was drafted: plain decoding was faster here"
+            if all_paused
+            else f", {answer.paused_rounds} of {answer.rounds} rounds without drafts"
+        )
     seed = "" if answer.seed is None else f", --seed {answer.seed}"
     tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms{seed}", style="dim")
     if answer.drafter_error:

@@ -89,7 +89,7 @@ def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Comm
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
         groups = {
-            name: [item for item in fields(hint) if item.metadata["meaning"].typed and item.name not in without]
+            name: [item for item in fields(hint) if item.metadata["meaning"].on_cli and item.name not in without]
             for name, hint in hints.items()
             if is_dataclass(hint)
         }
@@ -120,9 +120,9 @@ def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Comm
 def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
     """Build the command-line option of a field; a field with several values is a list."""
     known: Meaning = item.metadata["meaning"]
-    if known.unset:
+    if known.none_choice:
         words = [word for part in get_args(kind) for word in get_args(part)]
-        kind, default = Literal[known.unset, *words], default or known.unset
+        kind, default = Literal[known.none_choice, *words], default or known.none_choice
     elif known.parse:
         kind = str | None
     elif default == ():
@@ -133,7 +133,7 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
         help=known.text,
         min=known.minimum,
         metavar=known.metavar,
-        show_default=known.shown or True,
+        show_default=known.default_text or True,
     )
     return inspect.Parameter(
         item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
@@ -142,7 +142,7 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
 
 def _chosen(item: Field[Any], value: Any) -> Any:
     known: Meaning = item.metadata["meaning"]
-    if known.unset and value == known.unset:
+    if known.none_choice and value == known.none_choice:
         return None
     if value is None:
         return item.default

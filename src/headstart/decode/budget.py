@@ -3,14 +3,15 @@
 Glossary, in tokens per row:
 
 - account: tokens that drafting may still lose.
-- trial: the drafted rounds after a plan. A drafted round that leaves the account at the reserve or below loses it.
+- trial: the drafted rounds after a plan. It is lost when a drafted round brings the account down to the reserve or
+  lower.
 - price: tokens that the account must hold beyond the reserve before a trial.
 - reserve: tokens of the account that a trial must not spend; 0 or the stake.
 
-Nodes: a round emits one token, and one more for each draft with an accepted path. The best node count maximises
-expected tokens - rate * cost, where the rate (tokens per millisecond) is that of the whole text: a node pays if it adds
-more tokens than the text gains in its verification time. Plain decoding, chains and static trees are special cases.
-Nothing is pruned if a tree has sampled nodes or no probabilities.
+Nodes: a round emits one token, and one more for each accepted draft. The best node count maximises expected
+tokens - rate * cost, where the rate (tokens per millisecond) is that of the whole text: a node pays if it adds more
+tokens than the text gains in its verification time. Plain decoding, chains and static trees are special cases. Nothing
+is pruned if a tree has sampled nodes or no probabilities.
 
 Pauses ("auto"). Node counts include the root, so 4 nodes are 3 drafts. A drafted round gains its tokens minus the
 number of plain rounds that fit into its time. "Left" is the most that a row may still emit.
@@ -23,8 +24,9 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
    (`_TRIAL_NODES`). Its cost is the number of plain rounds that fit into its time, minus one per round, plus the time
    in which the heads read unread text (the prompt at first, then one token per plain round). The price equals the cost,
    with at most 4 (`_MAX_PRICE`) apart from the reading.
-4. The reserve is 2 if the tokens left cannot win back the cost: (1 - its round's time in plain rounds / max(2, mean
-   tokens per round)) * (left - its rounds) <= cost. This includes costs at which drafting never wins. Else it is 0.
+4. The reserve is 2 if the tokens left cannot win back the cost of the trial: gain * (left - rounds) <= cost. `rounds`
+   are the trial's; `gain` per token is 1 - drafted / max(2, mean tokens per round), where `drafted` is the time of a
+   drafted round in plain rounds. This includes costs at which drafting never wins. Else the reserve is 0.
 5. A plan is made when a call starts, when costs become known, and when a trial is lost; price and reserve hold until
    the next plan. Drafting starts at once if the reserve is 0, costs are known and no trial is lost. Otherwise plain
    rounds come first, until the account covers reserve + price. If these are more than half of the tokens left, or any
@@ -32,28 +34,30 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
    than the stake, as after a long prompt. When sampling or `deterministic`, a reserve ends drafting as well.
 6. A loss counts before the plan that follows it, so plain rounds of the first pause already add 1/100, and of the
    second 1/150.
-7. After a loss trees have at most 4 nodes until the account exceeds its value at the plan (which resets the lost
-   trials). Statistics of expected and accepted drafts start anew.
+7. After a loss trees have at most 4 nodes until the account exceeds both its value at the plan and reserve + price
+   (`_recovery_balance`), which resets the lost trials. Statistics of expected and accepted drafts start anew.
 8. Account, lost trials, mean tokens per round and measured rounds serve later calls of the loop with a similar number
    of rows (`size_of`). When sampling or `deterministic`, every call starts without them.
 
-So drafting can lose the stake, that fraction of plain rounds, and eight tokens of its gains.
+So drafting can lose the stake (at most 2 tokens), 1/50 token per plain round, and 8 tokens of earlier gains, plus the
+overdraft of the round that loses a trial.
 
 Measuring (greedy "auto", not `deterministic`; `experience.py`): a drafted round and the plain rounds before it make a
-pair, which shows how wrong the costs are. Only the first 4 drafted rounds after plain ones count, or the first 24 of a
-call while their kind (trees of this size, or drafts) has fewer than 2 pairs. A draft counts only if it read no more
-text than usual, which the first one does. Rounds that captured a graph for later ones are untimed. A new loop starts
-with 2 plain rounds. Costs are unknown until 2 pairs of drafts exist, for 4 timed and 32 untimed drafted rounds at most:
-until then trees have at most 4 nodes, thresholds are 0, nothing is pruned, and rounds enter the account only
-afterwards, at the corrected costs. From then on trees have at most twice the nodes of the largest size with 2 pairs.
-Two plain rounds are due after 100 drafted ones (200 with 12 pairs of drafts), and after 24 if one of these verified a
-larger size. Each time plain rounds are measured again, every tree size not verified since the previous ones drops its
-oldest pair.
+pair, which shows how wrong the costs are. Only the first 4 timed drafted rounds after plain ones make pairs, or the
+first 24 if the plain ones belong to this call and the kind (trees of this size, or drafts) has fewer than 2 pairs. A
+draft counts only if it read no more text than usual; the first one of a call reads the prompt. Rounds that captured a
+graph for later ones are untimed. A new loop starts with 2 plain rounds. Costs count as unknown until there are 2 pairs
+of drafts, 4 timed drafted rounds since the last plain one, or 32 untimed drafted rounds in all. While they are unknown,
+trees have at most 4 nodes, thresholds are 0, and nothing is pruned; these rounds enter the account afterwards, at the
+corrected costs. From then on trees have at most twice the nodes of the largest size with 2 pairs. Two plain rounds are
+due after 100 drafted ones (200 with 12 pairs of drafts), and after 24 if one of these verified a larger size. Each time
+plain rounds are measured again, every tree size not verified since the previous ones drops its oldest pair.
 
 A token of a row is worth the time it saves: for the row that ends last, the shared part of a round's cost and the row's
 own; for any other row, its own part only.
 
-Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
+Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is the multiplier of Dinkelbach's
+method for maximising a ratio.
 """
 
 from __future__ import annotations
@@ -71,7 +75,10 @@ from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
 _TRIAL_NODES = 4
-"""Nodes per row of a trial, root included. Prior: half of them expected and accepted, so 2 tokens per round."""
+"""Nodes per row of a trial, root included.
+
+Half of this is the initial value of both expected and accepted drafts per row, and the fewest tokens per round that a
+plan assumes."""
 _EMA_WEIGHT = 1 / 8
 """Weight of the newest round in moving averages."""
 _SMOOTHING = 1 / 8
@@ -91,11 +98,11 @@ _STAKE_FRACTION = 1 / 12
 class _CorrectedCosts:
     """Costs of rounds with this many rows, corrected by the times of real rounds.
 
-    `heads_per_row`: a draft takes its time for each row, instead of growing as the target's forward does.
+    `draft_time_per_row`: if true, draft time scales linearly with the rows, else like the target's forward.
     """
 
-    def __init__(self, costs: Costs, rows: int, rounds: RoundTimes, heads_per_row: bool) -> None:
-        self._costs, self._rows, self._rounds, self._heads_per_row = costs, rows, rounds, heads_per_row
+    def __init__(self, costs: Costs, rows: int, rounds: RoundTimes, draft_time_per_row: bool) -> None:
+        self._costs, self._rows, self._rounds, self._draft_time_per_row = costs, rows, rounds, draft_time_per_row
         self._verify_ms: dict[int, float] = {}
         self._ratios: object = None  # the ratios that the corrections follow from
         self.refresh()
@@ -116,7 +123,9 @@ class _CorrectedCosts:
 
     def stored_draft(self, depth: int) -> float:
         """Milliseconds of a draft of this depth without extra text to read, uncorrected."""
-        return self._rows * self._costs.draft(depth) if self._heads_per_row else self._costs.draft(depth, self._rows)
+        return (
+            self._rows * self._costs.draft(depth) if self._draft_time_per_row else self._costs.draft(depth, self._rows)
+        )
 
     def verify(self, tokens: int) -> float:
         slowdown = self._verify_slowdown[min(max(1, tokens // self._rows), len(_LOGS)) - 1]
@@ -158,7 +167,7 @@ class Budget:
         prompt: int = 0,
         experience: Experience | None = None,
     ) -> None:
-        self._heads_per_row = draft_ms is not None
+        self._draft_time_per_row = draft_ms is not None
         if costs is not None and draft_ms is not None:
             costs = replace(costs, draft_ms=draft_ms, level_ms=0.0, read_ms=0.0)
         self._costs = costs
@@ -177,14 +186,14 @@ class Budget:
         self._unsettled: list[tuple[float, int, int, int]] = []  # rounds not in the account while costs are unknown
         self._plain_left = 0  # plain rounds before the next draft
         self._price = self._reserve = 0.0
-        self._account_at_plan: float | None = None  # after a loss, until the account exceeds it
+        self._recovery_balance: float | None = None  # after a loss: limits trees until the account exceeds it
         self._set_rows(rows)
         if self._corrected is not None and mode == "auto":
             self._plan(self._corrected)
 
     def _set_rows(self, rows: int) -> None:
         rounds, self.rows = self._experience.rounds, rows
-        self._corrected = _CorrectedCosts(self._costs, rows, rounds, self._heads_per_row) if self._costs else None
+        self._corrected = _CorrectedCosts(self._costs, rows, rounds, self._draft_time_per_row) if self._costs else None
 
     def reorder(self, rows: Sequence[int]) -> None:
         self._left = [self._left[row] for row in rows]
@@ -195,7 +204,7 @@ class Budget:
     def weights(self) -> list[float]:
         """Value of a token of each row, on average 1: the time that it saves.
 
-        A row is the last to end with a probability that grows with its number of rounds left.
+        The probability that a row ends last grows with its predicted number of remaining rounds.
         """
         if self._corrected is None or self.rows == 1:
             return [1.0] * self.rows
@@ -204,7 +213,7 @@ class Budget:
         shared = batch_ms - per_row * self.rows
         rounds = [left / rate for left, rate in zip(self._left, self._row_tokens_per_round, strict=True)]
         most = max(rounds)
-        # A prediction of n rounds is uncertain by about sqrt(n).
+        # Predictions of n rounds are uncertain: a softmax with temperature sqrt(n) / 4, in rounds.
         last = [exp((count - most) / (sqrt(most) / 4)) for count in rounds]
         total = sum(last)
         return [self.rows * (per_row + shared * prob / total) / batch_ms for prob in last]
@@ -219,20 +228,20 @@ class Budget:
         """Whether this round drafts."""
         return self._mode != "off" and self._plain_left == 0
 
-    def room(self, max_nodes: int) -> int:
+    def node_limit(self, max_nodes: int) -> int:
         """Nodes of a row that this round may draft; `max_nodes` is the limit of memory and target."""
         if self._corrected is None:
             return max_nodes
-        if self._costs_unknown or self._account_at_plan is not None:
+        if self._costs_unknown or self._recovery_balance is not None:
             return min(max_nodes, _TRIAL_NODES)
         return min(max_nodes, self._experience.rounds.max_nodes) if self._learns else max_nodes
 
     @property
     def threshold(self) -> float:
-        """Acceptance probability at which a node pays, by the mean time of a further node in trees of 4 to 16; `prune`
-        decides exactly, afterwards.
+        """Minimum acceptance probability of a node that pays. The time of a node is the mean slope of verification
+        between 4 and 16 nodes per row; `prune` then decides with the exact times.
 
-        The node time is never below the stored slope, scaled by the 4-node correction. Corrections per size rest on few
+        The slope is never below the stored one, scaled by the 4-node correction. Corrections per size rest on few
         rounds and can make 4 and 16 nodes look equally fast; nodes would then seem free, and the heads would draft up
         to the limit."""
         if self._corrected is None or self._mode == "off" or self._costs_unknown:
@@ -292,7 +301,7 @@ class Budget:
         could_draft: bool = True,
     ) -> None:
         """Record a round: its verified trees, the tokens that each row emitted, and the milliseconds of draft and
-        verification, or None for a round that is not typical. `could_draft` is false without memory for drafts or a
+        verification, or None for an untimed round. `could_draft` is false without memory for drafts or a
         working drafter: such a round says nothing about drafting."""
         costs = self._corrected
         if costs is None:
@@ -337,8 +346,8 @@ class Budget:
         gain = sum(tokens - costs.plain_rounds(*spent) for tokens, *spent in self._unsettled)
         self._add_to_account(gain, _MAX_ACCOUNT)
         just_known, self._unsettled = len(self._unsettled) > 1, []
-        if self._account_at_plan is not None and self._experience.account > self._account_at_plan:
-            self._account_at_plan, self._experience.lost_trials = None, 0
+        if self._recovery_balance is not None and self._experience.account > self._recovery_balance:
+            self._recovery_balance, self._experience.lost_trials = None, 0
         lost = self._experience.account <= self._reserve
         self._experience.lost_trials += lost
         if lost or just_known:
@@ -364,12 +373,13 @@ class Budget:
         missing = 0.0 if drafts_at_once else max(0.0, self._reserve + self._price - self._experience.account)
         saving = missing / self._tokens_per_plain_round
         due = self._experience.rounds.plain_rounds_due if self._learns else 0
-        # Costs are measured at the start of an answer or not at all; without the clock they count as right.
+        # With unknown costs a call does not save for a trial. A call that does not measure trusts its costs, and makes
+        # no trial that cannot pay.
         never = saving > (0 if self._costs_unknown else left / 2) or (self._reserve > 0 and not self._learns)
         self._plain_left = ceil(left if never else max(saving, due))
         if lost_trials:
             self._expected = self._accepted = _TRIAL_NODES / 2
-            self._account_at_plan = max(self._experience.account, self._reserve + self._price)
+            self._recovery_balance = max(self._experience.account, self._reserve + self._price)
 
     @property
     def _tokens_per_plain_round(self) -> float:
@@ -379,7 +389,7 @@ class Budget:
     @property
     def _costs_unknown(self) -> bool:
         """Whether too few drafted rounds were measured to trust the costs."""
-        return self._learns and self._experience.rounds.too_few
+        return self._learns and self._experience.rounds.needs_pairs
 
     @property
     def _calibration_factor(self) -> float:

@@ -36,9 +36,9 @@ class Costs:
         node_counts: measured numbers of nodes in one forward, ascending from 1.
         verify_ms: milliseconds to verify that many: forward, acceptance and commit.
         draft_ms: milliseconds of a draft with the measured heads, `levels` deep.
-        level_ms: the part of each level after the first.
+        level_ms: milliseconds of each level after the first, included in `draft_ms`.
         levels: depth of that draft.
-        read_ms: extra milliseconds of a draft for each token of the text that the heads have not read yet.
+        read_ms: extra milliseconds of a draft for each text token that the heads have not read yet.
     """
 
     node_counts: tuple[int, ...]
@@ -88,7 +88,7 @@ class Measured:
     """Result of measuring the costs of some heads.
 
     Attributes:
-        packed: whether int8 weights drafted clearly faster; the costs are then theirs.
+        packed: whether the heads drafted clearly faster with int8 weights; `costs` are then of int8 drafts.
         steady: whether the machine's speed stayed constant meanwhile.
     """
 
@@ -101,9 +101,9 @@ class Measured:
 class Conditions:
     """Conditions that costs depend on besides the target and the heads.
 
-    `machine` names the GPU or the processor; `threads` is 0 on a GPU. Prepacked weights and a replayed forward make
-    verification faster; `draft_kernels` (`compiled`), half-precision weights and products by tiles make products of a
-    few rows and drafts faster.
+    `machine` names the GPU or the processor; `threads` is 0 on a GPU. `prepacked` weights and a `replayed` forward make
+    verification faster. `compiled` (the C draft kernels), `halves` (weights stored as bfloat16) and `tiles` (tiled
+    matmuls) make drafts and matmuls of few rows faster.
     """
 
     machine: str

@@ -1,8 +1,8 @@
 """Timings of rounds relative to the costs, and the success of drafting so far.
 
 A busy machine slows all work alike and says nothing about whether drafting pays: only ratios count. A drafted round is
-compared with the plain rounds before it, each as a multiple of its cost. Only such pairs correct the costs. While
-drafting pays, occasional plain rounds start new pairs.
+compared with the plain rounds before it, after each time is divided by its predicted cost. Only such pairs correct the
+costs. While drafting pays, occasional plain rounds start new pairs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ STAKE = 2.0
 EXPLORATION = 1 / 50
 """Fraction of rounds spent on exploration: trials during a pause, plain rounds while drafting."""
 MIN_PAIRS = 2
-"""Fewest pairs that correct a cost, and fewest plain rounds to compare with: a single one may be disturbed."""
+"""Fewest pairs that correct a cost, since a single one may be disturbed; also the number of plain rounds per
+measurement."""
 _MAX_UNTIMED = 32
 """Untimed drafted rounds after which the stored costs are trusted."""
 _PAIRED_ROUNDS = 4
 """Drafted rounds compared with the plain ones before them; later the machine's load may differ."""
 _PAIRED_RARE_ROUNDS = 24
-"""The same limit for a kind with too few pairs, if the plain rounds are of this call."""
+"""The same limit for a kind with too few pairs, if the plain rounds belong to this call."""
 _MAX_PAIRS = 12
 """Newest pairs stored per kind. With this many pairs of drafts, plain rounds are due half as often."""
-
-
-Curve = tuple[list[float], list[float]]
-"""Points to interpolate between."""
 
 
 @dataclass
@@ -36,14 +33,14 @@ class RoundTimes:
     """Times of rounds of batches with a similar number of rows.
 
     Attributes:
-        ratios: slow-down of each kind of work relative to plain rounds and costs, for its newest pairs. A kind is
-            `size_of` a row's nodes for forwards over trees, and 0 for drafts without extra text to read. Replaced, not
-            changed: threads read while another writes.
-        plain: newest consecutive plain rounds, as multiples of their cost.
-        fresh: whether these belong to the current call.
-        since_plain: drafted rounds since then.
-        verified_larger: whether one of them verified a tree larger than any measured size.
-        verified: tree sizes that they verified.
+        ratios: per kind of work, (measured / predicted time) / (the same ratio of the preceding plain rounds), newest
+            pairs last. Key 0 is drafting without extra text to read, key `size_of(nodes)` a tree forward.
+            Copy-on-write, because other threads read it.
+        plain: measured / predicted time of the newest consecutive plain rounds that were timed, at most `MIN_PAIRS`.
+        fresh: whether the rounds in `plain` belong to the current call.
+        since_plain: timed drafted rounds since the rounds in `plain`.
+        verified_larger: whether one of these verified a larger size than any with `MIN_PAIRS` pairs.
+        verified: tree sizes (`size_of`) of the timed drafted rounds since `plain`.
         untimed: drafted rounds without a usable time, in total.
     """
 
@@ -56,12 +53,13 @@ class RoundTimes:
     untimed: int = 0
 
     def add(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
-        """Add a round: times of its forward and its draft, as multiples of their costs. `draft_ratio` is None without a
+        """Add a timed round: measured / predicted time of its forward and of its draft. `draft_ratio` is None without a
         draft, and for a draft that read extra text."""
         if nodes == 1 and draft_ratio is None:
             self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-MIN_PAIRS:]
             if self.since_plain:
-                # A size that looks expensive is no longer verified, and would never be seen to be cheap: drop a pair.
+                # A size that looks too expensive is never tried again, so a bad measurement would stick: forget the
+                # oldest pair of each size that was not verified.
                 stay = {0, *self.verified}
                 self.ratios = {kind: pairs if kind in stay else pairs[1:] for kind, pairs in self.ratios.items()}
             self.fresh, self.since_plain, self.verified_larger, self.verified = True, 0, False, frozenset()
@@ -77,8 +75,8 @@ class RoundTimes:
                 self.ratios = {**self.ratios, kind: (*pairs, ratio / min(self.plain))[-_MAX_PAIRS:]}
 
     @property
-    def too_few(self) -> bool:
-        """Whether too few pairs show the cost of drafting, and the next rounds may add some."""
+    def needs_pairs(self) -> bool:
+        """Whether the cost of drafting has too few pairs, and the next rounds may still add some."""
         untimed = self.untimed >= _MAX_UNTIMED
         return len(self.ratios.get(0, ())) < MIN_PAIRS and self.since_plain < _PAIRED_ROUNDS and not untimed
 
@@ -105,11 +103,11 @@ class RoundTimes:
         return _median(pairs if len(pairs) >= MIN_PAIRS else ())
 
     @property
-    def verify_slowdown(self) -> Curve:
-        """Time of verifying trees relative to the costs, by log2 of their nodes; 1 for a single node.
+    def verify_slowdown(self) -> tuple[list[float], list[float]]:
+        """Points to interpolate between: log2 of the nodes, and verification time relative to the costs.
 
-        Sizes differ only by more than noise explains: between the noisy medians of two sizes a node would seem to cost
-        much, or nothing.
+        Each size's median is shrunk towards the overall median by its noise. Otherwise noise between two sizes would
+        make an extra node look free or very expensive.
         """
         known = {size: pairs for size, pairs in sorted(self.ratios.items()) if size and len(pairs) >= MIN_PAIRS}
         medians = {size: _median(pairs) for size, pairs in known.items()}
@@ -141,7 +139,9 @@ def size_of(count: int) -> int:
 
 @dataclass
 class Experience:
-    """State that greedy calls of a decode loop share, for batches with a similar number of rows.
+    """State of drafting for batches with a similar number of rows.
+
+    Greedy calls of a decode loop share it; `Budget` creates a private one for every other call.
 
     Attributes:
         account: tokens that drafting may still lose; see `budget.py`.

@@ -46,7 +46,8 @@ class Round:
 
     Nodes include the root, and `depth` is the tree's. Emitted tokens include the target's own, before any cut at the
     end of the text. `draft_ms` is proposing and pruning; `forward_ms` the tree forward and acceptance; `host_ms` the
-    rest. `paused`: nothing was drafted because it would not have paid. `likeliest` is the tree's most likely path.
+    rest. `paused`: nothing was drafted, because it would not have paid or to time a plain round. `likeliest` is the
+    tree's most likely path.
     """
 
     nodes: int
@@ -68,7 +69,7 @@ class Generation:
         finish_reason: "end", "length" or "stop"; empty while decoding.
         token_ms: milliseconds from the call to each token, prefill included.
         rounds: one entry per round; the first token comes from the prefill and has none.
-        drafter_error: error of a failed drafter, which the row was decoded without from then on.
+        drafter_error: error of a drafter that failed; the rest of the row was decoded without it.
         seed: seed of a sampled row; None for a greedy one.
     """
 
@@ -87,12 +88,12 @@ class Generation:
 
     @property
     def paused_rounds(self) -> int:
-        """Rounds without drafts because they would not have paid."""
+        """Rounds without drafts, because these would not have paid or to time plain rounds."""
         return sum(r.paused for r in self.rounds)
 
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
         """Append tokens up to the end of the text, which may fall inside an accepted path, and set `finish_reason`.
-        `row` is passed to the caller's own test."""
+        `row` is passed to `options.stop_test`."""
         if options.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(target.tokenizer, options.stop_strings, target.markup)
         for token in tokens:
@@ -324,8 +325,8 @@ class _Batch:
         drafting = self.budget.drafts and max_nodes > 1 and bool(self.sessions)
         batch = self.draft(max_nodes) if drafting else self.roots
         drafted = perf_counter()
-        readers = self.sessions if self.call.prefix_cache is None else range(len(self.drafters))
-        out = self.target.forward_tree(self.cache, batch, self.loop.aux_layers(readers))
+        aux_readers = self.sessions if self.call.prefix_cache is None else range(len(self.drafters))
+        out = self.target.forward_tree(self.cache, batch, self.loop.aux_layers(aux_readers))
         committed, self.roots = self.verifier.accept(batch, out)
         verified = perf_counter()
         self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
@@ -336,11 +337,11 @@ class _Batch:
         emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, self.roots.root_tokens, strict=True)]
         self.emit(emitted)
         paused = bool(self.drafters) and self.options.draft == "auto" and not self.budget.drafts
-        typical = capture_count() == captured_before
+        timed = capture_count() == captured_before
         if self.loop.free_cores is not None and self.loop.free_cores.update():
             self.budget.threads_changed()
-            typical = False
-        spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if typical else None
+            timed = False
+        spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if timed else None
         self.budget.record(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting)
         if not self.budget.will_draft:
             self.sessions.clear()  # no overhead in the remaining plain rounds
@@ -351,17 +352,17 @@ class _Batch:
     def draft(self, max_nodes: int) -> TreeBatch:
         """Merge the trees of all drafters and prune them; return the roots alone if no node pays.
 
-        `reserve` (memory), `deepest` (target) and `Budget.room` cap the nodes of a row. Drafters stop at thresholds.
-        `Budget.prune` decides.
+        `reserve` (memory), `max_depth` (target) and `Budget.node_limit` cap the nodes of a row. Drafters stop at
+        thresholds. `Budget.prune` decides.
         """
         request = Request(
-            self.budget.room(max_nodes),
+            self.budget.node_limit(max_nodes),
             self.budget.threshold,
             self.budget.level_threshold,
             chain=self.target.chains_only,
             sample_drafts=self.verifier.samples_drafts,
             warp=partial(warp, self.options),
-            streams=self.verifier.draft_streams,
+            generators=self.verifier.draft_generators,
             temperature=self.options.temperature,
             check=self.call.check,
         )
@@ -376,7 +377,8 @@ class _Batch:
     def _merge(self, index: int, trees: list[Tree], request: Request) -> list[Tree]:
         """Merge another drafter's trees into these."""
         earlier = trees if trees is not self.roots.trees else ()
-        proposed = self.drafters[index].propose(self.sessions[index], self.roots, replace(request, beside=earlier))
+        own_request = replace(request, earlier_trees=earlier)
+        proposed = self.drafters[index].propose(self.sessions[index], self.roots, own_request)
         return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
     def emit(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -443,7 +445,9 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
     for stop in options.stop_strings:
         check_text(stop, "A stop string")
     if options.seed is not None and not -(1 << 63) <= options.seed <= (1 << 63) - max(rows, 1):
-        raise UserError(f"seed is {options.seed}.", "Use a number that fits into 64 bits.")
+        raise UserError(
+            f"seed is {options.seed}.", f"Use a number from -2^63 to 2^63 - {max(rows, 1)}; row b uses seed + b."
+        )
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:

@@ -21,26 +21,26 @@ def reserve(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     max_nodes: int,
-    drafters_keep: int = 0,
-    drafters_spare: int = 0,
+    drafter_bytes_per_token: int = 0,
+    drafter_spare_bytes: int = 0,
     free: int | None = None,
 ) -> int:
     """Return the most nodes per row (root included, at most `max_nodes`) that fit into memory with the text; 0 if the
     texts of several prompts do not fit. Raises UserError if the text of a single prompt does not fit.
 
-    `free` bytes are available on each device with layers, by default as measured. Counts the KV cache, `drafters_keep`
-    bytes per token of a row, and for one forward the masks, the logits and one layer's attention. A single prompt
-    reserves nothing for drafters: it can be decoded plainly. Buffers that target and drafters hold for their next text
-    (`drafters_spare`) count as free.
+    `free`: bytes available on each device that holds layers; None measures them. Counts the KV cache,
+    `drafter_bytes_per_token` for each row, and for one forward the masks, the logits and one layer's attention. A
+    single prompt reserves nothing for drafters: it can be decoded plainly. Buffers that target and drafters hold for
+    their next text (`drafter_spare_bytes`) count as free.
     """
     rows, row_tokens, nodes = len(prompts), max(map(len, prompts)) + max_new_tokens, max_nodes
     for device, token_bytes in target.kv_bytes_by_device.items():
         per_token = rows * token_bytes
         on_main = device == target.device
-        spare = target.spare_bytes + (drafters_spare if on_main else 0)
+        spare = target.spare_bytes + (drafter_spare_bytes if on_main else 0)
         available = int(_USABLE_FRACTION * (free_bytes(device) + spare if free is None else free))
         forward, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if on_main else (0, 0)
-        drafting = rows * drafters_keep if on_main else 0
+        drafting = rows * drafter_bytes_per_token if on_main else 0
         needed = per_token * (row_tokens + 1) + forward + per_node
         if rows > 1 and needed + drafting * (row_tokens + 1) > available:
             return 0

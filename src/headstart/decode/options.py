@@ -40,18 +40,18 @@ class Meaning:
         text: description, in a sentence or two.
         minimum: smallest value that the command line accepts.
         metavar: placeholder of its value there.
-        unset: word for None there.
-        shown: default shown there, if it is None.
-        typed: whether the command line has the option.
-        parse: converts the typed text, instead of the type's own conversion.
+        none_choice: word that selects None there; the default if the option's is None.
+        default_text: default shown there, instead of the option's own.
+        on_cli: whether the command line has the option.
+        parse: converts the argument's text, instead of the type's own conversion.
     """
 
     text: str
     minimum: float | None = None
     metavar: str | None = None
-    unset: str = ""
-    shown: str = ""
-    typed: bool = True
+    none_choice: str = ""
+    default_text: str = ""
+    on_cli: bool = True
     parse: Callable[[str], Any] | None = None
 
 
@@ -66,7 +66,7 @@ def meaning(options: type[Any], name: str) -> Meaning:
     return known
 
 
-def explained(options: type[T]) -> type[T]:
+def document_options(options: type[T]) -> type[T]:
     """Class decorator: append the options and their meanings to the docstring."""
     lines = [f"    {item.name}: {item.metadata['meaning'].text}" for item in fields(options)]  # type: ignore[arg-type]  # a dataclass
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "Attributes:", *lines])
@@ -88,7 +88,7 @@ def json_object(text: str) -> dict[str, Any]:
     return values
 
 
-@explained
+@document_options
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """The distribution that tokens are sampled from; `headstart.decode.sampling` computes it."""
@@ -101,7 +101,7 @@ class SamplingOptions:
         1.0, "Above 1, tokens that already occur in the text become less likely; 1 changes nothing."
     )
     processors: Sequence[Processor] = option(
-        (), "transformers LogitsProcessors that depend on the text so far and the scores alone.", typed=False
+        (), "transformers LogitsProcessors that depend on the text so far and the scores alone.", on_cli=False
     )
 
     @property
@@ -122,24 +122,25 @@ class SamplingOptions:
         return {**sampling, "repetition_penalty": self.repetition_penalty}
 
 
-@explained
+@document_options
 @dataclass(frozen=True)
 class DecodeOptions(SamplingOptions):
     """Options of an answer.
 
     A `headstart.decoder.Decoder` reads `drafter`, `tree` and the rendering of a prompt (`raw`, `tools`,
     `chat_template_kwargs`), its log reads `source`; the decode loop reads the rest. Greedy output, and samples without
-    drafts, are independent of the other rows of a batch, up to rounding: in bfloat16 near-ties may differ. With drafts
-    and measured costs the other rows affect the number of drafts, and so the text that is sampled.
+    drafts or with verifier="top_k", are independent of the other rows of a batch, up to rounding: in bfloat16 near-ties
+    may differ. With sampled drafts and measured costs the other rows affect the number of drafts, and so the text.
 
-    A seed repeats a text while the costs stay the same. The machine that tuned the heads, and `deterministic`, use the
-    stored costs; other machines measure costs at first use, and store them unless the machine was busy.
+    A seed repeats a text as long as the costs are the same. The machine that tuned the heads uses the costs stored with
+    them, as `deterministic` does on any machine. Other machines measure costs at first use, and store them unless the
+    machine was busy.
     """
 
     max_new_tokens: int = option(128, "Longest answer in tokens, its end token included.", minimum=1)
     _: KW_ONLY
     seed: int | None = option(
-        None, "Seed for sampling, to repeat an answer; prompt b of a batch uses seed + b.", shown="random"
+        None, "Seed for sampling, to repeat an answer; prompt b of a batch uses seed + b.", default_text="random"
     )
     verifier: str = option(
         "auto",
@@ -167,7 +168,7 @@ class DecodeOptions(SamplingOptions):
         metavar="NAME",
     )
     tree: TreeKind | None = option(
-        None, "Shape of the heads' trees; tuned is the shape that tuning measured as the fastest.", unset="tuned"
+        None, "Shape of the heads' trees; tuned is the shape that tuning measured as the fastest.", none_choice="tuned"
     )
     stop: str | Sequence[str] = option((), "End the answer after this text; may be repeated.", metavar="TEXT")
     stop_token_ids: Sequence[int] = option(
@@ -176,18 +177,18 @@ class DecodeOptions(SamplingOptions):
     min_new_tokens: int = option(0, "No end token ends the answer before this many tokens; a stop text may.", minimum=0)
     raw: bool = option(False, "Pass the prompt to the target as it is, without the chat template.")
     tools: Sequence[Any] = option(
-        (), "Tools for the chat template: functions or JSON schemas, as in transformers.", typed=False
+        (), "Tools for the chat template: functions or JSON schemas, as in transformers.", on_cli=False
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
         "Variables for the chat template, instead of those in training.",
         metavar="JSON",
-        shown="as in training",
+        default_text="as in training",
         parse=json_object,
     )
-    source: str = option("", "Name of the client in the log of served requests.", typed=False)
-    ignore_end: bool = option(False, "Continue past the end-of-turn token, for measuring.", typed=False)
-    stop_test: StopTest | None = option(None, "A callable that ends a row's text.", typed=False)
+    source: str = option("", "Name of the client in the log of served requests.", on_cli=False)
+    ignore_end: bool = option(False, "Continue past the end-of-turn token, for measuring.", on_cli=False)
+    stop_test: StopTest | None = option(None, "A callable that ends a row's text.", on_cli=False)
 
     def __post_init__(self) -> None:
         for item in fields(self):  # convert numpy's numbers to Python's, for generators and JSON
@@ -269,7 +270,7 @@ def check_kinds(options: DecodeOptions) -> None:
         raise UserError(f"stop_token_ids is {options.stop_token_ids!r}.", "Give a list of token ids.")
 
 
-@explained
+@document_options
 @dataclass(frozen=True)
 class ServingOptions:
     """A serving engine to measure, and how it is started."""
@@ -288,7 +289,7 @@ class ServingOptions:
     )
 
 
-@explained
+@document_options
 @dataclass(frozen=True)
 class EngineOptions(ServingOptions):
     """A serving engine to tune for: `ServingOptions`, and the requests of the measurement."""

@@ -1,6 +1,7 @@
 """Prefix caching between the answers of a conversation, so that no turn is prefilled twice.
 
-Keys and values stay in the target's cache. Drafters start from the states of the whole text, as after a full prefill.
+At the end of an answer its keys and values are copied out of the target's cache; the next turn loads them into a new
+cache. Drafters start from the states of the whole text, as after a full prefill.
 
 Shape suffixes: B rows (one), T tokens, E hidden size.
 """
@@ -19,7 +20,9 @@ from headstart.replay.cache import TreeCache
 from headstart.tree.tree import Committed
 
 _MEMORY_FRACTION = 0.2
-"""Largest fraction of free memory for keys, values and states between two turns."""
+"""Largest fraction of free memory for keys, values and states between two turns.
+
+Above it keys and values are not copied, so that the next turn is prefilled completely; the states stay until then."""
 
 
 class PrefixCache:

@@ -3,7 +3,7 @@
 Acceptance, residual and bonus token all use this distribution, so the output is distributed as in plain sampling with
 the same settings.
 
-Shape suffixes: B rows, M nodes, V vocabulary, C capacity in tokens.
+Shape suffixes: B rows, M nodes, V vocabulary, T tokens of a text, C capacity in tokens, K seen tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from headstart.decode.options import Processor, SamplingOptions
 from headstart.errors import UserError
 
 _MIN_TEMPERATURE = 1e-6
-"""Lowest temperature above 0; below it, logits leave the range of float32."""
-_HEAD = 512
-"""Most likely tokens that top-p sorts before the whole vocabulary; 0.9 seldom needs more."""
+"""Lowest temperature above 0: a floor far below any useful one."""
+_TOP_P_CANDIDATES = 512
+"""Number of most likely tokens that top-p sorts first. It sorts the vocabulary if these hold less than p, which is rare
+for p = 0.9."""
 
 
 def check_sampling(options: SamplingOptions) -> None:
@@ -178,26 +179,29 @@ def warp(options: SamplingOptions, logits: Tensor) -> Tensor:
     return probs
 
 
-def nucleus(probs: Tensor, share: float) -> Tensor:
-    """Keep the smallest set of most likely tokens with at least `share` of the probability, and renormalise.
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most likely tokens with at least `top_p` of the probability, and renormalise.
 
     >>> nucleus(torch.tensor([0.5, 0.25, 0.25]), 0.5).tolist()
     [1.0, 0.0, 0.0]
     """
     size = probs.shape[-1]
-    head = min(_HEAD, size)
-    if head == size or probs.device.type != "cpu":  # synchronising a device costs more than sorting
-        return _nucleus(probs, share, size)[0]
-    kept, short = _nucleus(probs, share, head)
+    candidates = min(_TOP_P_CANDIDATES, size)
+    if candidates == size or probs.device.type != "cpu":  # synchronising a device costs more than sorting
+        return _nucleus(probs, top_p, size)[0]
+    kept, short = _nucleus(probs, top_p, candidates)
     if bool(short.any()):
-        kept[short] = _nucleus(probs[short], share, size)[0]
+        kept[short] = _nucleus(probs[short], top_p, size)[0]
     return kept
 
 
-def _nucleus(probs: Tensor, share: float, head: int) -> tuple[Tensor, Tensor]:
-    """Return `nucleus` among the `head` most likely tokens, and bool [...] where these hold less than the share."""
-    top, index = probs.topk(head)
+def _nucleus(probs: Tensor, top_p: float, candidates: int) -> tuple[Tensor, Tensor]:
+    """Return `nucleus` among the most likely `candidates`, and bool [...] where it may need more of them.
+
+    The test is conservative: it is also true if the last candidate completes the set.
+    """
+    top, index = probs.topk(candidates)
     before = top.cumsum(-1) - top  # held by more likely tokens
-    top = top.masked_fill(before >= share, 0.0)
+    top = top.masked_fill(before >= top_p, 0.0)
     kept = torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
-    return kept, before[..., -1] < share
+    return kept, before[..., -1] < top_p

@@ -1,12 +1,12 @@
-"""Verification: greedy (`Verifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
+"""Verification: greedy (`GreedyVerifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
 
 On a CPU, or with processors that need the text, sampling walks down the trees of all rows depth by depth and computes
 the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it draws
 the next token at every node at once and then walks as in greedy verification, with one device synchronisation.
 
-Sampling is lossless if its output, continued by the target alone, is distributed as the target's own text for any
-drafts. `tests/reference.py` states the rule for one node; the tests prove it by enumeration and compare this code with
-it. The proof requires of every tree:
+Lossless: whatever the drafts, the emitted tokens have exactly the target's distribution. `tests/reference.py` states
+the rule for one node; the tests prove it by enumeration and compare this code with it. The proof requires of every
+tree:
 
 - The children of a node hold different tokens.
 - At most one child of a node is sampled, from random numbers used for nothing else.
@@ -14,9 +14,10 @@ it. The proof requires of every tree:
 
 Deterministic siblings of a sampled child may hold any tokens.
 
-Shape suffixes: B rows, N tree nodes, K depths, M running rows or nodes, W sampled nodes, P nodes of an accepted path, V
-vocabulary, D draft vocabulary. In formulas p is the target's distribution after a node, q the distribution of its
-sampled child, and norm(x+) the positive part of x, normalised.
+Shape suffixes: B rows, N tree nodes, K depths, M running rows or nodes, X nodes of all rows (in `parts_BX`, columns of
+packed numbers), W sampled nodes, P nodes of an accepted path, V vocabulary, D draft vocabulary. In formulas p is the
+target's distribution after a node, q the distribution of its sampled child, and norm(x+) the positive part of x,
+normalised.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, warp
 from headstart.kernels import draft_kernels
 from headstart.model.model import Target, TargetOutput
-from headstart.support.rng import Numbers, draw_at, in_parts
+from headstart.support.rng import UniformStream, draw_at, in_parts
 from headstart.support.uploads import upload
 from headstart.tree.tree import Committed, Tree, TreeBatch, build_commit
 
@@ -41,14 +42,14 @@ child is sampled, its siblings are the most likely tokens. `top_k` (unrelated to
 Both sample the same distribution; `greedy_draft` accepts more, and `top_k` repeats the text of plain sampling."""
 
 
-class Verifier:
+class GreedyVerifier:
     """Greedy verification: accepts a draft if it is the target's argmax, so the output equals plain decoding.
 
-    `samples_drafts`: see `Request.sample_drafts`; `draft_streams`: their random generator for each row.
+    `samples_drafts`: see `Request.sample_drafts`; `draft_generators`: one generator per row for sampling drafts.
     """
 
     samples_drafts = False
-    draft_streams: Sequence[torch.Generator] = ()
+    draft_generators: Sequence[torch.Generator] = ()
 
     def first(self, logits_BV: Tensor) -> list[int]:
         """Choose each row's first token from the logits after its prompt."""
@@ -82,16 +83,17 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
 
 
 class SamplingVerifier:
-    """Verification by sampling, with random numbers per row.
+    """Verification by sampling, with uniforms per row.
 
     A sampled child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise, or without a sampled child, the
     next token is drawn from norm((p - q)+), and the walk continues at the child that holds it, if any. Together
-    min(p, q) + (p - q)+ = p. (Greedy-draft sampling, arXiv 2502.18779: q is 0 at the other children, so that the
-    residual keeps all of p there. Without sampled children it is the verification of EAGLE-2 and EAGLE-3, arXiv
-    2406.16858 and 2503.01840.)
+    min(p, q) + (p - q)+ = p. In greedy-draft sampling (arXiv 2502.18779) q is 0 at siblings from the same drafter, so
+    the residual keeps all of p there. After `union` a sibling from another drafter may have q > 0; the rule is exact
+    for any q. Without sampled children it is equal in distribution to the verification of EAGLE-2 and EAGLE-3 (arXiv
+    2406.16858 and 2503.01840).
 
-    Each token of a row's text uses one number for accepting and one for drawing, independent of drafts and other rows.
-    `seed` is the first row's; row b uses seed + b. `samples_drafts` and `draft_streams` are as in `Verifier`;
+    Each token of a row's text uses one uniform for accepting and one for drawing, independent of drafts and other rows.
+    `seed` is the first row's; row b uses seed + b. `samples_drafts` and `draft_generators` are as in `GreedyVerifier`;
     `row_processors`, empty or one for each row, come before those of all rows.
     """
 
@@ -107,13 +109,13 @@ class SamplingVerifier:
         self._sampling = sampling
         needs_prefix = sampling.needs_prefix or bool(row_processors)
         self._prefixes = Prefixes(sampling, prompts, row_processors) if needs_prefix else None
-        generators = [streams(seed + row) for row in range(len(prompts))]
-        self._numbers = [(Numbers(accept), Numbers(residual)) for accept, residual, _ in generators]
-        self.draft_streams = [draft for _, _, draft in generators]
+        generators = [row_generators(seed + row) for row in range(len(prompts))]
+        self._uniforms = [(UniformStream(accept), UniformStream(residual)) for accept, residual, _ in generators]
+        self.draft_generators = [draft for _, _, draft in generators]
 
     def first(self, logits_BV: Tensor) -> list[int]:
-        """Draw each row's first token, see `Verifier.first`."""
-        _, residual_BK = self._upload_numbers(1, logits_BV.device)
+        """Draw each row's first token, see `GreedyVerifier.first`."""
+        _, residual_BK = self._upload_uniforms(1, logits_BV.device)
         parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
         rows, paths = range(len(logits_BV)), [list[int]()] * len(logits_BV)
         drawn = [
@@ -125,7 +127,7 @@ class SamplingVerifier:
         return tokens
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Accept the nodes to commit, see `Verifier.accept`."""
+        """Accept the nodes to commit, see `GreedyVerifier.accept`."""
         if out.logits_BTV.device.type == "cpu" or self._prefixes is not None:
             return self._accept_by_depth(batch, out)
         committed, roots = walk_on_device(batch, out, self._choose_at_all_nodes(batch, out.logits_BTV))
@@ -138,7 +140,7 @@ class SamplingVerifier:
         sampled = _SampledNodes(batch, vocab)
         packed = [
             [*accept, *residual, *children, *indices]  # float64 holds every index
-            for accept, residual, children, indices in zip(*self._next_numbers(depths), *sampled.places(), strict=True)
+            for accept, residual, children, indices in zip(*self._next_uniforms(depths), *sampled.places(), strict=True)
         ]
         parts_BX = torch.split(upload(packed, device, torch.float64), [depths, depths, nodes, nodes], dim=1)
         depths_BN = batch.depths_BN.expand(rows, -1)
@@ -161,19 +163,19 @@ class SamplingVerifier:
         """Walk down the trees with all rows at once, dropping each row at the end of its path."""
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
         depths = batch.depth + 1
-        accept_BK, residual_BK = self._upload_numbers(depths, device)
+        accept_BK, residual_BK = self._upload_uniforms(depths, device)
         sampled, parents_BN = _SampledNodes(batch, vocab), batch.parents_BN.expand(rows, -1)
         child_BN, index_BN = upload(sampled.places(), device).unbind() if sampled else (None, None)
         tokens_BK, path_BK = torch.full((2, rows, depths), -1, device=device)
         row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
         for depth in range(depths):
             logits_MV = out.logits_BTV[row_M, node_M] if depth else out.logits_BTV[:, 0]
-            numbers, paths = list[int](), list[list[int]]()
+            row_indices, paths = list[int](), list[list[int]]()
             if self._prefixes is not None:
-                numbers, paths = row_M.tolist(), tokens_BK[row_M, :depth].tolist()
+                row_indices, paths = row_M.tolist(), tokens_BK[row_M, :depth].tolist()
             chosen = []
             for part in in_parts(len(row_M), vocab, device):
-                p_target_MV = self._distributions(logits_MV[part], numbers[part], paths[part])
+                p_target_MV = self._distributions(logits_MV[part], row_indices[part], paths[part])
                 rows_M, nodes_M = row_M[part], node_M[part]
                 sampled_M = q_draft_MV = None
                 if child_BN is not None and index_BN is not None:
@@ -199,32 +201,33 @@ class SamplingVerifier:
     def reorder(self, rows: Sequence[int]) -> None:
         if self._prefixes is not None:
             self._prefixes.reorder(rows)
-        self._numbers = [self._numbers[row] for row in rows]
-        self.draft_streams = [self.draft_streams[row] for row in rows]
+        self._uniforms = [self._uniforms[row] for row in rows]
+        self.draft_generators = [self.draft_generators[row] for row in rows]
 
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Continue each row's numbers after its emitted tokens; drafts get noise that the text has not used."""
+        """Skip the uniforms consumed by each row's emitted tokens, and reseed its draft generator so that no draft
+        noise is reused."""
         self._append(emitted)
-        for stream, tokens in zip(self.draft_streams, emitted, strict=True):
-            stream.manual_seed(stream.initial_seed() + len(tokens))
+        for generator, tokens in zip(self.draft_generators, emitted, strict=True):
+            generator.manual_seed(generator.initial_seed() + len(tokens))
 
-    def _next_numbers(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the next numbers of each row, for accepting and for drawing."""
-        accept, residual = ([pair[kind].peek(count) for pair in self._numbers] for kind in (0, 1))
+    def _next_uniforms(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
+        """Return the next uniforms of each row, for accepting and for drawing."""
+        accept, residual = ([pair[kind].peek(count) for pair in self._uniforms] for kind in (0, 1))
         return accept, residual
 
-    def _upload_numbers(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Upload `_next_numbers` at once, [B, count] each."""
-        accept_BK, residual_BK = upload(self._next_numbers(count), device, torch.float64).unbind()
+    def _upload_uniforms(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Upload `_next_uniforms` at once, [B, count] each."""
+        accept_BK, residual_BK = upload(self._next_uniforms(count), device, torch.float64).unbind()
         return accept_BK, residual_BK
 
     def _append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append to each row's text and skip its used numbers."""
+        """Append to each row's text and skip the uniforms that it used."""
         if self._prefixes is not None:
             self._prefixes.extend(tokens)
-        for numbers, added in zip(self._numbers, tokens, strict=True):
-            for used in numbers:
-                used.skip(len(added))
+        for uniforms, added in zip(self._uniforms, tokens, strict=True):
+            for stream in uniforms:
+                stream.skip(len(added))
 
     def _distributions(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
         """Compute the distribution after each row's text and path, float [M, V]."""
@@ -233,10 +236,10 @@ class SamplingVerifier:
         return warp(self._sampling, logits_MV)
 
 
-def streams(seed: int) -> tuple[torch.Generator, torch.Generator, torch.Generator]:
+def row_generators(seed: int) -> tuple[torch.Generator, torch.Generator, torch.Generator]:
     """Create a row's independent random generators: for accepting, for drawing tokens, and for drafting."""
     seeds = torch.randint(1 << 62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
-    accept, residual, draft = (torch.Generator().manual_seed(number) for number in seeds)
+    accept, residual, draft = (torch.Generator().manual_seed(one) for one in seeds)
     return accept, residual, draft
 
 
@@ -250,7 +253,7 @@ def accept_or_draw(
     """Choose the token after one node of each row, int64 [M]: its sampled child with probability min(1, p / q), else a
     token drawn from norm((p - q)+); without a sampled child a token drawn from p. See `SamplingVerifier`.
 
-    Overwrites `p_target_MV`. The numbers for accepting and drawing are float64 in [0, 1). `sampled_M` is the token of
+    Overwrites `p_target_MV`. The uniforms for accepting and drawing are float64 in [0, 1). `sampled_M` is the token of
     the node's sampled child, -1 without one, and `q_draft_MV` its distribution.
     """
     next_M, _ = draw_at(p_target_MV, residual_M)
@@ -260,8 +263,8 @@ def accept_or_draw(
     p_sampled_M, q_sampled_M = (probs_MV.gather(1, sampled_M1)[:, 0].double() for probs_MV in (p_target_MV, q_draft_MV))
     kept_M = is_sampled_M & (accept_M * q_sampled_M < p_sampled_M)
     residual_MV = p_target_MV.sub_(q_draft_MV).clamp_(min=0.0)
-    # With an empty residual p equals q, and rounding rejected the draft. Any distribution would be exact in theory, but
-    # p stays in the target's support.
+    # An empty residual means that p equals q, and that only rounding rejected the draft. Without rounding this has
+    # probability 0, so any fallback is lossless; drawing from p stays in the target's support.
     rest_M, mass_M = draw_at(residual_MV, residual_M)
     next_M = torch.where(is_sampled_M & (mass_M > 0), rest_M, next_M)
     return torch.where(kept_M, sampled_M, next_M)
@@ -331,11 +334,11 @@ def walk_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tu
 
 def make_verifier(
     options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
-) -> Verifier | SamplingVerifier:
+) -> GreedyVerifier | SamplingVerifier:
     """Create the verifier for these options."""
     row_processors = min_length_processors(options, prompts, target)
     if options.verifier == "auto" and options.greedy and not options.needs_prefix and not row_processors:
-        return Verifier()
+        return GreedyVerifier()
     samples_drafts = not options.greedy if options.verifier == "auto" else SAMPLES_DRAFTS[options.verifier]
     assert options.seed is not None, "the loop sets it"
     return SamplingVerifier(options, prompts, options.seed, samples_drafts, row_processors)

@@ -35,7 +35,7 @@ class Leaf(NamedTuple):
     prob: float = 1.0
     """Acceptance probability of its path."""
     parent_column: int = 0
-    off_best: float = 0.0
+    off_best_prob: float = 0.0
     """Probability that its path has left the best one, see `Calibration.off_best`; fractional only after sampling."""
     shape_node: int = 0
     """Its node in the static shape; 0 in a dynamic tree."""
@@ -125,7 +125,7 @@ class PendingSamples:
             [number * size + index for number, child in enumerate(children[part]) for index in child.siblings]
             for part in parts
         ]
-        numbers = [*_uniform_numbers(children, request.streams), *columns, *chain.from_iterable(siblings), *extra]
+        numbers = [*_uniform_numbers(children, request.generators), *columns, *chain.from_iterable(siblings), *extra]
         packed = upload(numbers, device, torch.float64)  # represents every index exactly
         number_M, index_X = packed[: len(children)], packed[len(children) :].long()
         tokens: list[Tensor] = []
@@ -142,11 +142,11 @@ class PendingSamples:
         return index_X[start:]
 
 
-def _uniform_numbers(children: Sequence[PendingChild], streams: Sequence[torch.Generator]) -> list[float]:
-    """A random number for each child, from its row's own stream."""
+def _uniform_numbers(children: Sequence[PendingChild], generators: Sequence[torch.Generator]) -> list[float]:
+    """A random number for each child, from its row's own generator."""
     counts = Counter(child.row for child in children)
     numbers = {
-        row: iter(torch.rand(count, generator=streams[row], dtype=torch.float64).tolist())
+        row: iter(torch.rand(count, generator=generators[row], dtype=torch.float64).tolist())
         for row, count in counts.items()
     }
     return [next(numbers[child.row]) for child in children]

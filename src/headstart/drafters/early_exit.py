@@ -138,7 +138,7 @@ def _extend(chains: list[Tree], running: list[bool], logits_BV: Tensor, request:
         node = chain.add(chain.size - 1, tokens[row], accept_prob)
         if request.sample_drafts and request.warp is not None:
             q_draft_V = request.warp(logits_BV[row])
-            chain.tokens[node] = draw(q_draft_V, request.streams[row])
+            chain.tokens[node] = draw(q_draft_V, request.generators[row])
             chain.sampled[node] = DraftDistribution(q_draft_V)
     return running
 

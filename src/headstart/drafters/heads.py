@@ -209,7 +209,9 @@ def grow(
 
 def _level_pays(rows: Sequence[GrowingTree], depth: int, calibration: Calibration, request: Request) -> bool:
     """Whether the best children, less the cost of verifying them, are worth a further level."""
-    children = (leaf.prob * calibration.best_child(depth, leaf.off_best) for row in rows for leaf in row.level)
+    children = (
+        leaf.prob * calibration.child_acceptance(depth, leaf.off_best_prob) for row in rows for leaf in row.level
+    )
     return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
 
 
@@ -293,7 +295,7 @@ def _add_level(
     curves = [calibration] if shape or calibration.off_best is None else [calibration, calibration.off_best]
     by_curve = [table.candidates(depth, shared, curve, sampling) for curve in curves]
     # Probabilities that a right node has a right child, a right grandchild and so on.
-    below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
+    below = list(accumulate((calibration.child_acceptance(lower) for lower in range(depth + 1, levels)), mul))
     pending: list[PendingChild] = []
     for number, row in enumerate(rows):
         candidates = [
@@ -314,11 +316,11 @@ def _add_level(
 
 def _interpolate(by_curve: Sequence[list[_Candidate]], leaf: Leaf) -> list[_Candidate]:
     """Interpolate a node's candidates on and off the best path, by the probability that its path has left it."""
-    off_best = leaf.off_best
-    if len(by_curve) == 1 or off_best in (0.0, 1.0):
-        return by_curve[int(off_best) if len(by_curve) > 1 else 0]
+    off_best_prob = leaf.off_best_prob
+    if len(by_curve) == 1 or off_best_prob in (0.0, 1.0):
+        return by_curve[int(off_best_prob) if len(by_curve) > 1 else 0]
     return [
-        (index, token, prob + off_best * (off - prob), sampled + off_best * (sampled_off - sampled), q_draft)
+        (index, token, prob + off_best_prob * (off - prob), sampled + off_best_prob * (sampled_off - sampled), q_draft)
         for (index, token, prob, sampled, q_draft), (_, _, off, sampled_off, _) in zip(*by_curve, strict=True)
     ]
 
@@ -393,14 +395,14 @@ def _extend(
         chosen = [own[rank] for rank in ranks]
         shape_nodes = shape_children[leaf.shape_node] if shape_children else [0] * len(chosen)
         # An only child that is sampled may differ from the best; of several children, the first is the best.
-        first_is_best = (1 - leaf.off_best) * (chosen[0][-1] if sampling and len(chosen) == 1 else 1.0)
+        first_is_best = (1 - leaf.off_best_prob) * (chosen[0][-1] if sampling and len(chosen) == 1 else 1.0)
         for rank, ((_, token, prob, sampled_prob, _), shape_node) in enumerate(zip(chosen, shape_nodes, strict=True)):
             sampled = sampling and rank == len(chosen) - 1
             accept_prob = leaf.prob * (sampled_prob if sampled else prob)
             node = row.tree.add(leaf.node, UNKNOWN if sampled else token, accept_prob)
             if not shape_children or shape_children[shape_node]:
-                off_best = 1.0 if rank else 1 - first_is_best
-                level.append(Leaf(node, accept_prob, leaf.column, off_best, shape_node, len(level)))
+                off_best_prob = 1.0 if rank else 1 - first_is_best
+                level.append(Leaf(node, accept_prob, leaf.column, off_best_prob, shape_node, len(level)))
             if sampled:
                 pending.append((leaf, node, [index for index, *_ in chosen[:-1]]))
     row.level = level

@@ -149,7 +149,7 @@ class TextDrafter:
     def propose(self, session: list[TextRow], roots: TreeBatch, request: Request) -> list[Tree]:
         nodes, minimum = min(self.max_nodes, request.max_nodes), max(self.minimum, request.threshold)
         trees = []
-        for row, others in zip(session, request.beside or roots.trees, strict=True):
+        for row, others in zip(session, request.earlier_trees or roots.trees, strict=True):
             row.append(others.tokens[0])
             row.has_root = True
             trees.append(row.grow(others, nodes, minimum, request.chain))

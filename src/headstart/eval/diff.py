@@ -34,7 +34,7 @@ _SETTINGS = (
     *("stop_token_ids", "batch_size", "chat_template_kwargs"),
 )
 """Settings that change the answers, or their cost without drafts."""
-_CONDITIONS = ("dtype", "device", "gpu", "cpu", "threads", "exact")
+_CONDITIONS = ("engine", "dtype", "device", "gpu", "cpu", "threads", "exact")
 """Entries of the environment that a speed-up depends on."""
 _VERSIONS = ("torch", "transformers")
 

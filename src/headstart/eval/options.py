@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headstart.decode.options import DecodeOptions, explained, meaning, option
+from headstart.decode.options import DecodeOptions, document_options, meaning, option
 
 
-@explained
+@document_options
 @dataclass(frozen=True)
 class EvalOptions(DecodeOptions):
     """Options of a measurement: `DecodeOptions` for every method as far as they apply to it, and more."""
@@ -35,11 +35,11 @@ class EvalOptions(DecodeOptions):
     baselines: bool = option(
         True, "Measure transformers, too, on some of the prompts: on a CPU they take half of the time."
     )
-    heads_name: str = option("heads", "Name of the heads in the report.", typed=False)
-    questions_name: str | None = option(None, "Name of the questions in the report.", typed=False)
+    heads_name: str = option("heads", "Name of the heads in the report.", on_cli=False)
+    questions_name: str | None = option(None, "Name of the questions in the report.", on_cli=False)
 
 
-@explained
+@document_options
 @dataclass(frozen=True)
 class AuditOptions:
     """Options of an audit."""
@@ -48,19 +48,21 @@ class AuditOptions:
         (),
         "Prove greedy decoding for these drafters: names as for `eval --compare`, 'random heads', 'always wrong'.",
         metavar="NAME,NAME...",
-        shown="one of each kind",
+        default_text="one of each kind",
     )
-    batch_sizes: Sequence[int] = option((1, 16), "Batch sizes of the greedy proof.", typed=False)
+    batch_sizes: Sequence[int] = option((1, 16), "Batch sizes of the greedy proof.", on_cli=False)
     max_new_tokens: int = option(32, "Longest greedy answer, in tokens.", minimum=1)
-    verifier: Sequence[str] = option((), "Prove sampling for these verifiers.", metavar="NAME,NAME...", shown="both")
+    verifier: Sequence[str] = option(
+        (), "Prove sampling for these verifiers.", metavar="NAME,NAME...", default_text="both"
+    )
     temperature: Sequence[float] = option(
-        (), "Sample at this temperature; may be repeated. 0 leaves only the greedy proof.", shown="0.7 and 1"
+        (), "Sample at this temperature; may be repeated. 0 leaves only the greedy proof.", default_text="0.7 and 1"
     )
     top_p: float = option(0.9, meaning(DecodeOptions, "top_p").text)
     samples: int = option(2000, "Samples for each prompt, verifier and temperature.", minimum=1)
-    texts: int = option(2, "Number of prompts to sample after: the most sensitive ones.", typed=False)
-    depth: int = option(3, "Tokens of a sample; all but the first are decided by verifying drafts.", typed=False)
+    texts: int = option(2, "Number of prompts to sample after: the most sensitive ones.", on_cli=False)
+    depth: int = option(3, "Tokens of a sample; all but the first are decided by verifying drafts.", on_cli=False)
     seed: int = option(0, meaning(DecodeOptions, "seed").text)
     raw: bool = option(False, meaning(DecodeOptions, "raw").text)
     limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
-    heads_name: str = option("heads", "Name of the heads in the report.", typed=False)
+    heads_name: str = option("heads", "Name of the heads in the report.", on_cli=False)

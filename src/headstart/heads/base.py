@@ -1,7 +1,8 @@
 """The draft-head contract and the registry of families.
 
-A family is one file in this folder: a config class, a module class, `@register`. Everything else (training, tree
-decoding, tuning, export, reports, tests) goes through this contract and never names a family.
+A family is one file in this folder: a config class, a module class, `@register`. Training, tree decoding, tuning and
+reports go through this contract and have no code for a single family. Some errors here, and the serving engines'
+formats in `hub/engines`, name families.
 
 Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, V vocabulary, M predictions of one step, H LM head
 inputs, W nodes of a level.
@@ -28,7 +29,7 @@ from headstart.heads.exchange.published import SHARED, Layout, Published, copy_t
 from headstart.heads.int8_weights import drop_int8
 from headstart.heads.settings import FromTarget, HeadSettings, recipe_error, section_fields
 from headstart.model.frozen import FrozenModel
-from headstart.model.lm_head import Finish
+from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed, Request, Tree, TreeShape
@@ -52,7 +53,7 @@ class HeadConfig(HeadSettings):
 
     @property
     def start_layers(self) -> int:
-        """Number of final target layers that `warm_start` reads; a teacher keeps the same number."""
+        """Number of final target layers that `warm_start` reads; a `TeacherModel` keeps only these."""
         return 1
 
     @classmethod
@@ -99,7 +100,7 @@ class StepPrediction:
         origin_M: flat index b * T + t of the draft's origin t in row b. Step k (from 0) predicts token t + k + 2.
         teacher_M: flat index b * T + t + k + 1 of the FINAL state from which the target predicts the same token.
         feature_ME: predicted FINAL state at `teacher_M`, for families that draft features.
-        bias_D, finish: bias and logit post-processing of the target's LM head, for heads that use it.
+        bias_D, logit_transform: bias and logit post-processing of the target's LM head, for heads that use it.
         frozen_columns: number of leading LM head columns that stay frozen.
         confidence_M: logit of the acceptance probability, for families with a confidence head.
     """
@@ -110,14 +111,14 @@ class StepPrediction:
     origin_M: Tensor
     feature_ME: Tensor | None = None
     bias_D: Tensor | None = None
-    finish: Callable[[Tensor], Tensor] | None = None
+    logit_transform: Callable[[Tensor], Tensor] | None = None
     frozen_columns: int = 0
     confidence_M: Tensor | None = None
 
     @property
     def logits_MD(self) -> Tensor:
         logits_MD = F.linear(self.hidden_MH, self.lm_head_DH, self.bias_D)
-        return logits_MD if self.finish is None else self.finish(logits_MD)
+        return logits_MD if self.logit_transform is None else self.logit_transform(logits_MD)
 
 
 class DraftHead(nn.Module, ABC):
@@ -131,7 +132,7 @@ class DraftHead(nn.Module, ABC):
         drafts_features: whether predictions have a `feature_ME`.
         publishes: layout of the heads for serving engines, if any.
         draft_to_target_D: target token id of each draft token; the identity without a draft vocabulary.
-        lm_bias_D, finish: bias and logit post-processing of the target's LM head, for heads that use it.
+        lm_bias_D, logit_transform: bias and logit post-processing of the target's LM head, for heads that use it.
         gradient_checkpointing: whether training recomputes activations inside layers for the backward pass.
     """
 
@@ -149,7 +150,7 @@ class DraftHead(nn.Module, ABC):
         config.check()
         super().__init__()
         self.config = config
-        self.finish: Finish | None = None
+        self.logit_transform: LogitTransform | None = None
         self._embedding_VE: Tensor | None = None
         self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
         self.register_buffer("lm_bias_D", None, persistent=False)
@@ -161,8 +162,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Target layers to read, as indices of transformers' `hidden_states`: 0 is the embeddings, n the output of
-        layer n, and FINAL the last output after the final norm."""
+        """Target layers to read: 0 is the embeddings, n the output of layer n, and FINAL the last output after the
+        final norm. As transformers' `hidden_states`, except that the last entry there is FINAL."""
         return (FINAL,)
 
     @property
@@ -182,7 +183,7 @@ class DraftHead(nn.Module, ABC):
         """Refine the warm start in closed form, in place, from one pass over some data; a no-op by default."""
 
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
-        """Freeze weights that the data allows to freeze, once all weights are loaded; a no-op by default."""
+        """Freeze the weights that can stay frozen on this data, once all weights are loaded; a no-op by default."""
 
     def bind(self, target: FrozenModel) -> None:
         """Reference the target's frozen weights, which are not saved with the heads. Called after loading."""
@@ -203,16 +204,16 @@ class DraftHead(nn.Module, ABC):
 
     def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
         """Return the target's LM head over the draft vocabulary, [D, E], in the dtype and on the device of `like`. Sets
-        `lm_bias_D` and `finish` too."""
+        `lm_bias_D` and `logit_transform` too."""
         bias_V = target.lm_head_bias
         self.lm_bias_D = None if bias_V is None else self._draft_rows(bias_V.detach()).to(like)
-        self.finish = target.finish
+        self.logit_transform = target.logit_transform
         return self._draft_rows(target.lm_head_weight.detach()).to(like)
 
     def first_lm_head(self, target: FrozenModel) -> Tensor:
         """Return the initial value of a trained LM head, [D, E]: the target's, times its logit scale. Trained LM heads
         have no bias or cap, in training and in serving engines."""
-        weight_DE, scale = self._draft_rows(target.lm_head_weight.detach()), target.finish.scale
+        weight_DE, scale = self._draft_rows(target.lm_head_weight.detach()), target.logit_transform.scale
         return weight_DE if scale == 1 else weight_DE * scale
 
     def _draft_rows(self, rows_V: Tensor) -> Tensor:
@@ -220,8 +221,8 @@ class DraftHead(nn.Module, ABC):
             return rows_V[: len(self.draft_to_target_D)]
         return rows_V[self.draft_to_target_D.to(rows_V.device)]
 
-    def finish_logits(self, logits: Tensor) -> Tensor:
-        return logits if self.finish is None else self.finish(logits)
+    def transform_logits(self, logits: Tensor) -> Tensor:
+        return logits if self.logit_transform is None else self.logit_transform(logits)
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Restrict drafts to these target tokens (sorted int64 [D])."""
@@ -261,7 +262,7 @@ class DraftHead(nn.Module, ABC):
         """Return the trained tensors under their names in the target's own checkpoint. Raises a UserError for heads
         that are not part of it."""
         raise UserError(
-            f"The target's checkpoint has no place for {self.family} heads of their own layout.",
+            f"The target's checkpoint cannot hold these {self.family} heads.",
             "Train the module that the target ships (heads.family=mtp heads.init=native), or export these heads for an "
             "engine.",
         )
@@ -305,11 +306,11 @@ class DraftHead(nn.Module, ABC):
     def trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
-    def learning_rows(self) -> dict[str, list[slice]]:
+    def trainable_rows(self) -> dict[str, list[slice]]:
         """Row ranges of the matrices stacked in one weight, by weight name, for optimisers that update matrix by
         matrix. Other rows get no gradient from `unroll`."""
-        layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
-        return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
+        layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "trainable_rows")]
+        return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.trainable_rows().items()}
 
     def run_checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
         """Call a deterministic function, and recompute it in the backward pass with `gradient_checkpointing`."""
@@ -326,8 +327,8 @@ class DraftHead(nn.Module, ABC):
     def prediction(
         self, hidden_MH: Tensor, lm_head_DH: Tensor, origin_M: Tensor, step: int, feature_ME: Tensor | None = None
     ) -> StepPrediction:
-        teacher_M = origin_M + step + 1
-        return StepPrediction(hidden_MH, lm_head_DH, teacher_M, origin_M, feature_ME, self.lm_bias_D, self.finish)
+        teacher_M, target = origin_M + step + 1, (self.lm_bias_D, self.logit_transform)
+        return StepPrediction(hidden_MH, lm_head_DH, teacher_M, origin_M, feature_ME, *target)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -350,9 +351,9 @@ class DraftHead(nn.Module, ABC):
             depth: the level, from 0 to `draft_steps` - 1.
         """
 
-    def draft_tree(self, session: Any, root: int, request: Request, ranks: int) -> Tree | None:
+    def draft_tree(self, session: Any, root: int, request: Request, max_children: int) -> Tree | None:
         """Grow a single row's dynamic tree in one call, as `grow` of `headstart.drafters.heads` does level by level,
-        with at most `ranks` children per node and none sampled. None if unsupported."""
+        with at most `max_children` per node and none sampled. None if unsupported."""
         return None
 
     @abstractmethod
@@ -361,7 +362,7 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only these rows, in ascending order."""
 
     def check_tree(self, shape: TreeShape) -> None:
         """Raise a UserError for a tree deeper than the heads or wider than their draft vocabulary."""
@@ -372,7 +373,7 @@ class DraftHead(nn.Module, ABC):
             )
         if shape.width > self.config.draft_width:
             raise UserError(
-                f"The tree uses {shape.width} drafts of a depth and the draft vocabulary has "
+                f"The tree takes the top {shape.width} drafts of a node, but the draft vocabulary has only "
                 f"{self.config.draft_width} tokens.",
                 remedy,
             )
@@ -481,7 +482,7 @@ def _not_of_this_family(setting: str, name: str) -> UserError:
         remedy = nearest(setting, known[name])
     else:
         owners = " and ".join(sorted(other for other in known if elsewhere in known[other]))
-        remedy = f"{elsewhere!r} is a setting of {owners}; of {name}: {', '.join(sorted(known[name]))}."
+        remedy = f"{elsewhere!r} is a setting of {owners}. {name} has: {', '.join(sorted(known[name]))}."
     return UserError(f"{name} heads have no setting {setting!r}.", remedy)
 
 

@@ -69,4 +69,4 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
         return self._logits(self.graph_block(memory, inputs_BX, slots)[:, :stop])
 
     def _logits(self, hidden_BSE: Tensor) -> Tensor:
-        return self.finish_logits(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))
+        return self.transform_logits(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))

@@ -134,7 +134,7 @@ class DSparkHead(SolvedBlockHead):
 
     def _correct_logits(self, logits_B1D: Tensor, tokens_BW: Tensor) -> Tensor:
         markov_BWR = self.markov_embed(tokens_BW, logits_B1D)
-        return self.finish_logits(logits_B1D + linear(markov_BWR, self.markov_lm_head_DR))
+        return self.transform_logits(logits_B1D + linear(markov_BWR, self.markov_lm_head_DR))
 
     def level(
         self, session: BlockSession, root_B: Tensor, tokens_BW: IntArray, parents_BW: IntArray, depths: range

@@ -1,20 +1,20 @@
 """EAGLE-3: one decoder layer over fused states of several target layers (Li et al., arXiv 2503.01840).
 
-A linear map fuses three aux hidden states. Attention reads the norms of the next token's embedding and of the fused
-state, the residual stream starts from the fused state, and the layer's output is the next step's fused state. The heads
-have their own final norm and LM head over the draft vocabulary. EAGLE-3.1 norms every aux hidden state before the map
-and feeds back the output after the final norm. On tokens a b c d e, the draft from the states after `b` (see
-`headstart.heads.parts.recurrent`):
+A linear map fuses three aux hidden states. Attention reads the RMS-normalized embedding of the next token and the
+normalized fused state, the residual stream starts from the fused state, and the layer's output is the next step's fused
+state. The heads have their own final norm and LM head over the draft vocabulary. EAGLE-3.1 norms every aux hidden state
+before the map and feeds back the output after the final norm. On tokens a b c d e, the draft from the states after `b`
+(see `headstart.heads.parts.recurrent`):
 
-    step 0   fused(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
-    step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
+    step 0   fused(b), emb(c) -> d                      attends to the entries of a and b; b's is the step itself
+    step 1   its own output of step 0, emb(d) -> e      attends to the entries of a and b, and to itself
 
 Serving engines read this layout. With `init: transition` two parts are solved before training: a linear prediction of
 the next final state from a final state and the next token's embedding, stored in own-position heads (see
 `own_position`; the published layer has no other place for it), and induction heads (see `induction`).
 
-Shape suffixes: B rows, T tokens, E hidden size, M positions, N key heads, P distances, R pairs of a head, X = aux
-layers * E (of final states: flat positions), I attention inputs, J inputs of the solved map.
+Shape suffixes: B rows, T tokens, E hidden size, M selected positions, S = B * T flat positions, N key heads, P
+distances, R pairs of a head, X = aux layers * E, I attention inputs, J inputs of the solved map.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
-"""Tokens per input dimension to fit token codes on: `_ROWS`, but only `_FEW_ROWS` beyond `_MANY` tokens in total."""
+"""Tokens for the fits: `_ROWS` per input dimension, capped at the larger of `_MANY` and `_FEW_ROWS` per dimension."""
 _BLOCK = 8192
 """Embeddings per chunk."""
 _CHECK_LENGTH, _CHECK_TOKENS = 1024, 8192
@@ -67,8 +67,8 @@ class Eagle3Config(RecurrentConfig):
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; engines expect one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
-        description="Target layers to read, as indices of transformers' hidden_states; (2, L // 2, L - 3), and "
-        "(2, L // 2, L - 1) with heads.init=transition.",
+        description="Target layers to read: n is the output of layer n, before the final norm even for the last one, "
+        "L. By default (2, L // 2, L - 3), and (2, L // 2, L - 1) with heads.init=transition.",
     )
     aux_norms: bool = Field(False, description="Normalise each aux hidden state before the fusion (EAGLE-3.1).")
     qk_norm: bool = Field(
@@ -179,9 +179,9 @@ class Eagle3Head(RecurrentHead):
         return fused
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        attended = norm_and_concat([self.embedding_norm, self.hidden_norm], [embedded, feedback])
+        attention_input = norm_and_concat([self.embedding_norm, self.hidden_norm], [embedded, feedback])
         size = embedded.shape[-1]
-        return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
+        return attention_input, attention_input.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
     def embedding_input(self, like: Tensor) -> draft_kernels.EmbeddingInput | None:
         table_VE, config = self.target_embeddings, self.config
@@ -251,10 +251,10 @@ class Eagle3Head(RecurrentHead):
             nonlocal scale
             if not first:
                 first.append(batch)
-            final_XE, origin_M = batch.states[FINAL].flatten(0, 1).float(), supervised_origins(batch.supervised_BT, 0)
+            final_SE, origin_M = batch.states[FINAL].flatten(0, 1).float(), supervised_origins(batch.supervised_BT, 0)
             read_MX = self.norm_states(self.select_states(batch.states).flatten(0, 1)[origin_M].float())
             scale += float(read_MX[:, -size:].square().mean(-1).sqrt().sum())
-            return read_MX, [final_XE[origin_M + 1] / self.norm.weight.float()]
+            return read_MX, [final_SE[origin_M + 1] / self.norm.weight.float()]
 
         start = LinearStart([self.fc.in_features], self.fc.out_features, self.target_embeddings.device)
         for map_EX in start.solve(batches, read):
@@ -281,7 +281,8 @@ class Eagle3Head(RecurrentHead):
             return
         layer, own = self.layers[0], self.config.own_heads
         layer.own_heads = 0
-        if own == self.config.num_key_value_heads or self.config.qk_norm:  # norms are shared, and learn
+        # All heads share the q/k norms, which stay trainable.
+        if own == self.config.num_key_value_heads or self.config.qk_norm:
             return
         minimum, tokens = 1.0, 0
         for batch in batches:
@@ -289,7 +290,7 @@ class Eagle3Head(RecurrentHead):
             input_BTI = self._attention_input(states_BTX, _next_tokens(batch)[:, :_CHECK_LENGTH])
             queries, keys, _ = self._read_layer(input_BTI)
             weight_N = own_position.self_weights(queries[:, :own], keys[:, :own]).mean((0, 2, 3))
-            minimum, tokens = min(minimum, float(weight_N.min())), tokens + input_BTI.shape[1]
+            minimum, tokens = min(minimum, float(weight_N.min())), tokens + input_BTI.shape[:2].numel()
             if tokens >= _CHECK_TOKENS:
                 break
         layer.own_heads = own if minimum >= own_position.MIN_SELF_WEIGHT else 0
@@ -339,20 +340,20 @@ class Eagle3Head(RecurrentHead):
         size, layer, own = self.config.hidden_size, self.layers[0], self.config.own_heads
         self._set_own_heads(first)
         self.fc.weight.copy_(self._fit_final_state_map(first))
-        copies = self._solve_induction(first)
+        has_induction = self._solve_induction(first)
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_BTE, origin_M = batch.states[FINAL].float(), supervised_origins(batch.supervised_BT, 0)
             input_BTI = self._attention_input(self.select_states(batch.states).float(), _next_tokens(batch))
             parts = [input_BTI]
-            if copies:
+            if has_induction:
                 queries, keys, values = self._read_layer(input_BTI)
                 parts.append(concat_heads(causal_attention(queries[:, own:], keys[:, own:], values[:, own:])))
             read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
             return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
 
         own_width = layer.o.in_features // self.config.num_key_value_heads * own
-        copied_width = layer.o.in_features - own_width if copies else 0
+        copied_width = layer.o.in_features - own_width if has_induction else 0
         start = LinearStart([2 * size + copied_width], size, self.target_embeddings.device)
         for map_EJ in start.solve(chain(first, batches), read):
             gram_JJ = start.gram_FF / start.rows
@@ -367,7 +368,7 @@ class Eagle3Head(RecurrentHead):
             linear_EI = map_EJ[:, : 2 * size].clone()
             linear_EI[:, size:] -= residual * torch.eye(size).to(linear_EI)
             own_position.store_map(layer, own, linear_EI, gram_JJ[: 2 * size, : 2 * size])
-            if copies:
+            if has_induction:
                 layer.o.weight[:, own_width:] = map_EJ[:, 2 * size :]
 
     def _attention_input(self, states_BTX: Tensor, next_BT: Tensor) -> Tensor:
@@ -403,8 +404,8 @@ class Eagle3Head(RecurrentHead):
         embedded_ME = torch.cat([self.embed_tokens(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
         embedded_ME = rms_norm(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
-        final_ME, spare = aux_MX @ fused_EX.T, self.config.own_heads
-        code = induction.solve(self.layers[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
+        final_ME, own = aux_MX @ fused_EX.T, self.config.own_heads
+        code = induction.solve(self.layers[0], slow, aux_MX, final_ME, own_ME=embedded_ME, skip_heads=own)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)

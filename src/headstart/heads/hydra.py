@@ -180,7 +180,7 @@ class HydraHead(ResidualHead):
 
     def _logits(self, input_BWF: Tensor, depth: int) -> Tensor:
         head = self.heads[depth]
-        return self.finish_logits(linear(head(input_BWF), self._lm_head(head), self.lm_bias_D))
+        return self.transform_logits(linear(head(input_BWF), self._lm_head(head), self.lm_bias_D))
 
     def _lm_head(self, head: HydraStep) -> Tensor:
         return self.lm_head_DE if head.lm_head_DE is None else head.lm_head_DE

@@ -101,8 +101,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fit head k's input map (or else its LM head) by ridge regression to h_{t+k+1}, the target's state for the
-        same token. Unfitted heads confidently predict the target's next token."""
+        """Fit head k's input map (or else its LM head) by ridge regression to h_{t+k+1}, the state from
+        which the target predicts the same token. Unfitted heads confidently predict the target's next token."""
         if self.input_KEF is None and self.config.shared_lm_head:
             return
         size = self.config.hidden_size
@@ -133,7 +133,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
     def parts(self) -> list[tuple[Tensor | None, Tensor, Tensor, Tensor]]:
         """Return input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
 
-        Unbinds once. Indexing would give each head a gradient of the whole stack, a fifth of a training step.
+        Unbinds once: indexing would materialize one stack-sized gradient per head, which takes a fifth of a training
+        step.
         """
         lm_heads = [self.lm_head_DE] * self.draft_steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
@@ -212,4 +213,4 @@ class MedusaHead(ResidualHead, OneForwardHead):
         for input_EF, weight_LEE, bias_LE, lm_head_DE in self.parts()[depths.start : depths.stop]:
             hidden_BE = head_hidden(input_BF, input_EF, weight_LEE, bias_LE)
             logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
-        return self.finish_logits(torch.stack(logits, dim=1))
+        return self.transform_logits(torch.stack(logits, dim=1))

@@ -31,7 +31,7 @@ from headstart.heads.parts.cache import WriteKV
 from headstart.heads.parts.final_state import FinalStateHead
 from headstart.heads.parts.layer import Angles, DraftLayer, LayerConfig, Rotary, norm_and_concat, norm_scale
 from headstart.heads.parts.native_module import Attend, NativeModule, NativeSettings, native_fields
-from headstart.heads.parts.recurrent import Mix, RecurrentConfig
+from headstart.heads.parts.recurrent import AttendLayer, RecurrentConfig
 from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.heads.parts.unrolled_text import UnrolledText
 from headstart.heads.settings import FromTarget
@@ -194,14 +194,20 @@ class MtpHead(FinalStateHead):
         return text.gather_origins(stream) if first else stream
 
     def _run_layers(
-        self, feedback_BWE: Tensor, tokens_BW: Tensor, rotary: Angles, put: WriteKV, mix: Mix, last_B: Tensor | None
+        self,
+        feedback_BWE: Tensor,
+        tokens_BW: Tensor,
+        rotary: Angles,
+        put: WriteKV,
+        attend_layer: AttendLayer,
+        last_B: Tensor | None,
     ) -> Tensor:
         if self.native is None:
-            return super()._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+            return super()._run_layers(feedback_BWE, tokens_BW, rotary, put, attend_layer, last_B)
 
         def attend_cached(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             put(0, keys, values)
-            return mix(0, queries, None)
+            return attend_layer(0, queries, None)
 
         stream_BWE, _, _ = self._run_native(feedback_BWE, tokens_BW, rotary, attend_cached)
         if last_B is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from headstart.decode.options import explained, option
+from headstart.decode.options import document_options, option
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Exact = Literal["auto", "bits", "tokens"]
 Quantization = Literal["none", "int8", "int4"]
 
 
-@explained
+@document_options
 @dataclass(frozen=True)
 class LoadOptions:
     """How heads and their target are loaded. A target that is loaded already keeps dtype, device and quantization."""
@@ -28,17 +28,19 @@ class LoadOptions:
         "tokens (auto): equal up to rounding at near-ties.",
     )
     quantization: Quantization | None = option(
-        None, "Quantise the target's linear layers (needs torchao).", shown="as when the heads were exported or tuned"
+        None,
+        "Quantise the target's linear layers (needs torchao).",
+        default_text="as when the heads were exported or tuned",
     )
     revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
     trust_remote_code: bool = option(False, "Run Python code from the target's folder or repository.")
-    token: str | bool | None = option(None, "Hub token; by default from `hf auth login` or HF_TOKEN.", typed=False)
-    tokenizer: Any = option(None, "Tokenizer of a target that is a loaded transformers model.", typed=False)
+    token: str | bool | None = option(None, "Hub token; by default from `hf auth login` or HF_TOKEN.", on_cli=False)
+    tokenizer: Any = option(None, "Tokenizer of a target that is a loaded transformers model.", on_cli=False)
     log: Any = option(
-        None, "Folder, or headstart.data.served.log.RequestLog, to log requests and answers in.", typed=False
+        None, "Folder, or headstart.data.served.log.RequestLog, to log requests and answers in.", on_cli=False
     )
     follow: bool = option(
-        False, "If heads is a link that `headstart adapt` moves: switch to newer heads between requests.", typed=False
+        False, "If heads is a link that `headstart adapt` moves: switch to newer heads between requests.", on_cli=False
     )
 
 

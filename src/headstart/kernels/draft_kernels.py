@@ -270,7 +270,7 @@ class Recurrent:
             self._weights.embedding_norm, self._weights.fed_norm = map(address, norms_E)
             self._weights.vocabulary, self._weights.normed_stream = len(table_VE), normed_stream
 
-    def read(
+    def run_from_hidden(
         self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, views: Sequence[KVView]
     ) -> tuple[Tensor, Tensor]:
         """Run a level from the first layer's input and the residual stream: logits [B, requested of a row, D] and
@@ -278,7 +278,7 @@ class Recurrent:
         read_BWI, stream_BWE = read_BWI.contiguous(), stream_BWE.contiguous()
         return self._level(functions, stream_BWE, stream_BWE.shape, (read_BWI, stream_BWE, None, None, None), views)
 
-    def enter(
+    def run_from_tokens(
         self, functions: Any, tokens_BW: Tensor, parents: array[int] | None, above_BWX: Tensor, views: Sequence[KVView]
     ) -> tuple[Tensor, Tensor]:
         """Run a level from tokens (int64) through `embedding_input`. `above_BWX` is the previous level's feedback,
@@ -296,7 +296,7 @@ class Recurrent:
         return self.embedding_input is not None and self.embedding_input.fusion is not None
 
     def grow(
-        self, functions: Any, pending: array[int], above_1PX: Tensor, views: Sequence[KVView], how: Growth
+        self, functions: Any, pending: array[int], above_1PX: Tensor, views: Sequence[KVView], growth: Growth
     ) -> Tree:
         """Grow one row's tree; the last pending token is its root. `above_1PX` are the target states before each of
         them, `views` describe their entries.
@@ -304,11 +304,11 @@ class Recurrent:
         Raises:
             IndexError: the table has no such token.
         """
-        above_1PX, most = above_1PX.contiguous(), how.request.max_nodes
+        above_1PX, most = above_1PX.contiguous(), growth.request.max_nodes
         at = (_KVView * len(views))(*(view.for_c(above_1PX.dtype) for view in views))
         nodes, probs, drafted = array("q", bytes(8 * 4 * most)), array("d", bytes(8 * 2 * most)), ctypes.c_int64()
         nodes[0] = pending[-1]
-        weights, rules = ctypes.byref(self._weights), ctypes.byref(how.for_c())
+        weights, rules = ctypes.byref(self._weights), ctypes.byref(growth.for_c())
         inputs = weights, rules, at, pending.buffer_info()[0], above_1PX.data_ptr()
         outputs = nodes.buffer_info()[0], probs.buffer_info()[0], ctypes.byref(drafted), torch.get_num_threads()
         size = functions.grow(*inputs, *outputs)

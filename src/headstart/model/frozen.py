@@ -28,7 +28,7 @@ from headstart.model.identity import (
     sketch,
     vocabulary_hash,
 )
-from headstart.model.lm_head import Finish, dequantized, plain_weight
+from headstart.model.lm_head import LogitTransform, dequantized, plain_weight
 from headstart.replay.chains import LINEAR_ATTENTION
 from headstart.support.detokenizer import AnswerMarkup, answer_text
 
@@ -190,11 +190,11 @@ class FrozenModel:
     def lm_head(self, final_state: Tensor) -> Tensor:
         """Compute logits [..., V] from FINAL states, on the states' device."""
         logits: Tensor = self.model.get_output_embeddings()(final_state)
-        return self.finish(logits.to(final_state.device))
+        return self.logit_transform(logits.to(final_state.device))
 
     @cached_property
-    def finish(self) -> Finish:
-        return Finish.of(self.config)
+    def logit_transform(self) -> LogitTransform:
+        return LogitTransform.of(self.config)
 
     @property
     def lm_head_weight(self) -> Tensor:

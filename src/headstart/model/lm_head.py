@@ -16,7 +16,7 @@ _COLUMNS = 256
 
 
 @dataclass(frozen=True)
-class Finish:
+class LogitTransform:
     """Scaling of LM head outputs: factor (Cohere), divisor (Granite), soft cap (Gemma 2)."""
 
     factor: float | None = None
@@ -24,7 +24,7 @@ class Finish:
     cap: float | None = None
 
     @classmethod
-    def of(cls, config: Any) -> Finish:
+    def of(cls, config: Any) -> LogitTransform:
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         return cls(*(getattr(config, name, None) for name in names))
 

@@ -46,7 +46,8 @@ _MAX_PADDING = 64
 @dataclass
 class TargetOutput:
     """Next-token logits (T is 1 after a prefill) and aux hidden states [B, T, E] by layer: k > 0 is the output of layer
-    k (transformers' `hidden_states[k]`), 0 the embeddings, FINAL the state after the final norm."""
+    k, 0 the embeddings, FINAL the state after the final norm. As transformers' `hidden_states`, except that its last
+    entry is FINAL."""
 
     logits_BTV: Tensor
     aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class Target(FrozenModel):
     def kv_bytes_by_device(self) -> dict[torch.device, int]:
         count: Counter[torch.device] = Counter()
         for layer in self.kv_layers:
-            count[layer.device] += layer.bytes
+            count[layer.device] += layer.bytes_per_slot
         return dict(count)
 
     def forward_bytes(self, rows: int, slots: int) -> tuple[int, int]:
@@ -415,8 +416,9 @@ class Target(FrozenModel):
         self, replay: Replay, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
     ) -> Outputs:
         """`_read_tree` for a CUDA graph, independent of values on the host."""
-        positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
-        mask = tree_mask(inputs.lengths_B1, inputs.visible_BNN, positions_BN, self.window, self.dtype, seen, more=True)
+        lengths_B1, visible_BNN = inputs.lengths_B1, inputs.visible_BNN
+        positions_BN = (lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
+        mask = tree_mask(lengths_B1, visible_BNN, positions_BN, self.window, self.dtype, seen, padded_slots=True)
         forward = ForwardContext(mask, aux_layers, window=self.window)
         out = self._replay(replay, forward, cache, inputs.tokens_BN, positions_BN)
         return out.logits_BTV, out.aux_hidden_states

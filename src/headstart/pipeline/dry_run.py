@@ -19,9 +19,9 @@ from headstart.model.model import Target
 from headstart.pipeline.workload import Lengths, Speeds
 from headstart.recipes.recipe import Recipe
 from headstart.train.batches import sample_anchors, subsample
+from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
-from headstart.train.summing import Teacher, batch_loss
 
 SECONDS = 30.0
 """Wall-clock target of a dry run. Work in progress is completed, so each measurement starts small."""

@@ -26,7 +26,7 @@ def generation_servers(run: Run) -> Iterator[Servers | None]:
     A UserError where an engine does not start.
     """
     data, target = run.recipe.data, run.described
-    if not data.server:
+    if not data.server or not data.own_answers:
         yield None
     elif data.engine is None:
         yield Servers(data.server, target, data.server_requests)
@@ -39,8 +39,9 @@ def generation_servers(run: Run) -> Iterator[Servers | None]:
 
 def _engines(run: Run, name: str) -> list[Server]:
     """Return engines of the run's target, not started: one for each group of GPUs."""
-    engine, spec, data = ENGINES[name], run.recipe.target.spec, run.recipe.data
-    if run.recipe.target.adapter or run.recipe.target.quantization != "none":
+    engine, section, data = ENGINES[name], run.recipe.target, run.recipe.data
+    spec = section.spec
+    if section.adapter or section.quantization != "none":
         raise UserError(
             f"{name} serves {spec} alone, without target.adapter and target.quantization.",
             "Start a server of that model yourself and give its address as data.server, or set data.server=null.",
@@ -48,16 +49,21 @@ def _engines(run: Run, name: str) -> list[Server]:
     target = engine.target_argument(loadable_folder(spec), gguf_file(spec) if engine.needs_gguf else None)
     if not target:
         raise UserError(f"{name} needs a GGUF file, and {spec} is none.", "Set data.server=vllm or null.")
+    options = list[str]()
+    if not engine.needs_gguf:
+        options += ["--revision", section.revision] if section.revision else []
+        options += ["--dtype", section.dtype] if section.dtype != "auto" else []
+        options += ["--trust-remote-code"] if section.trust_remote_code else []
     return [
         Server(
             engine,
             target,
-            (),
+            options,
             run.folder / LOGS / f"{name}-{number}.log",
             command=data.server_command,
             options=data.server_arguments,
             gpus=gpus,
             many=True,
         )
-        for number, gpus in enumerate(gpu_groups(data.server_arguments))
+        for number, gpus in enumerate([""] if engine.needs_gguf else gpu_groups(data.server_arguments))
     ]

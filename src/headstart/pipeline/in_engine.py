@@ -6,7 +6,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
@@ -69,8 +69,11 @@ def _engine_named(name: str) -> ServingEngine:
 
 
 @contextmanager
-def _exported(folder: Path, target: str | None, options: ServingOptions) -> Iterator[_Servable]:
-    """Export heads for the engine of the options into a temporary folder; logs are kept if an error refers to them."""
+def _exported(folder: Path, target: str | None, options: ServingOptions, requests: int = 1) -> Iterator[_Servable]:
+    """Export heads for the engine of the options into a temporary folder; logs are kept if an error refers to them.
+
+    Servers answer at most `requests` at a time.
+    """
     engine, groups = _engine_named(options.engine), gpu_groups(options.engine_arguments)
     gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
     with _work_folder() as place:
@@ -82,15 +85,18 @@ def _exported(folder: Path, target: str | None, options: ServingOptions) -> Iter
                 f"Say where {engine.name} finds it with --engine-target.",
             )
 
+        plain = [] if engine.needs_gguf else exported.facts.server_options
+
         def start(drafting: Sequence[str], name: str) -> Server:
             return Server(
                 engine,
                 served,
-                drafting,
+                drafting or plain,
                 place / "logs" / f"{name}.log",
                 command=options.engine_command,
                 options=options.engine_arguments,
                 gpus=gpus[bool(drafting)],
+                requests=requests,
             )
 
         yield _Servable(engine, exported, served, start)
@@ -154,18 +160,24 @@ def evaluate_in_engine(
 ) -> dict[str, Any]:
     """Measure heads in a serving engine on questions, against the engine without them, through its API.
 
-    Two servers answer in turns. A batch of the options is that many concurrent requests. The number of drafts is that
+    Two servers answer in turns, one request at a time and as many as `sweep_batch` says. The number of drafts is that
     of `tune_in_engine`, or else of the format.
 
     Returns the content of results.json, see `headstart.eval.evaluate`. A UserError for options of headstart's own loop.
     """
-    unused = [item.name for item in fields(EvalOptions) if item.name in _OF_OUR_LOOP and _is_set(options, item)]
-    if unused:
-        raise UserError(f"--{unused[0].replace('_', '-')} is for headstart's own loop.", "Leave it out with --engine.")
-    with console.status("exporting") as status, _exported(heads_folder(heads), target, serving) as servable:
+    defaults = EvalOptions()
+    own = [item.name for item in fields(EvalOptions) if item.name not in _FOR_ENGINES]
+    if unused := [name for name in own if getattr(options, name) != getattr(defaults, name)]:
+        problem = f"--{unused[0].replace('_', '-')} is for headstart's own loop."
+        raise UserError(problem, "Leave it out with --engine; --sweep-batch sets concurrent requests.")
+    requests = max((1, *options.sweep_batch))
+    with console.status("exporting") as status, _exported(heads_folder(heads), target, serving, requests) as servable:
         engine, exported = servable.engine, servable.exported
-        facts = exported.facts
-        reads = unloaded(facts.spec, trust_remote_code=facts.trust_remote_code) or load_target(facts.spec)
+        facts, published = exported.facts, exported.published
+        trusted = facts.trust_remote_code
+        reads = unloaded(facts.spec, trust_remote_code=trusted) or load_target(
+            facts.spec, device="cpu", trust_remote_code=trusted
+        )
         variables = options.chat_template_kwargs or dict(facts.chat_template_kwargs)
         tokenizer = with_template_kwargs(reads.tokenizer, variables)
         questions = select_questions(reads, tokenizer, questions, options, console)
@@ -173,22 +185,26 @@ def evaluate_in_engine(
         status.update(f"starting {engine.name}")
         with servable.start((), "plain") as plain, servable.start(drafting, "heads") as drafted:
             status.stop()
-            methods = {HEADS: Served(drafted, options), PLAIN: Served(plain, options)}
-            asked = reads.with_tokenizer(tokenizer)
-            results = measure_methods(asked, questions, options, methods, compare_texts, console)
+            method = Served(drafted, options, has_heads=True)
+            methods = {HEADS: method, PLAIN: Served(plain, options, has_heads=False)}
+            templated = reads.with_tokenizer(tokenizer)
+            results = measure_methods(templated, questions, options, methods, compare_texts, console)
+            if not method.drafts:
+                raise UserError(f"{engine.name} loaded the heads and drafted nothing.", f"See its log: {drafted.log}")
             environment = {"engine": f"{engine.name} {plain.version()}".strip(), "command": shlex.join(drafted.words)}
-    published = exported.published
-    results["settings"]["heads"] = {"family": kind_of(published), "drafts in a row": str(published.steps)}
+    results["settings"] |= {
+        "heads": {"family": kind_of(published), "drafts in a row": str(published.steps)},
+        "served": Path(servable.target).name,
+    }
     # Counters do not tell the order of rounds within an answer, which these need.
     return {**results, "places": [], "replays": [], "environment": {**environment, **machine()}}
 
 
-_OF_OUR_LOOP = ("drafter", "tree", "compare", "draft", "verifier", "deterministic", "min_new_tokens", "baselines")
-"""Options of `eval` without a meaning for engines."""
-
-
-def _is_set(options: EvalOptions, item: Field[Any]) -> bool:
-    return bool(getattr(options, item.name) != item.default)
+_FOR_ENGINES = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "chat_template_kwargs"),
+    *("limit", "sweep_batch", "multi_turn", "heads_name", "questions_name"),
+)
+"""Options of `eval` that apply to engines."""
 
 
 def _workload(

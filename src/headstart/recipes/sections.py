@@ -6,7 +6,9 @@ Fingerprints and identities of artifacts follow from the role of each field (`he
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+import shlex
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -183,6 +185,24 @@ class DataSection(Section):
     def engine(self) -> str | None:
         """Name of the engine that a run starts; None for running servers, or without any."""
         return self.server[0] if self.server and "://" not in self.server[0] else None
+
+    @model_validator(mode="after")
+    def _options_of_an_engine(self) -> Self:
+        given = next((name for name in ("server_command", "server_arguments") if getattr(self, name)), None)
+        if given and self.engine is None:
+            raise UserError(f"data.{given} is for an engine that the run starts.", f"Set data.server: {ENGINES}.")
+        try:
+            shlex.split(self.server_command), shlex.split(self.server_arguments)
+        except ValueError as error:
+            raise UserError(f"data.{given} cannot be split into words: {error}.", "Close its quotes.") from None
+        return self
+
+    @property
+    def server_numerics(self) -> list[str]:
+        """Arguments of the run's engine that change what it generates."""
+        words = shlex.split(self.server_arguments.replace("=", " "))
+        flags = ("--dtype", "--quantization", "-q", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v")
+        return [f"{flag} {value}" for flag, value in pairwise(words) if flag in flags]
 
     @property
     def own_answers(self) -> bool:

@@ -28,7 +28,7 @@ from headstart.kernels.cpu_attention import few_tokens_attention
 
 NAME = "headstart"
 CHUNK = 1024
-"""Prefill chunk size in tokens; no mask has more rows."""
+"""Prefill chunk size in tokens; no causal mask has more rows."""
 
 
 class TreeMask:
@@ -59,15 +59,15 @@ def tree_mask(
     window: int | None,
     dtype: torch.dtype,
     seen: int,
-    more: bool = False,
+    padded_slots: bool = False,
 ) -> TreeMask | None:
     """Build the masks of a tree: the committed prefix, then the tree's visibility. None if a single token sees all.
 
-    An input's B is 1 if all rows share it. `seen` counts the visible slots, tree included; with `more`, unused slots
-    follow the tree.
+    An input's B is 1 if all rows share it. `seen` counts the visible slots, tree included; with `padded_slots`, unused
+    ones follow the tree.
     """
     width, device = positions_BT.shape[1], positions_BT.device
-    one_length = lengths_B1.shape[0] == 1 and not more
+    one_length = lengths_B1.shape[0] == 1 and not padded_slots
     windowed = window is not None and seen > window
     if width == 1 and one_length and not windowed:
         return None
@@ -107,7 +107,8 @@ class ForwardContext:
     Attributes:
         mask: None for a causal forward, or a single token that sees everything.
         aux_layers: layers to capture; their hidden states go to `states`.
-        text_lengths_BT: per token, the length of its text when plain decoding reads the token; None if unused.
+        text_lengths_BT: text length at the forward in which plain decoding would read the token: the whole prompt's
+            for prompt tokens, position + 1 for tree nodes. None if unused.
         text_length_range: minimum and maximum of `text_lengths_BT`.
         causal: whether the tokens are the last of one text, so that a causal mask suffices.
         batch_invariant: whether rows must be batch-invariant (see `Target.exact`).
@@ -163,7 +164,7 @@ def disable_cudnn_attention() -> None:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreOptions:
     """Options of a layer's attention scores: scaling (None: 1 / sqrt(D)), soft cap (Gemma 2), and a sink per query head
     (gpt-oss)."""
 
@@ -195,7 +196,7 @@ def tree_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of new tokens [B, Q, T, D] over slots [B, H, S, D]; returns ([B, T, Q, D_v], None)."""
-    forward, scores = current_forward(), Scores(scaling, softcap, s_aux)
+    forward, scores = current_forward(), ScoreOptions(scaling, softcap, s_aux)
     assert forward is not None, "selected by `patch.Config` in our forwards only"
     if forward.recording is not None:
         return forward.recording.attend(query, key, value, scores, sliding_window is not None), None
@@ -205,7 +206,9 @@ def tree_attention(
     return attend(forward, query, key, value, scores, sliding_window is not None), None
 
 
-def attend(forward: ForwardContext, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
+def attend(
+    forward: ForwardContext, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions, sliding: bool
+) -> Tensor:
     """Run a layer's attention in a headstart forward: [B, T, Q, D_v]."""
     rows, query_heads, new_tokens, size = query.shape
     heads = key.shape[1]
@@ -218,7 +221,7 @@ def attend(forward: ForwardContext, query: Tensor, key: Tensor, value: Tensor, s
         attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), *visible)
         if attended is not None:
             return attended
-    assert not forward.batch_invariant, "refused where C does not serve"
+    assert not forward.batch_invariant, "batch-invariant forwards require the C attention kernel"
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
     if forward.mask is not None and sliding and forward.mask.sliding_start:
         key, value = (part[:, :, forward.mask.sliding_start :] for part in (key, value))
@@ -237,7 +240,7 @@ def visible_range(
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores = Scores(), window: int | None = None
+    query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions = ScoreOptions(), window: int | None = None
 ) -> Tensor:
     """Attention of the last T tokens of a text [B, Q, T, D] over all of it [B, H, S, D]; returns [B, Q, T, D_v]. Chunks
     the queries where a mask is needed, so that memory does not grow with T * S."""
@@ -272,7 +275,7 @@ def _causal_mask(new: int, seen: int, window: int | None, like: Tensor) -> Tenso
     return like.new_zeros(1, 1, new, seen).masked_fill_(~allowed, float("-inf"))
 
 
-def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: ScoreOptions) -> Tensor:
     """Attend with [B, H, G * T, D] under an additive mask."""
     if scores.fits_sdpa:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
@@ -280,7 +283,7 @@ def _masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def _eager_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Scores = Scores()
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions = ScoreOptions()
 ) -> Tensor:
     """Attend with soft caps or sinks, which sdpa lacks; scores in float32."""
     scores = torch.matmul(query, key.transpose(2, 3)).float().mul_(options.scale(query.shape[-1]))

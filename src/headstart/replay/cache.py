@@ -43,7 +43,7 @@ class KVLayout:
         return cls((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device)
 
     @property
-    def bytes(self) -> int:
+    def bytes_per_slot(self) -> int:
         return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize
 
 
@@ -96,7 +96,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new: list[tuple[Tensor, ...]] = []
         self._visible: list[tuple[Tensor, ...]] = []
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
+        self._device_lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
 
     @classmethod
     def of(cls, memory: KVMemory, rows: int) -> TreeCache:
@@ -172,7 +172,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
     ) -> None:
         """Keep each row's accepted path (node indices of the last forward, in order); an empty path drops them all.
-        `paths_BP`, the paths on the device, padded with any node, and `counts_B`, their lengths, save uploads."""
+        Optional device copies save uploads: `paths_BP`, padded with any node, and the path lengths `counts_B`."""
         moved = [
             (row, self.lengths[row] + node, self.lengths[row] + index)
             for row, path in enumerate(paths)
@@ -199,21 +199,21 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
                 rows, sources, indices = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
                 store[:, rows, :, indices] = store[:, rows, :, sources]
-        known = None if counts_B is None else self._lengths.get(counts_B.device)
-        carried = known is not None and known[0] == self.lengths
+        known = None if counts_B is None else self._device_lengths.get(counts_B.device)
+        device_lengths_valid = known is not None and known[0] == self.lengths
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
-        if carried and known is not None and counts_B is not None:
-            self._lengths[counts_B.device] = list(self.lengths), known[1] + counts_B[:, None]
+        if device_lengths_valid and known is not None and counts_B is not None:
+            self._device_lengths[counts_B.device] = list(self.lengths), known[1] + counts_B[:, None]
 
     def lengths_B1(self, device: torch.device) -> Tensor:
         """Return committed lengths, int64 [B, 1], or [1, 1] if all are equal. They stay on the device across commits
         with `counts_B`."""
         if len(set(self.lengths)) == 1:
             return torch.full((1, 1), self.lengths[0], device=device)
-        known = self._lengths.get(device)
+        known = self._device_lengths.get(device)
         if known is None or known[0] != self.lengths:
-            self._lengths[device] = known = list(self.lengths), upload(self.lengths, device)[:, None]
+            self._device_lengths[device] = known = list(self.lengths), upload(self.lengths, device)[:, None]
         return known[1]
 
     def reorder(self, rows: Sequence[int]) -> None:
@@ -232,12 +232,12 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part = copy.copy(self)
         part.stores = [store[:, start:stop] for store in self.stores]
         part.lengths = self.lengths[start:stop]
-        part._slots, part._lengths, part.memory = {}, {}, None
+        part._slots, part._device_lengths, part.memory = {}, {}, None
         part._new, part._visible = [], []
         return part
 
     def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:
-        """Return this cache if it fits `needed` tokens, else a copy with twice that capacity."""
+        """Return this cache if it fits `needed` tokens, else a copy with a capacity of 2 * `needed`."""
         if needed <= self.capacity:
             return self
         other = new_cache(self.rows, 2 * needed)

@@ -64,7 +64,7 @@ class ChainCache:
 
     def __init__(self, config: Any, rows: int) -> None:
         self._config = config
-        self.rows_B = [Row(config) for _ in range(rows)]
+        self.row_states = [Row(config) for _ in range(rows)]
         self._check: Callable[[], None] | None = None
         self.lengths = [0] * rows
         self.chains: list[list[int]] = [[] for _ in range(rows)]
@@ -79,13 +79,13 @@ class ChainCache:
 
     @property
     def rows(self) -> int:
-        return len(self.rows_B)
+        return len(self.row_states)
 
     def commit(
         self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
     ) -> None:
         """See `TreeCache.commit`."""
-        for number, (row, path) in enumerate(zip(self.rows_B, paths, strict=True)):
+        for number, (row, path) in enumerate(zip(self.row_states, paths, strict=True)):
             assert list(path) == list(range(len(path))), "the target reads chains"
             row.accept(self.chains[number], len(path))
             self.lengths[number] += len(path)
@@ -97,12 +97,12 @@ class ChainCache:
             self.commit([[]] * self.rows)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        self.rows_B = [self.rows_B[row] for row in rows]
+        self.row_states = [self.row_states[row] for row in rows]
         self.lengths, self.chains = [self.lengths[row] for row in rows], [self.chains[row] for row in rows]
 
     def slice_rows(self, start: int, stop: int) -> ChainCache:
         part = copy.copy(self)
-        part.rows_B, part.lengths = self.rows_B[start:stop], self.lengths[start:stop]
+        part.row_states, part.lengths = self.row_states[start:stop], self.lengths[start:stop]
         part.chains = self.chains[start:stop]
         return part
 
@@ -114,7 +114,7 @@ class ChainCache:
         return copied
 
     def load_row(self, row: int, other: ChainCache) -> None:
-        self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
+        self.row_states[row], self.lengths[row] = copy.deepcopy(other.row_states[0]), other.lengths[0]
 
 
 def read_chains(
@@ -131,7 +131,7 @@ def read_chains(
     cache.check()
     cache.forget()
     logits, states = [], []
-    for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
+    for number, (row, tokens) in enumerate(zip(cache.row_states, rows, strict=True)):
         chunks = []
         size = CHUNK if last_only else len(tokens)
         for start in range(0, len(tokens), size):

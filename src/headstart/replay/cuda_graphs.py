@@ -1,9 +1,9 @@
 """CUDA graphs of target forwards, which avoid launch overhead.
 
 Takes a batch of trees, a cache and a capturable forward; gives its logits and hidden states. There is one graph per
-bucket: rows and visible slots in powers of two, widths of `WIDTHS`, and the aux layers. Tokens, depths, visibility and
-lengths are copied to static buffers; the graph computes positions, masks and slots. Padding nodes are computed and
-their outputs ignored.
+bucket: rows and visible slots in powers of two, capped at those of the memory, widths of `WIDTHS`, and the aux layers.
+Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
+Padding nodes are computed and their outputs ignored.
 
 Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `GraphPool`
 also serves the graphs of draft heads (see `drafters.draft_graphs`).
@@ -35,7 +35,7 @@ _MIN_SLOTS = 128
 _ROUND_UP_SHARE = 0.25
 """Maximum share of free memory that a cache takes after rounding up to a power of two."""
 _MAX_SPARES, _SPARES_SHARE = 4, 0.1
-"""Maximum spare memories (LRU), and their maximum share of free memory together with the next call's."""
+"""Maximum spare memories (LRU), and their maximum share of free memory, counted together with the memory being lent."""
 _MAX_EXCESS = 4
 """Maximum ratio of a reused memory's size to the requested one."""
 
@@ -153,8 +153,8 @@ class GraphPool(Generic[M]):
             self._spares = [*self._spares, memory][-_MAX_SPARES:] if self.refused is None else []
 
     def capture(self, memory: M, bucket: Any, inputs: Any, forward: Callable[[], Any]) -> Graph | None:
-        """Capture a forward over these inputs and store the graph in the memory; None on failure. The forward must be
-        repeatable: it runs twice before the capture."""
+        """Capture a forward over these inputs and store the graph in the memory. The forward must be repeatable: it
+        runs twice before the capture. A RuntimeError disables graphs and returns None, unless memory ran out."""
         _of_thread.capture_count = capture_count() + 1
         try:
             # Warm-up: kernels and libraries initialise at their first calls, which cannot be captured.
@@ -182,7 +182,7 @@ class TargetGraphs(GraphPool[KVMemory]):
     """The CUDA graphs of one target, without a reference to it; all `layers` are on one device."""
 
     def __init__(self, layers: Sequence[KVLayout]) -> None:
-        super().__init__(sum(layer.bytes for layer in layers), layers[0].device)
+        super().__init__(sum(layer.bytes_per_slot for layer in layers), layers[0].device)
         self._new_memory = partial(KVMemory, layers)
 
     def new_cache(self, rows: int, capacity: int, weights: Iterable[Tensor]) -> TreeCache:
@@ -225,7 +225,7 @@ class TargetGraphs(GraphPool[KVMemory]):
 
 
 def bucket_slots(slots: int, memory: Memory) -> int:
-    """Round visible slots up to a bucket."""
+    """Round visible slots up to a bucket, at most the memory's capacity."""
     return min(max(_MIN_SLOTS, next_power_of_two(slots)), memory.capacity)
 
 

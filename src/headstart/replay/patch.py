@@ -5,7 +5,7 @@ Takes a decoder, its layers and its LM head. The patches look up the forward of 
 
 - Configs become a `Config` that selects our attention in our forwards.
 - Hooks on aux layers capture their states.
-- Rotary embeddings with length-dependent frequencies choose them per token.
+- "longrope" rotary embeddings choose short or long frequencies per token.
 - Linear attention snapshots its state before a chain (see `chains`).
 - Linear layers (`nn.Linear`) use prepacked weights where that is faster (see `products`).
 - The LM head computes only the requested logits.
@@ -78,7 +78,8 @@ class ModelPatch:
         """Apply the patches that a forward with these aux layers needs."""
         if type(vars(self._decoder).get("config")) is not Config:
             self._patch_configs()
-        ends = *self.prepacked[:1], *self.prepacked[-1:]  # another target of the same model may have released them
+        # Check only the first and last: another target's `release` may have restored the original forwards.
+        ends = *self.prepacked[:1], *self.prepacked[-1:]
         if not all(type(vars(module).get("forward")) is PrepackedForward for module in ends):
             self._patch_linear_layers()
         hooked: set[int | str] = {_LM_HEAD, *aux_layers}
@@ -198,7 +199,7 @@ def _longrope_layer_types(module: nn.Module) -> list[str | None]:
 
 
 def _longrope_forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
-    """Run a "longrope" embedding, choosing short or long frequencies per token, as when reading token by token.
+    """Run a "longrope" embedding, choosing short or long frequencies per token, as plain decoding does.
 
     transformers chooses one set for all tokens of a forward, by its last position.
     """

@@ -47,7 +47,7 @@ class MergedLinear:
 
     @staticmethod
     def groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
-        """Group layers to merge, with and without a bias, unless the group exceeds `_MAX_MERGED_BYTES`."""
+        """Group layers with a bias and layers without; a group above `_MAX_MERGED_BYTES` is not merged."""
         groups: list[list[int]] = []
         for has_bias in (False, True):
             group = [index for index, bias in enumerate(biases) if (bias is not None) == has_bias]
@@ -77,7 +77,7 @@ def can_prepack(module: nn.Module) -> bool:
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether a module has matrix weights of its own, as linear layers, and experts and routers of an MoE have."""
+    """Whether a module has matrix weights of its own, such as a linear layer, or an MoE's experts or router."""
     if isinstance(module, nn.Embedding) or any(True for child in module.children() for _ in child.parameters()):
         return False
     return any(weight.ndim >= 2 for weight in module.parameters(False))

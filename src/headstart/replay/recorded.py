@@ -8,7 +8,7 @@ The recording (see `recorder`) covers one text. A batch is replayed as a single 
 attention restores the batch shape and writes to the cache. Operators are rewritten where that pays (see `rewrites`).
 
 A model runs through its modules if it cannot be recorded, or its replay gives other logits; `Target.eager` gives the
-reason. So do long texts, except in 8 bits.
+reason. So do forwards of more than `MAX_ROWS` tokens, unless they are int8 or batch-invariant (see `Replay.serves`).
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """
@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from transformers.cache_utils import Cache
 
 from headstart.kernels.prepacked import MAX_ROWS, drop
-from headstart.replay.attention import ForwardContext, Scores, activate, causal_attention, current_forward
+from headstart.replay.attention import ForwardContext, ScoreOptions, activate, causal_attention, current_forward
 from headstart.replay.patch import FINAL
 from headstart.replay.products import PrepackedForward, has_matrix
 from headstart.replay.recorder import NotRecordable, compile_graph, record, remove_unused, select
@@ -47,7 +47,7 @@ class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._recorder = recorder
         self._layer_of: dict[int, tuple[int, Tensor]] = {}  # by id of the keys, which are kept so that it stays unique
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions, sliding: bool) -> Tensor:
         """Attend causally over a text without a prefix, [1, T, Q, D_v]; recorded as an `AttentionCall`."""
         if id(key) not in self._layer_of:
             raise NotRecordable("a layer attends over keys of another one")
@@ -72,7 +72,7 @@ class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A replay that returns the states of `layers`: operator by operator, and with grouped `steps`."""
+    """The replay for one set of `layers`, compiled twice: with one call per operator, and with grouped `steps`."""
 
     layers: Sequence[int]
     by_operator: Callable[..., Sequence[Tensor]]
@@ -84,7 +84,7 @@ class Replay:
     """A decoder's recorded forward, callable in a `ForwardContext` with a cache.
 
     Args:
-        model: in eval mode, with the hooks of `layers` in place; not kept.
+        model: in eval mode, with the hooks of `layers` in place; only its decoder is kept.
         layers: layers to return states of, see `TargetOutput`.
         packs: whether weights may be prepacked.
         int8: whether to prepack them in 8 bits.
@@ -200,16 +200,16 @@ def _refuse_foreign_code(model: nn.Module, decoder: nn.Module) -> None:
 
 
 def _foreign_hook(model: nn.Module) -> str | None:
-    """Return the name of a module with a hook or forward that is not its class's, transformers' or ours."""
+    """Return the name of the first module with a hook, or an overridden forward, from other code; None if none has."""
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         forward = vars(module).get("forward")
-        if any(not _is_ours(hook) for hook in hooks) or not (forward is None or _is_ours(forward)):
+        if any(not _is_trusted(hook) for hook in hooks) or not (forward is None or _is_trusted(forward)):
             return name or type(module).__name__
     return None
 
 
-def _is_ours(function: Any) -> bool:
+def _is_trusted(function: Any) -> bool:
     if isinstance(function, PrepackedForward):
         return bool(function.is_stock)
     function = getattr(function, "func", function)  # of a partial

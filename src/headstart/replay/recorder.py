@@ -4,8 +4,8 @@ Takes code that computes tensors, such as a decoder's forward; gives a function 
 the modules. Module overhead is a fifth of a small forward on a CPU.
 
 The code runs twice, with different token counts. An int that differs between the two runs becomes a linear function of
-the token count, so one graph serves any number of tokens. Code that reads tensor values or branches on the count raises
-`NotRecordable`.
+the token count, so one graph serves any number of tokens. Code that reads tensor values raises `NotRecordable`; so does
+a branch on the token count, if the two runs take different sides. A branch that both take alike goes unnoticed.
 
 Operators are recorded as Python calls them (`torch.nn.functional.linear`, `Tensor.mul`), before decomposition.
 """
@@ -28,14 +28,14 @@ _DATA_SHAPED = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_s
 """Functions with data-dependent shapes or Python results."""
 _MAY_DO_NOTHING = {"to", "float", "type_as", "dropout"}
 """Functions that may return their first argument unchanged."""
-TOKEN_COUNT = "size"
-"""Name of the last input, the number of tokens."""
-COUNT = -1
-"""Placeholder for the number of tokens in a shape."""
+COUNT_INPUT = "size"
+"""Name of the last input, the token count."""
+DYNAMIC_DIM = -1
+"""Placeholder for the token count in a shape."""
 
 
 class NotRecordable(Exception):
-    """Why a forward cannot be recorded; the message completes a sentence that begins with the forward's name."""
+    """Raised if a forward cannot be recorded. The message is the reason, as a clause of its own."""
 
 
 class Recorder(TorchFunctionMode):
@@ -62,7 +62,7 @@ class Recorder(TorchFunctionMode):
         if name in _ON_HOST or name in _DATA_SHAPED or _selects(name, args):
             raise NotRecordable(f"its code reads tensor values ({resolve_name(func) or name})")
         if name == "__set__":
-            raise NotRecordable("its code replaces parts of tensors")
+            raise NotRecordable("its code assigns to tensor attributes (such as .data)")
         if name in _MAY_DO_NOTHING and args and result is args[0]:
             return result
         if _has_tensors(result) or (result is None and name != "__get__"):
@@ -124,13 +124,13 @@ def _has_tensors(value: Any) -> bool:
 def record(
     code: Callable[..., Any], names: Sequence[str], inputs: Callable[[int], Sequence[Tensor]], counts: tuple[int, int]
 ) -> fx.Graph:
-    """Record the operators that code runs, as a graph with the inputs `names` and `TOKEN_COUNT`.
+    """Record the operators that code runs, as a graph with the inputs `names` and `COUNT_INPUT`.
 
     Args:
         code: takes a `Recorder` and the inputs, and returns nested tensors computed from them.
         names: of the inputs.
         inputs: makes the inputs for a token count.
-        counts: token counts of the two recordings; sizes that no part of the model has.
+        counts: the different token counts of the two recordings.
 
     Raises:
         NotRecordable: the code is not a fixed list of operators.
@@ -140,7 +140,7 @@ def record(
         raise NotRecordable("its operators depend on the number of tokens")
     nodes = list(graph.nodes)
     with graph.inserting_after(nodes[len(names) - 1]):
-        merge = _Merge(graph, graph.placeholder(TOKEN_COUNT), counts)
+        merge = _Merge(graph, graph.placeholder(COUNT_INPUT), counts)
     for pair in zip(nodes, other.nodes, strict=True):
         merge.merge_nodes(*pair)
     return graph
@@ -171,7 +171,7 @@ class _Merge:
             node.args, node.kwargs = self._merge(node.args, other.args), self._merge(node.kwargs, other.kwargs)
         if "shape" in node.meta:
             pairs = zip(node.meta["shape"], other.meta["shape"], strict=True)
-            node.meta["shape"] = tuple(COUNT if pair == self._counts else pair[0] for pair in pairs)
+            node.meta["shape"] = tuple(DYNAMIC_DIM if pair == self._counts else pair[0] for pair in pairs)
 
     def _merge(self, value: Any, other: Any) -> Any:
         if type(value) is not type(other):

@@ -4,9 +4,9 @@ Takes the fx graph of a decoder's forward (see `recorder`) and changes it in pla
 
 - Linear layers on the same input become one `MergedLinear` with prepacked weights, which also computes the RMS norm
   before it and the gate or residual sum after it.
-- Rotary positions swap halves in one operator; the sign moves into the table of sines.
-- The scale of an RMS norm takes three operators on the input instead of six on a float32 copy; on a GPU, where launches
-  dominate, a norm is one operator.
+- In rotary positions, `rotate_half` becomes one roll; its sign moves into the sine table.
+- The scale of an RMS norm takes three operators and no float32 copy of the input, instead of five. On a GPU, where
+  launches dominate, a norm is one operator.
 - Query, key and value products, their norms, rotary positions, cache writes and attention become a `QKVAttention`.
 
 `steps` then runs consecutive `MergedLinear`s and `QKVAttention`s in one C call; the other operators run on torch.
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from headstart.kernels.prepacked import can_gate, can_pack
-from headstart.replay.attention import Scores, attend, current_forward
+from headstart.replay.attention import ScoreOptions, attend, current_forward
 from headstart.replay.products import MergedLinear
 from headstart.replay.recorder import call, remove_unused, replace_node
 
@@ -51,10 +51,11 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> l
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's cache update and attention, an operator of a recorded graph; `scores` has no sink."""
+    """One layer's cache update and attention, an operator of a recorded graph. The sink is an operand, so
+    `scores.sink` is None."""
 
     layer: int
-    scores: Scores
+    scores: ScoreOptions
     sliding: bool
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
@@ -362,7 +363,7 @@ def _match_attention(node: Any) -> _Call | None:
     if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads:
         return None
     if [len(reader.users) for split in merged.users for reader in split.users] != [1, 1, 1]:
-        return None  # another node reads the product, which is overwritten
+        return None  # the C kernel rotates q and k in place, so no other node may read the product
     (_, query_norm, eps), (_, key_norm, key_eps), (_, value_norm, _) = sources
     if value_norm is not None or (query_norm is None) != (key_norm is None) or eps != key_eps:
         return None

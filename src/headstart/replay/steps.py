@@ -30,7 +30,7 @@ from headstart.kernels.prepacked import PrepackedWeights
 from headstart.replay.attention import ForwardContext, current_forward, visible_range
 from headstart.replay.cache import Place
 from headstart.replay.products import MergedLinear
-from headstart.replay.recorder import COUNT, call, remove_unused
+from headstart.replay.recorder import DYNAMIC_DIM, call, remove_unused
 from headstart.replay.rewrites import QKVAttention
 from headstart.support.compiled import library
 
@@ -108,7 +108,7 @@ class _Group:
         else:
             return False
         dtype = first.weights[0].dtype
-        in_layout = node.meta.get("shape") == (1, COUNT, *_shape(node)) and node.meta["dtype"] is dtype
+        in_layout = node.meta.get("shape") == (1, DYNAMIC_DIM, *_shape(node)) and node.meta["dtype"] is dtype
         return in_layout and all(_is_token_major(source, dtype, width) for source, width in widths.items())
 
     def is_view(self, node: Any) -> bool:
@@ -141,10 +141,10 @@ def _groups(graph: fx.Graph) -> Iterator[_Group]:
 def _is_token_major(node: Any, dtype: torch.dtype, width: int) -> bool:
     """Whether a node is token-major with `width` elements per token, of this dtype."""
     shape = node.meta.get("shape", ())
-    before = shape.index(COUNT) if COUNT in shape else None
-    if before is None or any(size != 1 for size in shape[:before]):
+    token_axis = shape.index(DYNAMIC_DIM) if DYNAMIC_DIM in shape else None
+    if token_axis is None or any(size != 1 for size in shape[:token_axis]):
         return False
-    return node.meta["dtype"] is dtype and prod(shape[before + 1 :]) == width
+    return node.meta["dtype"] is dtype and prod(shape[token_axis + 1 :]) == width
 
 
 def _shape(node: Any) -> tuple[int, ...]:
@@ -246,8 +246,8 @@ class Steps:
         self._attends = any(isinstance(target, QKVAttention) for target, _ in self._targets)
         self._output_shapes = [_shape(node) for node in outputs]
         starts = list(accumulate(widths[len(outputs) :], initial=0))
-        self._scratch = starts.pop()
-        self._starts = array("q", (start * self._dtype.itemsize for start in starts))
+        self._scratch_width = starts.pop()
+        self._scratch_offsets = array("q", (start * self._dtype.itemsize for start in starts))
         self._prepared: tuple[Any, ref[_Snapshot], Sequence[Place]] | None = None
 
     def __len__(self) -> int:
@@ -274,12 +274,13 @@ class Steps:
         count = inputs[0].numel() // self._first_width
         outputs = [inputs[0].new_empty(1, count, *shape) for shape in self._output_shapes]
         tokens = count // cache.rows
-        scratch = inputs[0].new_empty(count * self._scratch)
+        scratch = inputs[0].new_empty(count * self._scratch_width)
         visible = (visible_range(forward, scratch, tokens, sliding) for sliding in (False, True))
         ranges = (_VisibleRange(*mask_arguments(mask), first, window or 0) for mask, first, window in visible)
         tensors = array("Q", [part.data_ptr() for part in (*inputs, *outputs)])
         c_forward = _Forward(
-            *(tensors.buffer_info()[0], scratch.data_ptr(), self._starts.buffer_info()[0], forward.slots_B.data_ptr()),
+            *(tensors.buffer_info()[0], scratch.data_ptr()),
+            *(self._scratch_offsets.buffer_info()[0], forward.slots_B.data_ptr()),
             (_Store * len(cache.stores))(*map(_store, cache.stores)),
             (_VisibleRange * 2)(*ranges),
             *(len(tensors), cache.rows, tokens),
@@ -295,7 +296,7 @@ class Steps:
         for step, (target, parameters) in zip(steps, self._targets, strict=True):
             norms = [None if parameter is None else weights.norms[parameter] for parameter in parameters]
             width = step.size if step.heads else step.inputs
-            assert all(x is None or (x.dtype is self._dtype and len(x) == width) for x in norms), "as the rows"
+            assert all(x is None or (x.dtype is self._dtype and len(x) == width) for x in norms), "norms match the rows"
             step.norm, step.key_norm = map(address, norms)
             if isinstance(target, MergedLinear):
                 packed = weights.packed[target]

@@ -54,7 +54,9 @@ class Reply:
 
 
 class Dialect(ABC):
-    """API of a kind of server."""
+    """API of a kind of server; `streams`: its events have the ids of all tokens."""
+
+    streams = True
 
     @abstractmethod
     def request(self, completion: CompletionRequest, model: str) -> tuple[str, dict[str, Any]]:
@@ -97,7 +99,12 @@ class OpenAI(Dialect):
 
 
 class LlamaServer(Dialect):
-    """llama-server's native completions; its OpenAI-compatible ones return no token ids."""
+    """llama-server's native completions; its OpenAI-compatible ones return no token ids.
+
+    Its streams omit tokens that end within a character.
+    """
+
+    streams = False
 
     def request(self, completion: CompletionRequest, model: str) -> tuple[str, dict[str, Any]]:
         body = {"prompt": list(completion.prompt), "n_predict": completion.max_new_tokens, **completion.sampling}

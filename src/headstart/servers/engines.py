@@ -18,6 +18,7 @@ class ServingEngine:
         command: start command, followed by `target_option`, the target and further options.
         measuring: options for benchmarks: counters on, prefix caching off.
         generating: options for many concurrent requests.
+        identity: options that the requests rely on.
         version_path: path and JSON key of the running engine's version.
         needs_gguf: whether it loads only GGUF targets.
         model: name of the target in requests; empty if none is needed.
@@ -31,6 +32,7 @@ class ServingEngine:
     dialect: Dialect
     measuring: tuple[str, ...]
     generating: tuple[str, ...]
+    identity: tuple[str, ...]
     version_path: tuple[str, str]
     target_option: tuple[str, ...] = ()
     needs_gguf: bool = False
@@ -48,9 +50,9 @@ _VLLM = ServingEngine(
     format="vllm",
     command="vllm serve",
     dialect=OpenAI(),
-    # A prefix-cache hit would be timed as a full prefill.
-    measuring=("--served-model-name", "target", "--no-enable-prefix-caching"),
-    generating=("--served-model-name", "target"),
+    measuring=("--no-enable-prefix-caching",),  # a hit would be timed as a full prefill
+    generating=(),
+    identity=("--served-model-name", "target"),
     version_path=("/version", "version"),
     model="target",
     drafts_by_load=True,
@@ -62,8 +64,9 @@ _LLAMA_CPP = ServingEngine(
     format="gguf",
     command="llama-server",
     dialect=LlamaServer(),
-    measuring=("--metrics", "--parallel", "1"),
+    measuring=("--metrics", "--parallel", "{requests}", "--kv-unified"),
     generating=("--parallel", "8", "--kv-unified"),
+    identity=(),
     version_path=("/props", "build_info"),
     target_option=("-m",),
     needs_gguf=True,

@@ -76,7 +76,11 @@ class Fleet:
             server.start()
             if self._is_closing:  # __exit__ stops it, once the lock is free
                 return False
-            server.wait()
+            try:
+                server.wait()
+            except UserError:
+                if not server.has_died:  # dead again, perhaps by a request: the next call restarts it
+                    raise
             return True
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Self
+from typing import Any, Self
 
 from headstart.errors import UserError
 from headstart.servers import guard
@@ -72,6 +72,8 @@ class RunningEngine:
         token_ms: list[float] = []
         started = perf_counter()
         try:
+            if not self._dialect.streams:
+                return self._whole_answer(path, body)
             for event in self._endpoint.stream(path, {**body, "stream": True}):
                 if error := event.get("error"):
                     raise RetryableError(str(error))
@@ -86,6 +88,16 @@ class RunningEngine:
         except (RetryableError, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{self._name} did not answer: {problem[:300]}", self._remedy)
+
+    def _whole_answer(self, path: str, body: dict[str, Any]) -> EngineAnswer:
+        """Return an answer that is not streamed: the server times the prefill, later tokens are spread evenly."""
+        started = perf_counter()
+        page = self._endpoint.fetch(path, body)
+        seconds = perf_counter() - started
+        tokens = self._dialect.read(page).tokens
+        first = min(float((page.get("timings") or {}).get("prompt_ms", 0.0)), 1e3 * seconds)
+        step = (1e3 * seconds - first) / max(1, len(tokens) - 1)
+        return EngineAnswer(tuple(tokens), tuple(first + step * number for number in range(len(tokens))), seconds)
 
     def answers(self, requests: Sequence[CompletionRequest]) -> list[EngineAnswer]:
         """Answer several requests concurrently."""
@@ -104,7 +116,8 @@ class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
-    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES. It is set up to be measured, or to answer `many` requests.
+    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES. It is set up to be measured with this number of concurrent
+    `requests`, or to answer `many`.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; quotes its log.
@@ -121,6 +134,7 @@ class Server(RunningEngine):
         options: str = "",
         gpus: str = "",
         many: bool = False,
+        requests: int = 1,
         start_seconds: float = 900.0,
     ) -> None:
         self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
@@ -130,8 +144,9 @@ class Server(RunningEngine):
             *engine.target_option,
             target,
             *drafting,
+            *(engine.generating if many else (word.format(requests=requests) for word in engine.measuring)),
             *shlex.split(options),
-            *(engine.generating if many else engine.measuring),
+            *engine.identity,
         ]
         self._port = 0  # chosen by the first start
         self._process: subprocess.Popen[bytes] | None = None

@@ -24,24 +24,24 @@ def in_parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def draw(probs_V: Tensor, stream: torch.Generator) -> int:
+def draw(probs_V: Tensor, generator: torch.Generator) -> int:
     """Draw a token; one with probability 0 is never drawn."""
-    uniform_1 = torch.rand(1, generator=stream, dtype=torch.float64).to(probs_V.device)
+    uniform_1 = torch.rand(1, generator=generator, dtype=torch.float64).to(probs_V.device)
     return int(fall_on(probs_V[None], uniform_1).clamp(max=len(probs_V) - 1))
 
 
-def fall_on(weights_MV: Tensor, number_M: Tensor) -> Tensor:
+def fall_on(weights_MV: Tensor, uniform_M: Tensor) -> Tensor:
     """Return the tokens [M] drawn by uniform numbers (float64, [0, 1)) from unnormalised weights; V if all are 0.
 
     Never a token of weight 0. Fewer operations than `draw_at`, but each over the whole vocabulary.
     """
     cumulative_MV = weights_MV.cumsum(-1, dtype=torch.float64)
-    index_M1 = (cumulative_MV[:, -1] * number_M)[:, None]
+    index_M1 = (cumulative_MV[:, -1] * uniform_M)[:, None]
     # The first cumulative sum above the number belongs to a token with positive weight.
     return torch.searchsorted(cumulative_MV, index_M1, right=True)[:, 0]
 
 
-def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
+def draw_at(weights_MV: Tensor, uniform_M: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens [M] drawn by uniform numbers (float64, [0, 1)) from unnormalised weights, and the sums of the
     weights (float64 [M]). Never a token of weight 0 unless all are.
 
@@ -57,7 +57,7 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
         sums_MG = rest_M1 if sums_MG is None else torch.cat([sums_MG, rest_M1], 1)
     until_MG = sums_MG.cumsum(1)
     sum_M = until_MG[:, -1]
-    index_M1 = (number_M.clamp(max=_INSIDE) * sum_M)[:, None]
+    index_M1 = (uniform_M.clamp(max=_INSIDE) * sum_M)[:, None]
     group_M1 = torch.searchsorted(until_MG, index_M1, right=True).clamp(max=sums_MG.shape[1] - 1)
     own_M1 = sums_MG.gather(1, group_M1)
     token_MG = group_M1 * _GROUP + torch.arange(min(_GROUP, size), device=weights_MV.device)
@@ -67,22 +67,22 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
     return (group_M1 * _GROUP + inside_M1).clamp(max=size - 1)[:, 0], sum_M
 
 
-class Numbers:
+class UniformStream:
     """Look-ahead over one stream of uniform numbers, as single calls of `torch.rand` would draw them.
 
-    >>> numbers = Numbers(torch.Generator().manual_seed(0))
-    >>> numbers.peek(3)[1:] == (numbers.skip(1), numbers.peek(2))[1]
+    >>> uniforms = UniformStream(torch.Generator().manual_seed(0))
+    >>> uniforms.peek(3)[1:] == (uniforms.skip(1), uniforms.peek(2))[1]
     True
     """
 
-    def __init__(self, stream: torch.Generator) -> None:
-        self._stream = stream
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
         self._ahead: list[float] = []
 
     def peek(self, count: int) -> list[float]:
         """Return the next numbers without consuming them."""
         while len(self._ahead) < count:
-            self._ahead += torch.rand(_AHEAD, generator=self._stream, dtype=torch.float64).tolist()
+            self._ahead += torch.rand(_AHEAD, generator=self._generator, dtype=torch.float64).tolist()
         return self._ahead[:count]
 
     def skip(self, count: int) -> None:

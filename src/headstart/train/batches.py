@@ -44,7 +44,7 @@ def epoch_batches(
     """Batch every conversation once, with at most `batch_tokens` tokens per batch.
 
     A batch pads conversations of similar length; padding counts. With `packing` it fills one row (best-fit decreasing).
-    A longer conversation has its own batch. The number of batches is the same in each epoch.
+    A conversation longer than `batch_tokens` has its own batch. The number of batches is the same in each epoch.
 
     >>> sorted(map(sorted, epoch_batches([5, 40, 12, 44, 90], batch_tokens=100, seed=0, epoch=0)))
     [[0, 2], [1, 3], [4]]
@@ -212,12 +212,12 @@ def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArr
     return origin_M, origin_M // width * width + batch.starts_BT.flatten().cpu().numpy()[origin_M]
 
 
-class Order:
-    """The batches of every step, epoch by epoch; `per_epoch` steps make an epoch."""
+class BatchSchedule:
+    """The batches of every step, epoch by epoch; `steps_per_epoch` steps make an epoch."""
 
     def __init__(self, store: States, section: TrainSection, rank: int, ranks: int) -> None:
         self._store, self._section, self._rank, self._ranks = store, section, rank, ranks
-        self.per_epoch = len(self._epoch(0))
+        self.steps_per_epoch = len(self._epoch(0))
 
     def batches(
         self,
@@ -227,8 +227,10 @@ class Order:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """Yield the batches of each remaining step up to `total`, and this rank's on the device with states in a dtype;
-        `read` reads conversations from a store, packed or not."""
+        """Yield (all ranks' batch indices, this rank's loaded batches) per remaining step up to `total`.
+
+        Loaded batches are on `device`, with states in `dtype`. `read` reads conversations from a store, packed or not.
+        """
 
         def read_own(group: list[Batch]) -> list[ReadBatch]:
             own, packing = rank_slice(group, self._rank, self._ranks), self._section.packing
@@ -244,7 +246,6 @@ class Order:
                 for group, batches, _ in steps:
                     yield group, batches
             return
-        pin = torch.cuda.is_available()
         copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types
 
         def copy(batches: list[ReadBatch]) -> list[HeadBatch]:
@@ -253,7 +254,7 @@ class Order:
                 return move(batches)
 
         def read_pinned(group: list[Batch]) -> list[ReadBatch]:
-            return [batch.pinned() if pin else batch for batch in read_own(group)]
+            return [batch.pinned() for batch in read_own(group)]
 
         copied: list[HeadBatch] = []
         with closing(read_ahead(groups, read_pinned, ahead)) as read_steps:

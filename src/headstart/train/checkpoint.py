@@ -51,13 +51,13 @@ class TrainerState:
     best_step: int = 0  # step of `best_tau`
     lr: float = 0.0  # learning rate of the last step
     budget: list[float | None] = field(default_factory=list)  # [steps, minutes, epochs] of the run
-    onward: float = 0.0  # fraction of the run done when a larger budget replaced a smaller one; 0 if none did
-    onward_lr: float = 0.0  # learning rate then
+    extended_at: float = 0.0  # fraction of the run done when a larger budget replaced a smaller one; 0 if none did
+    lr_at_extension: float = 0.0  # learning rate then
 
-    def advance(self, predictions: int, per_epoch: int) -> None:
+    def advance(self, predictions: int, steps_per_epoch: int) -> None:
         """Count one step that trained on this number of predictions."""
         self.step, self.index, self.tokens = self.step + 1, self.index + 1, self.tokens + predictions
-        if self.index == per_epoch:
+        if self.index == steps_per_epoch:
             self.epoch, self.index = self.epoch + 1, 0
 
 
@@ -79,7 +79,7 @@ def save(
         shutil.copytree(best, partial / BEST, copy_function=link_or_copy)
         written = (file for file in sorted(partial.rglob("*")) if file.is_file())
         files = {str(file.relative_to(partial)): file.stat().st_size for file in written}
-        manifest = {"standing": dataclasses.asdict(trainer_state), "settings": settings, "files": files}
+        manifest = {"trainer_state": dataclasses.asdict(trainer_state), "settings": settings, "files": files}
         write_json(partial / MANIFEST, manifest)
         replace(partial, path)
         for old in _newest_first(folder)[keep:]:
@@ -92,7 +92,7 @@ def load(accelerator: Accelerator, path: Path) -> None:
     RNG state."""
 
     def rename(models: list[nn.Module], folder: str) -> None:
-        """Load weights here if their names lack, or have, the DDP prefix."""
+        """Load the weights here if checkpoint and model disagree on the `module.` prefix; otherwise accelerate does."""
         file = Path(folder) / _WEIGHTS
         with safe_open(file, "pt") as weights:
             if set(weights.keys()) <= models[0].state_dict().keys():
@@ -106,8 +106,10 @@ def load(accelerator: Accelerator, path: Path) -> None:
         models.clear()
 
     hook = accelerator.register_load_state_pre_hook(rename)
-    accelerator.load_state(str(path))
-    hook.remove()
+    try:
+        accelerator.load_state(str(path))
+    finally:
+        hook.remove()
 
 
 def batches_of_step(settings: Mapping[str, Any]) -> int:
@@ -124,18 +126,18 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
     for path in _newest_first(folder):
         manifest = _manifest(path)
         if manifest is None:
-            warn(f"The checkpoint {path} is cut short; falling back to the previous one.")
+            warn(f"The checkpoint {path} is cut short and is ignored.")
             continue
         _check_same_settings(folder.parent, manifest["settings"], settings)
-        return path, TrainerState(**manifest["standing"])
+        return path, TrainerState(**manifest["trainer_state"])
     return None
 
 
 def wait_for(path: Path, trainer_state: TrainerState) -> None:
     """Wait until this rank sees the checkpoint that the main rank chose: a network disk may lag, or show a replaced one
     of the same step."""
-    deadline, standing = monotonic() + _VISIBLE_WITHIN, dataclasses.asdict(trainer_state)
-    while (_manifest(path) or {}).get("standing") != standing:
+    deadline, expected = monotonic() + _VISIBLE_WITHIN, dataclasses.asdict(trainer_state)
+    while (_manifest(path) or {}).get("trainer_state") != expected:
         if monotonic() > deadline:
             raise UserError(
                 f"The main process of this training sees the checkpoint {path}, and this process does not.",

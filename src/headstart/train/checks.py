@@ -22,12 +22,12 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
         (features, f"{recipe.heads.family} heads draft no features to compare.", "Set train.feature_weight=0."),
         (
             section.loss == "hard_ce" and section.loss_tokens > 0,
-            "hard_ce learns the likeliest of all draft tokens, and train.loss_tokens lets some stand for others.",
+            "hard_ce needs the argmax over the full draft vocabulary; train.loss_tokens samples it.",
             "Set train.loss_tokens=0, or train.loss=soft_ce.",
         ),
         (
             fp16 and section.optimizer == "muon",
-            "muon works beside AdamW, and fp16 scales gradients for one optimiser.",
+            "muon runs two optimisers; fp16 loss scaling supports one here.",
             "Set train.mixed_precision=bf16, or train.optimizer=adamw.",
         ),
         (
@@ -38,7 +38,7 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
         (
             sharded and not online,
             "train.shard_target does not go with data.states=stored.",
-            "Set data.states=online: stored states need no target, or train.shard_target=false.",
+            "Set train.shard_target=false (stored states need no target), or set data.states=online.",
         ),
         (
             sharded and of_target.adapter is not None,

@@ -15,9 +15,10 @@ class Interrupt:
     """A context that defers SIGINT, SIGTERM and SIGUSR1: the first sets `requested`, a later one raises
     KeyboardInterrupt.
 
-    SIGUSR1 is for schedulers: launchers kill their processes half a minute after SIGTERM, but ignore SIGUSR1, which
-    leaves time for a checkpoint. Launchers also forward Ctrl-C, hence the grace period of `_SAME_REQUEST`. A no-op
-    outside the main thread, where Python delivers no signals.
+    SIGUSR1 is for schedulers: launchers kill their workers half a minute after SIGTERM, which may be too short for a
+    checkpoint. It must reach the workers, and terminates a launcher that does not ignore it (`trap '' USR1`). Launchers
+    also forward Ctrl-C, hence the grace period of `_SAME_REQUEST`. A no-op outside the main thread, where Python
+    delivers no signals.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,8 @@ class Interrupt:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: installed from C, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if not self.requested:

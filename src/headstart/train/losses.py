@@ -2,7 +2,7 @@
 
 A loss is a plain function (draft logits [M, D], target probabilities [M, D]) -> one number per prediction [M], in
 float32; any family trains with any of them. `alpha`, the shared mass of the two distributions, is the acceptance
-probability of a sampled draft under lossless verification. `train/summing.py` sums losses over a batch.
+probability of a sampled draft under lossless verification. `train/fused_loss.py` sums losses over a batch.
 
 Position weights scale each prediction's loss and carry no gradient. A draft starts at an origin and takes up to K
 steps; a step matters only if all earlier ones were accepted. Each rule maps the origins of the steps' predictions to

@@ -21,12 +21,12 @@ _QUINTICS = (
     (3.1124, -2.2431, 0.4509),
     (2.1465, -1.4768, 0.3694),
 )
-"""Odd quintics that together map singular values of 0.005 to 1 (relative to the norm) to 1 +- 0.09, each optimal on the
-previous one's range ("The Polar Express", arXiv 2505.16932), with 2 % slack for bfloat16 rounding. Jordan's five equal
-ones (2024) reach 0.68 to 1.2."""
-_EVERY = 2
-"""Steps between updates of a matrix, which are scaled up accordingly: momentum turns slowly, and orthogonalisation is a
-quarter of a CPU step. The matrices take turns."""
+"""Odd quintics that together map singular values in [0.005, 1] (relative to the norm) to [0.873, 1.083], each optimal
+on the previous one's range ("The Polar Express", arXiv 2505.16932), with 2 % slack for bfloat16 rounding. Jordan's five
+equal ones (2024) map them to [0.68, 1.15]."""
+_UPDATE_INTERVAL = 2
+"""Each matrix is updated every second step with twice the learning rate, because the momentum direction changes slowly
+and orthogonalisation takes 25 % of a CPU step. The matrices take turns."""
 _MOMENTUM = 0.95
 _EPSILON = 1e-7
 _ADAMW_NAMES = ("lm_head", "bias", "norm", "markov", "confidence")
@@ -102,10 +102,10 @@ def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[t
     }
     matrices = [weight for name, weight in trained.items() if name in muon]
     rest = [weight for name, weight in trained.items() if name not in muon]
-    rows = {trained[name]: parts for name, parts in heads.learning_rows().items() if name in trained}
+    rows = {trained[name]: parts for name, parts in heads.trainable_rows().items() if name in trained}
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(Muon(matrices, section.lr, section.weight_decay, rows, _EVERY))
+        made.append(Muon(matrices, section.lr, section.weight_decay, rows, _UPDATE_INTERVAL))
     if rest:
         made.append(
             torch.optim.AdamW(
@@ -149,8 +149,8 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
 
 
 def learning_rate_now(section: TrainSection, fraction: float, state: TrainerState) -> float:
-    """`learning_rate`, with a second warm-up after a larger budget took over, from the smaller one's last rate."""
-    rate, span = learning_rate(section, fraction), section.warmup * (1 - state.onward)
-    if not state.onward or fraction >= state.onward + span:
+    """Return `learning_rate`. After resuming with a larger budget, warm up again from the last learning rate."""
+    rate, span = learning_rate(section, fraction), section.warmup * (1 - state.extended_at)
+    if not state.extended_at or fraction >= state.extended_at + span:
         return rate
-    return state.onward_lr + (rate - state.onward_lr) * max(0.0, fraction - state.onward) / span
+    return state.lr_at_extension + (rate - state.lr_at_extension) * max(0.0, fraction - state.extended_at) / span

@@ -110,12 +110,12 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
+def on_main(context: AbstractContextManager[object]) -> Iterator[None]:
     """Enter a context on the main rank only; its UserError is raised on all ranks."""
     with ExitStack() as stack:
         with raise_on_all_ranks():
             if is_main():
-                stack.enter_context(hold)
+                stack.enter_context(context)
         yield
 
 

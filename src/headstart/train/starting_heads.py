@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
 from headstart.train.batches import read_batch
+from headstart.train.processes import raise_on_all_ranks
 
 _FIRST_TOKENS = 200_000  # of the training data, for closed-form fits
 
@@ -35,6 +37,23 @@ def build_heads(
     The draft vocabulary is the earlier heads' if it has the same size, else chosen from the training data. `say` prints
     a line. Raises a UserError for unusable data or earlier heads.
     """
+    with raise_on_all_ranks():
+        heads, earlier = _unfitted_heads(recipe, target, train_store)
+    # Online reads are collective with a sharded target; `raise_on_all_ranks` must not contain collectives.
+    reading = raise_on_all_ranks if train_store.stored else nullcontext
+    if earlier is None or earlier.config != heads.config:  # else `copy_matching` replaces every weight
+        with reading():
+            heads.fit(_first_batches(train_store, heads))
+    if earlier is not None:
+        with raise_on_all_ranks():
+            say(f"Started from {recipe.train.start_from}: {copy_matching(heads, earlier)}.")
+    with reading():
+        heads.before_training(_first_batches(train_store, heads))
+    return heads
+
+
+def _unfitted_heads(recipe: Recipe, target: FrozenModel, train_store: States) -> tuple[DraftHead, DraftHead | None]:
+    """Build heads with the target's weights; return them and the earlier heads, if any."""
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config)
     check_store(train_store, target, heads)
@@ -59,12 +78,7 @@ def build_heads(
             )
         heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
     heads.warm_start(target)
-    if earlier is None or earlier.config != config:  # else `copy_matching` replaces every weight
-        heads.fit(_first_batches(train_store, heads))
-    if earlier is not None:
-        say(f"Started from {recipe.train.start_from}: {copy_matching(heads, earlier)}.")
-    heads.before_training(_first_batches(train_store, heads))
-    return heads
+    return heads, earlier
 
 
 @torch.no_grad()
@@ -135,8 +149,8 @@ def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
     if differing := [key for key, value in ours.items() if theirs.get(key) != value]:
         key = differing[0]
         raise UserError(
-            f"train.lora_rank adapts earlier heads as they are, and heads.{key} is {ours[key]!r} where they have "
-            f"{theirs.get(key)!r}.",
+            f"train.lora_rank requires the earlier heads' settings, but heads.{key} is {ours[key]!r} "
+            f"(theirs: {theirs.get(key)!r}).",
             "Use the recipe of the earlier heads, or set train.lora_rank=0 to copy only matching tensors.",
         )
 

@@ -39,11 +39,11 @@ def cache_tensor_memory(device: torch.device) -> Iterator[None]:
     if allocator is None:
         yield
         return
-    allocator.keep(int(_FRACTION * free_bytes(device) / count_processes()))
+    allocator.set_cache_limit(int(_FRACTION * free_bytes(device) / count_processes()))
     try:
         yield
     finally:
-        allocator.keep(0)
+        allocator.set_cache_limit(0)
 
 
 def _reuse_freed_blocks() -> None:
@@ -61,5 +61,5 @@ def _reuse_freed_blocks() -> None:
 def _allocator() -> Any:
     functions = torch_library(SOURCE)
     if functions is not None:
-        functions.keep.argtypes, functions.keep.restype = [ctypes.c_size_t], ctypes.c_size_t
+        functions.set_cache_limit.argtypes, functions.set_cache_limit.restype = [ctypes.c_size_t], ctypes.c_size_t
     return functions

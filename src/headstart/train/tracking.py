@@ -1,6 +1,7 @@
 """Experiment trackers: start checks, start through accelerate, and upload of the report.
 
-Trackers raise any kind of exception; `_tracker_errors` turns them into UserErrors.
+Trackers raise any kind of exception. `_tracker_errors` turns them into UserErrors at the start; a later error only ends
+the tracking.
 """
 
 from __future__ import annotations
@@ -110,11 +111,29 @@ def _run_ids(folder: Path) -> dict[str, str]:
         return {}
 
 
-def finish_trackers(accelerator: Accelerator) -> None:
+def log_to_tracker(accelerator: Accelerator, values: dict[str, float], step: int, warn: Callable[[str], None]) -> None:
+    """Log values to the tracker, if it works."""
+    with _dropped_on_error(accelerator, warn):
+        accelerator.log(values, step=step)
+
+
+def finish_trackers(accelerator: Accelerator, warn: Callable[[str], None]) -> None:
     """Flush the trackers, however the run ended."""
     if accelerator.is_main_process:
-        for tracker in accelerator.trackers:
-            tracker.finish()
+        with _dropped_on_error(accelerator, warn):
+            for tracker in accelerator.trackers:
+                tracker.finish()
+
+
+@contextmanager
+def _dropped_on_error(accelerator: Accelerator, warn: Callable[[str], None]) -> Iterator[None]:
+    """A context that drops a failing tracker with a warning: training continues without it."""
+    try:
+        yield
+    except Exception as error:  # every tracker has its own kinds
+        names = ", ".join(tracker.name for tracker in accelerator.trackers)
+        accelerator.trackers.clear()
+        warn(f"The tracker {names} failed and gets no more values: {error}")
 
 
 def memory(device: torch.device) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """The training loop: draft heads learn the frozen target's predictions from its stored hidden states.
 
 One optimiser step reads `gradient_accumulation_steps` batches per rank, sums the losses of all draft steps and divides
-once by the total predictions of the first draft step, so the result does not depend on how a step's batches are spread.
-Batch order and learning rate are pure functions of the trainer state, so a resumed run equals an uninterrupted one.
+once by the total predictions of the first draft step, so the gradient does not depend on how one optimiser step's
+batches are split over ranks and accumulation. Batch order and learning rate are pure functions of the trainer state, so
+a resumed run equals an uninterrupted one. With `train.minutes`, the learning rate and the end follow the clock.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from headstart.support.terminal import format_seconds, progress_bar
 from headstart.train import checkpoint
 from headstart.train.batches import (
     Batch,
-    Order,
+    BatchSchedule,
     ReadBatch,
     count_predictions,
     epoch_batches,
@@ -49,6 +50,7 @@ from headstart.train.batches import (
 )
 from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
+from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.interrupt import Interrupt
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import learning_rate_now, make_optimizers
@@ -60,9 +62,8 @@ from headstart.train.processes import (
     raise_on_all_ranks,
 )
 from headstart.train.starting_heads import build_heads, check_store
-from headstart.train.summing import Teacher, batch_loss
 from headstart.train.tensor_memory import cache_tensor_memory
-from headstart.train.tracking import finish_trackers, memory, start_tracker
+from headstart.train.tracking import finish_trackers, log_to_tracker, memory, start_tracker
 from headstart.train.training_log import Display, Log, not_finite
 from headstart.train.validation import Tally, Validation, draft_coverage, greedy_tokens
 from headstart.train.wrapped import LowRank, Unrolled
@@ -90,19 +91,21 @@ def train(
     """Train heads, or resume an interrupted run in `folder`.
 
     Writes `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` and
-    `result.json`. `target` may be a teacher only. Ctrl-C finishes the step, writes a checkpoint and raises
-    KeyboardInterrupt. Invalid settings and failures raise a UserError.
+    `result.json`. `target` may be a TeacherModel (embeddings and LM head, without most layers). Ctrl-C finishes the
+    step, writes a checkpoint and raises KeyboardInterrupt. Invalid settings and failures raise a UserError.
     """
     check_training(recipe, target)
     with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
-        accelerator = make_accelerator(recipe, target, folder)
-        log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
         try:
-            with cache_tensor_memory(target.device):
-                return _Trainer(recipe, target, (train_store, valid_store), log, accelerator).train()
+            accelerator = make_accelerator(recipe, target, folder)
+            log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
+            try:
+                with cache_tensor_memory(target.device):
+                    return _Trainer(recipe, target, (train_store, valid_store), log, accelerator).train()
+            finally:
+                finish_trackers(accelerator, log.say)
+                accelerator.free_memory()
         finally:
-            finish_trackers(accelerator)
-            accelerator.free_memory()
             AcceleratorState._reset_state()  # the next run of this process may choose another precision
 
 
@@ -120,12 +123,13 @@ class _Trainer:
         self.rank, self.ranks = int(accelerator.process_index), int(accelerator.num_processes)
         self.loss = LOSSES[self.section.loss]
         set_seed(self.section.seed)
+        self.heads = build_heads(recipe, target, self.store, log.say)
         with raise_on_all_ranks():
-            self.heads = build_heads(recipe, target, self.store, log.say)
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
             check_store(self.valid_store, target, self.heads)
             self.coverage = draft_coverage(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
-            # Heads, best heads and two moments, in float32, of the kept checkpoints and of the next.
+            # A checkpoint holds four float32 copies of the parameters (heads, best heads, two moments); reserve space
+            # for `keep_checkpoints` + 1.
             copies = 4 * (self.section.keep_checkpoints + 1)
             needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
             need_disk(self.folder, max(0, needed - size(self.folder / "checkpoints")), "Training")
@@ -148,10 +152,10 @@ class _Trainer:
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
         self.teacher = Teacher(target, self.heads.draft_to_target_D, self.section.loss_tokens)
-        self.order = Order(self.store, self.section, self.rank, self.ranks)
+        self.schedule = BatchSchedule(self.store, self.section, self.rank, self.ranks)
         self.validation_batches = self._read_validation_batches()
         self.budget = [self.section.steps, self.section.minutes, self.section.epochs]
-        self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
+        self.total = min(self.section.steps or math.inf, self.section.epochs * self.schedule.steps_per_epoch)
         self.trainer_state = TrainerState()
         self.seconds_before = self.grad_norm = 0.0
         self.records: list[dict[str, Any]] = []
@@ -182,7 +186,8 @@ class _Trainer:
         self._announce()
         step = self.newest[1].step if self.newest else None
         # Before anything of an earlier session changes: a tracker may fail.
-        start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
+        with raise_on_all_ranks():
+            start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
         with self.log:
             self._resume()
             bar = progress_bar(self.log.console, "training", total=100, unit="%", lines=False)
@@ -197,7 +202,7 @@ class _Trainer:
         self.log.say(describe_processes(self.accelerator))
         if isinstance(self.target, TeacherModel):
             self.log.say(
-                f"The target itself is not loaded: the teacher of {self.target.name} is beside the states."
+                f"{self.target.name} is not loaded: its LM head and embeddings are read from the folder of states."
                 if self.store.stored
                 else f"Each process holds a part of the weights of {self.target.name}."
             )
@@ -205,7 +210,7 @@ class _Trainer:
             f"{self.heads.draft_steps} draft steps, {self.trained.trainable_parameters / 1e6:.1f} M parameters to "
             f"train, {self.heads.flops_per_draft() / 1e6:.1f} MFLOP a drafted token; the "
             f"draft vocabulary of {self.heads.config.draft_width} tokens covers {self.coverage:.1%} of the validation "
-            f"answers. {len(self.store)} conversations, {self.order.per_epoch} steps per epoch."
+            f"answers. {len(self.store)} conversations, {self.schedule.steps_per_epoch} steps per epoch."
         )
 
     def _take_steps(self, interrupt: Interrupt, display: Display) -> None:
@@ -215,7 +220,9 @@ class _Trainer:
         if not self.records:
             self._validate(display, None)
         started, predictions = monotonic(), 0
-        with closing(self.order.batches(state, self.total, self._read, self.accelerator.device, self.dtype)) as steps:
+        with closing(
+            self.schedule.batches(state, self.total, self._read, self.accelerator.device, self.dtype)
+        ) as steps:
             for group, batches in steps:
                 own_count = sum(count_predictions(batch, self.section.anchors) for batch in batches)
                 count, elapsed, interrupted = self._synchronise(own_count, interrupt.requested)
@@ -229,7 +236,7 @@ class _Trainer:
                 else:
                     losses.append(loss)
                 predictions += count
-                state.advance(count, self.order.per_epoch)
+                state.advance(count, self.schedule.steps_per_epoch)
                 now = monotonic()
                 speed = predictions / (now - started)
                 shown = "none" if loss is None else f"{loss:.3f}"
@@ -295,7 +302,7 @@ class _Trainer:
         return loss
 
     def _seed(self, number: int) -> list[int]:
-        """Seed of a batch, by its index in the step's group, however that is spread over ranks."""
+        """Return a batch's seed. It depends on the step and the index in the global batch, not on the ranks."""
         return [self.section.seed, self.trainer_state.step, self.rank + number * self.ranks]
 
     def _finish(self) -> TrainResult:
@@ -312,7 +319,7 @@ class _Trainer:
                 {
                     "steps": result.steps,
                     "skipped_steps": state.skipped,
-                    "epochs": state.epoch + state.index / self.order.per_epoch,
+                    "epochs": state.epoch + state.index / self.schedule.steps_per_epoch,
                     "elapsed_seconds": round(state.elapsed, 1),
                     "trainable_parameters": self.trained.trainable_parameters,
                     "coverage": result.coverage,
@@ -326,7 +333,7 @@ class _Trainer:
     # -- validation ----------------------------------------------------------------------------------------------
 
     def _read_validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """Return this rank's validation batches with the target's greedy tokens; states are read again each time."""
+        """Return this rank's validation batches: indices and greedy tokens only. Each validation rereads the states."""
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
         own = rank_slice(batches, self.rank, self.ranks)
         self.missing_batches = len(rank_slice(batches, 0, self.ranks)) - len(own)
@@ -335,7 +342,7 @@ class _Trainer:
         return chosen
 
     def _join_last_reads(self) -> None:
-        """Join the collective reads of other ranks' last batches, with no conversations."""
+        """Call the collective `samples` with no indices while other ranks read their extra batch."""
         for _ in range(self.missing_batches):
             self.valid_store.samples([])
 
@@ -385,7 +392,8 @@ class _Trainer:
         """Log to trackers, with the main rank's memory and the position in the data."""
         state = self.trainer_state
         position = {"data/epoch": state.epoch, "data/step_in_epoch": state.index}
-        self.accelerator.log({**values, **memory(self.accelerator.device), **position}, step=state.step)
+        values = {**values, **memory(self.accelerator.device), **position}
+        log_to_tracker(self.accelerator, values, state.step, self.log.say)
 
     # -- data, time and checkpoints ------------------------------------------------------------------------------
 
@@ -427,9 +435,15 @@ class _Trainer:
         checkpoint.load(self.accelerator, path)
         self.seconds_before = state.elapsed
         if state.budget and state.budget != self.budget:
-            state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
+            state.extended_at, state.lr_at_extension = self._fraction(state.elapsed), state.lr
         with raise_on_all_ranks():
             rows = list(read_jsonl(self.folder / "metrics.jsonl")) if self.accelerator.is_main_process else []
+            if self.accelerator.is_main_process and all(row["step"] != state.best_step for _, row in rows):
+                raise UserError(
+                    f"{self.folder / 'metrics.jsonl'} lacks the best validation of the checkpoint {path.name}, at step "
+                    f"{state.best_step}.",
+                    "Restore the file, or begin anew in another folder of runs (--run-dir elsewhere/NAME).",
+                )
         self.records = broadcast_from_main([row for _, row in rows if row["step"] <= state.step])
         if self.accelerator.is_main_process:  # discard records after the checkpoint
             link_into_run(path / checkpoint.BEST, self.folder / "best")

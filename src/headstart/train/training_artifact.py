@@ -22,7 +22,7 @@ from headstart.support.files import file_hash, read_json
 from headstart.train import checkpoint
 
 RESULT = "result.json"  # written last; marks a finished training
-_VERSION = 2  # Muon changes matrices in turns
+_VERSION = 2  # bumped when the same settings train other heads
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
@@ -46,8 +46,10 @@ def is_finished(folder: Path) -> bool:
 
 
 def continue_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
-    """Seed a training without checkpoints with the newest checkpoint of trainings that differ only by a smaller budget,
-    or by the number of ranks at equal batches per step."""
+    """Seed a training without checkpoints from the related training with the most steps.
+
+    A related training differs only by a smaller budget, or by the number of ranks at equal batches per step.
+    """
     checkpoints = of.folder / "checkpoints"
     if checkpoint.find(checkpoints, {}, lambda _: None) is not None:
         return

@@ -93,6 +93,6 @@ def not_finite(step: int, loss: float, group: list[Batch]) -> UserError:
     conversations = sorted(index for batch in group for index in batch)
     shown = ", ".join(map(str, conversations[:8])) + (", ..." if len(conversations) > 8 else "")
     return UserError(
-        f"The loss or its gradient is not finite at step {step} (loss {loss:g}), of training conversations {shown}.",
+        f"The loss or its gradient is not finite at step {step} (loss {loss:g}), on training conversations {shown}.",
         "Lower train.lr or raise train.warmup; the checkpoints before this step are kept.",
     )

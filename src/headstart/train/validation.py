@@ -1,7 +1,7 @@
 """Validation: how often each draft step predicts the target's greedy token.
 
 Shape suffixes: B rows (of a batch, or of a block of logits), T tokens, X = B * T flat positions, M predictions of one
-step, D draft vocabulary, R ranks, V target vocabulary, E hidden size, K draft steps.
+step, D draft vocabulary, R best drafts, V target vocabulary, E hidden size, K draft steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headstart.heads.base import HeadBatch, StepPrediction, supervised_origins
 from headstart.kernels.draft_kernels import argmax
 from headstart.model.frozen import FrozenModel
 from headstart.replay.patch import FINAL
-from headstart.train.summing import logits_by_block, positions_before_answers
+from headstart.train.fused_loss import logits_by_block, positions_before_answers
 
 TOPS = (1, 4, 8)  # top-k accuracies counted
 
@@ -32,11 +32,11 @@ class Validation:
 
     `accuracy` is {"top1": [one per step], "top4": ..., "top8": ...}: the fraction of predictions with the target's most
     likely token (of its whole vocabulary: undraftable tokens are misses) among the best 1, 4 or 8 drafts, for each step
-    by itself.
+    regardless of earlier steps.
 
     `tau` is the predicted tokens per round of a greedy chain, 1 + sum over k of P(steps 0..k all correct); 1 is plain
-    decoding. `chain` holds each P, over the drafts with a step k before the answer ends. `predictions` counts each
-    step's predictions.
+    decoding. `chain` holds each P; its denominator is the drafts long enough to have a step k. `predictions` counts
+    each step's predictions.
     """
 
     accuracy: dict[str, list[float]]
@@ -75,10 +75,10 @@ class Tally:
     def add(self, predictions: Iterable[StepPrediction], draft_to_target_D: Tensor, greedy_X: Tensor) -> None:
         """Count one batch's predictions; `greedy_X` is from `greedy_tokens`."""
         correct_X = torch.ones_like(greedy_X, dtype=torch.bool)  # drafts correct up to the previous step, by origin
-        ranks = min(max(TOPS), len(draft_to_target_D))
+        best_count = min(max(TOPS), len(draft_to_target_D))
         for step, prediction in enumerate(predictions):
-            best = [logits_BD.topk(ranks, dim=-1).indices for _, logits_BD in logits_by_block(prediction)]
-            drafts_MR = draft_to_target_D[torch.cat([draft_to_target_D.new_zeros(0, ranks), *best])]
+            best = [logits_BD.topk(best_count, dim=-1).indices for _, logits_BD in logits_by_block(prediction)]
+            drafts_MR = draft_to_target_D[torch.cat([draft_to_target_D.new_zeros(0, best_count), *best])]
             hits_MR = drafts_MR == greedy_X[prediction.teacher_M][:, None]
             correct_M = hits_MR[:, 0] & correct_X[prediction.origin_M]
             correct_X = torch.zeros_like(correct_X).index_put_((prediction.origin_M,), correct_M)

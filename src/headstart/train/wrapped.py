@@ -35,8 +35,8 @@ class Unrolled(nn.Module):
         self.heads = heads
 
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
-        """Apply `consume` to the batch's predictions. DDP waits for the gradients of all parameters, so a loss reaches
-        every one, with zero gradients for missing steps."""
+        """Apply `consume` to the batch's predictions. DDP waits for the gradients of all parameters, so add a zero term
+        over all parameters when the batch has fewer steps than the heads."""
         steps = 0
 
         def counted() -> Iterator[StepPrediction]:
@@ -69,7 +69,7 @@ def factor_shapes(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
 
 
 def count_trained_parameters(heads: DraftHead, rank: int) -> int:
-    """Count the trained parameters: of the heads, or of their updates of a rank."""
+    """Count the trained parameters: of the heads, or of their LoRA factors."""
     if not rank:
         return heads.trainable_parameters
     return sum(math.prod(shape) for weight in matrices(heads).values() for shape in factor_shapes(weight, rank))
@@ -95,8 +95,8 @@ class LowRank(nn.Module):
     def trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
-    def learning_rows(self) -> dict[str, list[slice]]:
-        """See `DraftHead.learning_rows`: every update is one matrix, or a stack of them."""
+    def trainable_rows(self) -> dict[str, list[slice]]:
+        """See `DraftHead.trainable_rows`: every update is one matrix, or a stack of them."""
         return {}
 
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:

@@ -1,10 +1,11 @@
 """Calibration of the heads' probabilities: from log-probability to acceptance rate, by depth and by path.
 
-Acceptance depends on the path. After a token that was not its node's best draft, heads that draft all depths in one
-forward are overconfident, since they assume the best one; heads that read the path see a less likely text. So paths
-that *left* the best one have their own curves. `headstart.tuning.calibrate` fits them.
+Acceptance depends on the path. A path *leaves* the best one at the first token that is not its node's best draft. After
+that, heads that draft all depths in one forward are overconfident, because they assume the best path, and heads that
+read the path continue a less likely text. Such paths have their own curves. `headstart.tuning.calibrate` fits all
+curves.
 
-Shape suffixes: X nodes, in any dimensions, R ranks.
+Shape suffixes: X nodes (any dimensions), R ranks.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ class Calibration:
     Attributes:
         log_probs: knots of each depth, ascending.
         accepted: acceptance rate at each knot, ascending.
-        reached: at each depth, how often one of the best drafts is accepted after an accepted path; with `sampled` the
-            last one is sampled.
-        sampled: calibration of a child sampled from the full distribution, evaluated at the log-probability of the
-            draft that it replaces; None treats it as that draft. Its own `sampled` is for children sampled from the
-            remainder of the distribution, evaluated at the log of that rest.
-        off_best: calibration after paths that left the best one; the other fields then hold on the best path only. None
-            makes no difference between the two.
+        any_child_accepted: per depth, P(some child is accepted | its parent was accepted), for the few best children
+            that a tree usually verifies.
+        sampled: curves for a sampled child without siblings (q is the complete distribution), by the log-probability of
+            the best draft. `sampled.sampled`: curves for a sampled child after deterministic siblings, by the log of
+            the mass that these leave. None treats a sampled child as the draft that it replaces.
+        off_best: curves after paths that left the best one; the other fields then hold on the best path only. None uses
+            the same curves for all paths.
     """
 
     log_probs: tuple[tuple[float, ...], ...] = ()
     accepted: tuple[tuple[float, ...], ...] = ()
-    reached: tuple[float, ...] = ()
+    any_child_accepted: tuple[float, ...] = ()
     sampled: Calibration | None = None
     off_best: Calibration | None = None
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
         """Convert to JSON values by name, with the prefix `drawn_` for `sampled` and `left_` for `off_best`."""
-        curves = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
+        curves = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.any_child_accepted,)}
         values = {prefix + name: [list(part) for part in parts] for name, parts in curves.items()}
         for name, part in (("drawn_", self.sampled), ("left_", self.off_best)):
             values |= part.knots(prefix + name) if part else {}
@@ -89,35 +90,38 @@ class Calibration:
         sampled, off_best = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
         return cls(log_probs, accepted, reached[0], sampled, off_best)
 
-    def after(self, off_best: bool) -> Calibration:
+    def after(self, has_left: bool) -> Calibration:
         """Return the calibration after paths that left the best one, or stayed on it."""
-        return self.off_best or self if off_best else self
+        return self.off_best or self if has_left else self
 
-    def best_child(self, depth: int, off_best: float = 0.0) -> float:
-        """Return the probability that a node at this depth (from 0, the root) has an accepted child; 1 if unknown.
-        `off_best` is the probability that its path has left the best one."""
-        reached = self.reached[depth] if depth < len(self.reached) else 1.0
-        if self.off_best is None or not off_best:
-            return reached
-        return reached + off_best * (self.off_best.best_child(depth) - reached)
+    def child_acceptance(self, depth: int, off_best_prob: float = 0.0) -> float:
+        """Return P(a node at this depth has an accepted child | it was accepted), 1 if unknown. The root has depth 0;
+        `off_best_prob` is the probability that the node's path has left the best one."""
+        on_best = self.any_child_accepted[depth] if depth < len(self.any_child_accepted) else 1.0
+        if self.off_best is None or not off_best_prob:
+            return on_best
+        return on_best + off_best_prob * (self.off_best.child_acceptance(depth) - on_best)
 
-    def towards(self, other: Calibration, share: float) -> Calibration:
-        """Interpolate to another calibration, with weight `share` for the other, where both have data.
+    def towards(self, other: Calibration, weight: float) -> Calibration:
+        """Interpolate to another calibration where both have data; `weight` is the other's.
 
         >>> near = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
         >>> near.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
         ((0.0, 0.125, 0.65),)
         """
-        curves = [between(depth, self, other, share) for depth in range(min(len(self.log_probs), len(other.log_probs)))]
-        reached = tuple((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
+        curves = [
+            between(depth, self, other, weight) for depth in range(min(len(self.log_probs), len(other.log_probs)))
+        ]
+        pairs = zip(self.any_child_accepted, other.any_child_accepted, strict=False)
+        any_child_accepted = tuple((1 - weight) * a + weight * b for a, b in pairs)
         sampled = off_best = None
         if self.sampled or other.sampled:
             near, far = (part.sampled or replace(part, off_best=None) for part in (self, other))
-            sampled = near.towards(far, share)
+            sampled = near.towards(far, weight)
         if self.off_best or other.off_best:
-            off_best = (self.off_best or self).towards(other.off_best or other, share)
+            off_best = (self.off_best or self).towards(other.off_best or other, weight)
         log_probs, accepted = (tuple(part[index] for part in curves) for index in (0, 1))
-        return Calibration(log_probs, accepted, reached, sampled, off_best)
+        return Calibration(log_probs, accepted, any_child_accepted, sampled, off_best)
 
     def probs(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return acceptance probabilities of drafts at a depth (from 0); without data the drafts' own probabilities.
@@ -131,21 +135,19 @@ class Calibration:
 
     @cached_property
     def _curves(self) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Knots and shares of each depth as arrays."""
-        return [
-            (np.array(knots), np.array(shares)) for knots, shares in zip(self.log_probs, self.accepted, strict=True)
-        ]
+        """Knots and rates of each depth as arrays."""
+        return [(np.array(knots), np.array(rates)) for knots, rates in zip(self.log_probs, self.accepted, strict=True)]
 
     @cached_property
     def flat(self) -> tuple[array[float], array[float], array[float], array[int]]:
-        """Convert for C: knots and rates, concatenated over depths, `best_child` of each depth, and knot offsets.
+        """Convert for C: knots and rates, concatenated over depths, `child_acceptance` of each depth, and knot offsets.
 
         >>> Calibration(((-2.0, 0.0), (-1.0,)), ((0.0, 0.8), (0.5,)), (0.7,)).flat[3].tolist()
         [0, 2, 3]
         """
-        knots, shares = (array("d", chain.from_iterable(part)) for part in (self.log_probs, self.accepted))
-        reached = array("d", map(self.best_child, range(DEEPEST)))
-        return knots, shares, reached, array("q", accumulate(map(len, self.log_probs), initial=0))
+        knots, rates = (array("d", chain.from_iterable(part)) for part in (self.log_probs, self.accepted))
+        child_acceptance = array("d", map(self.child_acceptance, range(DEEPEST)))
+        return knots, rates, child_acceptance, array("q", accumulate(map(len, self.log_probs), initial=0))
 
     def sampled_probs(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the acceptance probability of a child sampled in place of each draft of a node, the best draft first.
@@ -164,7 +166,7 @@ class Calibration:
 
 
 def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the log of the probability mass left by the drafts before each one of a node, the best draft first.
+    """Return, for each draft of a node (best first), the log of the probability mass that the drafts before it leave.
 
     >>> np.exp(rest(np.log(np.array([0.5, 0.25, 0.125], dtype=np.float32)))).tolist()
     [1.0, 0.5, 0.25]
@@ -174,8 +176,8 @@ def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
     return left_XR
 
 
-def between(depth: int, near: Calibration, far: Calibration, share: float) -> Curve:
-    """Interpolate the curves of a depth, with weight `share` for the other."""
+def between(depth: int, near: Calibration, far: Calibration, weight: float) -> Curve:
+    """Interpolate the curves of a depth; `weight` is that of `far`."""
     knots = np.array(sorted({*near.log_probs[depth], *far.log_probs[depth]}), dtype=np.float32)
-    both = (1 - share) * near.probs(depth, knots) + share * far.probs(depth, knots)
+    both = (1 - weight) * near.probs(depth, knots) + weight * far.probs(depth, knots)
     return tuple(knots.tolist()), tuple(both.tolist())

@@ -5,7 +5,7 @@ token of the text, not yet in the KV cache; all others are drafts. Parents come 
 `TreeBatch` uploads the trees of a batch at once.
 
 Shape suffixes: B rows, N nodes (root included), P nodes of an accepted path, E hidden size, V vocabulary, D draft
-vocabulary.
+vocabulary, X bytes or packed integers.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def keep(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Remove all other nodes; return the new numbers by the old ones. `nodes` must include all parents."""
+        """Keep only these nodes, their parents included, and return {old number: new number}."""
         renumbered = {node: number for number, node in enumerate(sorted(nodes))}
         self.parents = [renumbered.get(self.parents[node], -1) for node in renumbered]
         self.tokens = [self.tokens[node] for node in renumbered]
@@ -245,11 +245,11 @@ class TreeBatch:
                 depths.append(depths[first + parent] + 1)
                 above = visible[first + parent]
                 visible.append(above[:node] + b"\1" + above[node + 1 :])
-        numbers = array("q", tokens + parents + depths).tobytes()
-        bytes_X = upload(torch.frombuffer(bytearray(b"".join([numbers, *visible])), dtype=torch.uint8), device)
-        numbers_t, visible_t = bytes_X[: len(numbers)].view(torch.int64), bytes_X[len(numbers) :]
-        tokens_t, parents_t, depths_t = numbers_t.view(3, rows, nodes).unbind()
-        return cls(list(trees), tokens_t, parents_t, visible_t.view(torch.bool).view(rows, nodes, nodes), depths_t)
+        integers = array("q", tokens + parents + depths).tobytes()
+        bytes_X = upload(torch.frombuffer(bytearray(b"".join([integers, *visible])), dtype=torch.uint8), device)
+        tokens_BN, parents_BN, depths_BN = bytes_X[: len(integers)].view(torch.int64).view(3, rows, nodes).unbind()
+        visible_BNN = bytes_X[len(integers) :].view(torch.bool).view(rows, nodes, nodes)
+        return cls(list(trees), tokens_BN, parents_BN, visible_BNN, depths_BN)
 
     @classmethod
     def roots(
@@ -300,20 +300,20 @@ class Request:
 
     Attributes:
         max_nodes: maximum nodes of a row, root included.
-        threshold: accepted tokens that a node must add to pay for its verification: the probability of its whole path,
-            or for a sampled node its gain in the probability that it or a sibling is accepted. Drafters that know these
-            probabilities drop nodes below it; 0 keeps all nodes that add anything.
+        threshold: minimum marginal expected accepted tokens per node: the probability of its path for a deterministic
+            node, the rise in P(any sibling accepted) for a sampled one. Drafters that know these probabilities drop
+            nodes below it; 0 keeps all nodes that add anything.
         level_threshold: expected accepted tokens, over all rows and net of verification, at which another level of
             drafting pays for its time; 0 drafts all levels.
         chain: no node may have more than one child.
-        sample_drafts: sample the last child of each node from the drafter's distribution without its siblings, the most
-            likely drafts; else it is the next most likely one. Drafters without a distribution never sample.
+        sample_drafts: if true, each node's last child is sampled from q with its top-k siblings removed; else it is the
+            next top-k token. Drafters without a distribution q never sample.
         warp: maps draft logits [..., D] to the sampling distribution, float [..., D], temperature included.
-        streams: one random generator per row, only for sampling children.
+        generators: one random generator per row, only for sampling children.
         temperature: of the decoding, 0 if greedy; acceptance falls with it.
         calibration: of trained heads; None trusts their probabilities. Their drafter sets this and the shape.
         shape: static tree for trained heads; None lets them choose.
-        beside: trees that earlier drafters proposed in this round, one per row.
+        earlier_trees: trees that earlier drafters proposed in this round, one per row.
         check: called before each chunk of a long text; its exception ends the decoding.
     """
 
@@ -323,11 +323,11 @@ class Request:
     chain: bool = False
     sample_drafts: bool = False
     warp: Callable[[Tensor], Tensor] | None = None
-    streams: Sequence[torch.Generator] = ()
+    generators: Sequence[torch.Generator] = ()
     temperature: float = 0.0
     calibration: Calibration | None = None
     shape: TreeShape | None = None
-    beside: Sequence[Tree] = ()
+    earlier_trees: Sequence[Tree] = ()
     check: Callable[[], None] | None = None
 
 
@@ -369,7 +369,7 @@ class Committed:
     def states(self) -> dict[int, Tensor]:
         """States of the committed tokens, {layer: [B, P, E]}."""
         longest = self.paths_BP.shape[1]
-        if self.paths == [[*range(longest)]]:  # of one row's first nodes, as in chains, a view
+        if self.paths == [[*range(longest)]]:  # a single row that accepted its first nodes, as in a chain: no copy
             return {layer: state_BNE.narrow(1, 0, longest) for layer, state_BNE in self.states_BNE.items()}
         rows_B1 = torch.arange(len(self.paths_BP), device=self.paths_BP.device)[:, None]
         return {layer: state_BNE[rows_B1, self.paths_BP] for layer, state_BNE in self.states_BNE.items()}

@@ -87,8 +87,8 @@ class Tables:
         total = 0.0
         for depth in range(before_OK.shape[1]):
             right_OR = self.right(depth)
-            for off_best, counts_O in ((False, best_OK[:, depth]), (True, before_OK[:, depth] & ~best_OK[:, depth])):
-                probs = calibration.after(off_best).probs(depth, self.log_probs_OKR[counts_O, depth])
+            for has_left, counts_O in ((False, best_OK[:, depth]), (True, before_OK[:, depth] & ~best_OK[:, depth])):
+                probs = calibration.after(has_left).probs(depth, self.log_probs_OKR[counts_O, depth])
                 probs, right = np.clip(probs, _EPSILON, 1 - _EPSILON), right_OR[counts_O]
                 total -= float((right * np.log(probs) + (1.0 - right) * np.log(1 - probs)).sum())
         return total
@@ -104,7 +104,7 @@ class Tables:
 
     def _fit(self, counts_OK: NDArray[np.bool_]) -> Calibration:
         """Fit to the origins that count at each depth."""
-        reached, curves, drawn, drawn_below = list[float](), list[Curve](), list[Curve](), list[Curve]()
+        any_child_accepted, curves, drawn, drawn_below = list[float](), list[Curve](), list[Curve](), list[Curve]()
         for depth, counts_O in enumerate(counts_OK.T):
             log_probs_OR = self.log_probs_OKR[counts_O, depth]
             right_OR = self.right(depth)[counts_O]
@@ -117,13 +117,13 @@ class Tables:
             rest_OR = rest(log_probs_OR)[:, : drawn_OR.shape[1]]
             drawn.append(_isotonic(log_probs_OR[:, 0], drawn_OR[:, 0]))
             drawn_below.append(_isotonic(rest_OR[:, 1:].ravel(), drawn_OR[:, 1:].ravel()))
-            reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
+            any_child_accepted.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)
         sampled = replace(_of_curves(drawn), sampled=_of_curves(drawn_below))
-        return replace(_of_curves(curves), reached=tuple(reached), sampled=sampled)
+        return replace(_of_curves(curves), any_child_accepted=tuple(any_child_accepted), sampled=sampled)
 
 
 def _of_curves(curves: Sequence[Curve]) -> Calibration:
-    return Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves))
+    return Calibration(tuple(knots for knots, _ in curves), tuple(rates for _, rates in curves))
 
 
 def _with_prior(some: Calibration, prior: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
@@ -133,10 +133,10 @@ def _with_prior(some: Calibration, prior: Calibration, counts_OK: NDArray[np.boo
         between(depth, prior, some, weight) if weight else (prior.log_probs[depth], prior.accepted[depth])
         for depth, weight in enumerate(weights)
     ]
-    pairs = zip(some.reached, prior.reached, weights, strict=False)
-    reached = tuple(weight * of_some + (1 - weight) * of_prior for of_some, of_prior, weight in pairs)
+    pairs = zip(some.any_child_accepted, prior.any_child_accepted, weights, strict=False)
+    any_child_accepted = tuple(weight * of_some + (1 - weight) * of_prior for of_some, of_prior, weight in pairs)
     sampled = _with_prior(some.sampled, prior.sampled, counts_OK) if some.sampled and prior.sampled else None
-    return replace(_of_curves(curves), reached=reached, sampled=sampled)
+    return replace(_of_curves(curves), any_child_accepted=any_child_accepted, sampled=sampled)
 
 
 def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> Curve:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.verify import Verifier
+from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
@@ -91,7 +91,7 @@ def measure_verify(target: Target, timing: Timing, aux_layers: Sequence[int]) ->
 
     The result never falls with the node count: it is the mean of the monotone envelopes from above and below.
     """
-    verifier, context = Verifier(), timing.context
+    verifier, context = GreedyVerifier(), timing.context
     cache = target.new_cache(1, context + max(timing.node_counts) + 1)
     target.prefill(cache, [_prompt(target, context)])
     trees = []

@@ -68,8 +68,8 @@ class ConversationBatch:
     left_out: LeftOut
 
     @property
-    def share(self) -> float:
-        """The batch's share of the run's time, in seconds."""
+    def attributed_seconds(self) -> float:
+        """Duration divided by the number of concurrent batches."""
         return self.seconds / self.concurrent
 
     @classmethod
@@ -77,21 +77,21 @@ class ConversationBatch:
         """Read the first line of a batch; raise a UserError for any other file."""
         try:
             with file.open("rb") as handle:
-                about = json.loads(next(handle))
-            del about["crc32"]
-            rows = enumerate(about["conversations"])
-            about["conversations"] = [StoredConversation(file.name, line, *row) for line, row in rows]
-            about["left_out"] = LeftOut(*about["left_out"])
-            return cls(**about)
+                header = json.loads(next(handle))
+            del header["crc32"]
+            rows = enumerate(header["conversations"])
+            header["conversations"] = [StoredConversation(file.name, line, *row) for line, row in rows]
+            header["left_out"] = LeftOut(*header["left_out"])
+            return cls(**header)
         except (StopIteration, KeyError, TypeError, ValueError) as error:
             raise _no_batch(file, str(error)) from None
 
 
-def write_batch(file: Path, conversations: Sequence[Conversation], left_out: LeftOut, **about: Any) -> None:
-    """Write the file of a batch; `about` are the other attributes of `ConversationBatch`."""
+def write_batch(file: Path, conversations: Sequence[Conversation], left_out: LeftOut, **header: Any) -> None:
+    """Write the file of a batch; `header` holds the other attributes of `ConversationBatch`."""
     lines = "".join(json.dumps(item.to_json(), ensure_ascii=False) + "\n" for item in conversations)
     described = {
-        **about,
+        **header,
         "conversations": [StoredConversation.of(item, file.name, line)[2:] for line, item in enumerate(conversations)],
         "left_out": [left_out.counts, left_out.examples],
         "crc32": zlib.crc32(lines.encode()),
@@ -133,17 +133,20 @@ class TimeBudget:
         self.ended = False
 
     def admit(self, batch: ConversationBatch, is_new: bool) -> bool:
-        """Count a batch within the budget: it is new, at least half of it fits, or it was counted before."""
+        """Return whether the batch is within budget, and count it if so.
+
+        A batch is within budget if it is new, at least half of it fits, or this budget counted it before.
+        """
         if is_new:
             admitted = True
         elif self._key in self._ends:
             admitted = self._admitted < self._ends[self._key]
         else:
-            admitted = not self._admitted or self._before + batch.share / 2 < self._budget
+            admitted = not self._admitted or self._before + batch.attributed_seconds / 2 < self._budget
         self.ended = self.ended or not admitted
         if admitted:
             self._admitted, self._duration = self._admitted + 1, batch.seconds
-            self._before += 0.0 if is_new else batch.share
+            self._before += 0.0 if is_new else batch.attributed_seconds
         return admitted
 
     @property
@@ -158,7 +161,7 @@ class TimeBudget:
     def is_over(self, pending: int, seconds: float) -> bool:
         """Whether another batch would overshoot the budget by more than stopping now undershoots it.
 
-        `pending` batches are not counted yet; they took `seconds` before this start.
+        `pending` batches are not counted yet. `seconds` is their generation time in earlier sessions.
         """
         if self._key in self._ends:
             self.ended = self._admitted + pending >= self._ends[self._key]

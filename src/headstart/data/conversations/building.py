@@ -88,8 +88,8 @@ def build_conversations(
         folder: destination of `train.jsonl`, `validation.jsonl` and `heldout.jsonl`.
         shared: folder of batches, shared by runs of the same `identity`; `folder` by default.
         max_tokens: limit on training plus validation tokens.
-        capture: sink for the hidden states of generation, if they fit in memory.
-        servers: generate instead of the target in this process.
+        capture: sink for the hidden states of generation.
+        servers: servers that generate in place of the in-process target.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
@@ -162,7 +162,10 @@ class ConversationBuild:
         return both
 
     def run(self, console: Console | None = None, records_time: bool = True) -> None:
-        """Generate the missing batches of all splits, shared with other processes. One process `records_time`."""
+        """Generate the missing batches of all splits, shared with other processes.
+
+        `records_time` is true in exactly one process, which stores where the budget ended.
+        """
         requested, answer_tokens, started = sum(self.counts.values()), 0, time.perf_counter()
         with progress_bar(console, "conversations", total=requested) as bar:
             for split, count in self.counts.items():
@@ -249,13 +252,13 @@ class _Planned:
     number: int
     file: Path
     prompts: list[Prompt]
-    span: tuple[int, int]
+    prompt_range: tuple[int, int]
     size: int
     batch: ConversationBatch | None = None
 
     @property
     def label(self) -> str:
-        """Prefix of its claim and its file, whatever the split."""
+        """The batch number as zero-padded text; names the claim and prefixes the file."""
         return self.file.name.partition("-")[0]
 
 
@@ -323,8 +326,8 @@ class _SplitBuilder:
 
     def _submit(self, planned: _Planned, place: int, held: ExitStack, workers: Workers) -> bool:
         """Begin the claimed batch at `place` of the pending ones; return False and drop it if the time is over."""
-        earlier = [before.batch.share for before in islice(self._pending, place) if before.batch is not None]
-        if self._clock.is_over(place, sum(earlier)):
+        earlier = [before.batch for before in islice(self._pending, place) if before.batch is not None]
+        if self._clock.is_over(place, sum(batch.attributed_seconds for batch in earlier)):
             self._is_ended = True
             held.close()
             while len(self._pending) > place:
@@ -345,7 +348,7 @@ class _SplitBuilder:
                 left_out,
                 number=planned.number,
                 split=self._split,
-                prompts=planned.span,
+                prompts=planned.prompt_range,
                 seconds=round(time.perf_counter() - began, 3),
                 concurrent=max(1, len(prune_claims(build.folder))),
             )
@@ -373,8 +376,10 @@ class _SplitBuilder:
             start, prompts, count = self._start, list[Prompt](), size - own
             later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
             limit = min(later, default=None)
+            # A gap is missing batch numbers before an existing batch. Its last batch takes all remaining prompts of the
+            # gap, whatever the batch size.
             if limit is not None and self._number + 1 in build.batches:
-                count = limit - start  # the last batch of a gap takes all of its prompts, whatever the batch size
+                count = limit - start
             if own_share < 1:
                 prompts, self._start = build.prompts(split, start, count, limit)
             if not (own_share or prompts or later):

@@ -36,7 +36,8 @@ def identity(target: Target, data: DataSection) -> dict[str, Any]:
         "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{name: value for name, value in data.of_role(Role.CONTENT).items() if name not in left_out},
-        "server": bool(data.server),  # with other numerics
+        "server": data.server_numerics
+        or bool(data.server),  # servers round differently
         "prompts": [{**_origin(source), "share": round(source.weight / total, 6)} for source in sources],
         "exclude": sorted(str(find_origin(file).content) for file in data.exclude),
     }
@@ -53,7 +54,7 @@ def _origin(source: PromptSource) -> dict[str, Any]:
     if source.source == "self":
         return {"origin": "self", "commit": None}
     origin = find_origin(source.source, source.revision)
-    # The configuration of a local `folder:config`; the name of a Hub dataset includes it.
+    # Only local sources need it separately; a Hub `origin` already includes the configuration.
     has_none = origin.content is None or Path(source.source).expanduser().exists()
     configuration = "" if has_none else source.source.partition(":")[2]
     return {
@@ -65,7 +66,10 @@ def _origin(source: PromptSource) -> dict[str, Any]:
 
 
 def pin_as_begun(data: DataSection, begun: Mapping[str, Any]) -> DataSection:
-    """Pin sources without a revision to the Hub commits of `begun`, the identity of the run's conversations or {}."""
+    """Pin sources without a revision to the Hub commits of `begun`.
+
+    `begun` is the identity this run recorded when it started; {} for a new run.
+    """
     sources, earlier = _sources(data), begun.get("prompts")
     if not isinstance(earlier, list) or len(earlier) != len(sources):
         return data

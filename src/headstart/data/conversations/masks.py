@@ -7,10 +7,12 @@ Spans are found by rendering the chat template, never by matching a model's mark
     span                                                            Hello.<|im_end|>
 
 The prefix is the rendering of the earlier messages with the generation prompt; the whole rendering must start with it.
-Markup between the prefix and a text without reasoning (an empty thinking block, say) is not supervised. The span ends
-with the first special token after the text, unless the template ends the newest answer with another token: the target
-never writes the first one then. With tool calls, which special tokens may enclose, it ends with the last special token
-of the turn, or the first after the calls if the end of the turn is unknown (a last answer is rendered differently).
+Markup between the prefix and a text without reasoning (an empty thinking block, say) is not supervised.
+
+The span includes the first special token after the text only if the template also puts it after a final answer;
+otherwise it is a separator the model never generates. Special tokens may enclose tool calls, so with calls the span
+ends with the last special token of the turn. If the end of the turn is unknown (a last answer is rendered differently),
+it ends with the first one after the calls.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list
     tokens: list[int] = list(encoded["input_ids"])
     starts, stops = _places(encoded["offset_mapping"])
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    ends = {*tokenizer.all_special_ids, *added}
+    special_ids = {*tokenizer.all_special_ids, *added}
     supervised = [False] * len(tokens)
     rewritten = False
     for index, message in enumerate(messages):
@@ -56,7 +58,7 @@ def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list
         start, text_stop, turn_stop, ending = span
         first = bisect_left(starts, start)
         following = range(bisect_left(starts, text_stop, first), bisect_left(starts, turn_stop, first))
-        special = [i for i in following if tokens[i] in ends]
+        special = [i for i in following if tokens[i] in special_ids]
         if special and not ending.startswith(whole[text_stop : stops[special[0]]]):
             special = []
         if message.get("tool_calls") and (turn_stop < len(whole) or message is messages[-1]):
@@ -85,7 +87,7 @@ def _answer_span(
 
     Returns:
         Character offsets: start of the assistant's text, end of the text (with the names of called tools), upper bound
-        for the end of the turn; and the rendering after the text when the answer is the newest.
+        for the end of the turn; and the rendering after the text when the answer is the last message.
     """
     if index == 0:
         raise Unfit(
@@ -99,8 +101,8 @@ def _answer_span(
         return None
     text = answer["content"].strip()  # some templates strip their input
     reasoning = answer.get("reasoning_content", "").strip()
-    closed = render([*before, answer], tokenizer, answer=False)
-    if reasoning not in closed[len(prefix) :]:
+    rendered_to_answer = render([*before, answer], tokenizer, answer=False)
+    if reasoning not in rendered_to_answer[len(prefix) :]:
         raise Unfit(
             f"The chat template does not render the reasoning of the answer in message {index + 1}.",
             "Let the target write the answers (data.regenerate=true), or remove reasoning_content.",
@@ -108,18 +110,19 @@ def _answer_span(
         )
     # A template may write something of its own first, such as an empty thinking block.
     lead, found, _ = render([*before, {**answer, "content": MARK}], tokenizer, answer=False).partition(MARK)
-    newest = len(lead) if found and closed.startswith(lead) else len(prefix)
-    here = newest if whole.startswith(closed[:newest]) else len(prefix)
-    if reasoning and here != newest:
+    start_if_last = len(lead) if found and rendered_to_answer.startswith(lead) else len(prefix)
+    answer_start = start_if_last if whole.startswith(rendered_to_answer[:start_if_last]) else len(prefix)
+    if reasoning and answer_start != start_if_last:
         return None
-    unchanged = whole.startswith(closed)
-    turn_stop = len(closed) if unchanged else len(whole)
-    text_start, newest_start = whole.find(text, here, turn_stop), closed.find(text, newest)
-    if text_start < 0 or newest_start < 0 or (not unchanged and whole[here:text_start].strip()):
+    unchanged = whole.startswith(rendered_to_answer)
+    turn_stop = len(rendered_to_answer) if unchanged else len(whole)
+    text_start = whole.find(text, answer_start, turn_stop)
+    text_start_if_last = rendered_to_answer.find(text, start_if_last)
+    if text_start < 0 or text_start_if_last < 0 or (not unchanged and whole[answer_start:text_start].strip()):
         return None
     written = bool(reasoning) or not whole[len(prefix) : text_start].strip()
     text_stop = _after_calls(answer, whole[:turn_stop], text_start + len(text))
-    ending = closed[_after_calls(answer, closed, newest_start + len(text)) :]
+    ending = rendered_to_answer[_after_calls(answer, rendered_to_answer, text_start_if_last + len(text)) :]
     return len(prefix) if written else text_start, text_stop, turn_stop, ending
 
 
@@ -145,8 +148,8 @@ def _not_rendered(what: str) -> Unfit:
 def _places(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """Return the start and end offset of each token.
 
-    Byte-level tokenizers report tokens without leading blanks, so an all-blank token looks empty and placed after its
-    blanks; it is moved to the end of the token before it.
+    Byte-level tokenizers report tokens without leading whitespace, so a whitespace-only token has a zero-length span
+    after the whitespace; move its start to the previous token's end.
 
     >>> _places([(0, 5), (6, 6), (6, 9)])
     ([0, 5, 6], [5, 6, 9])

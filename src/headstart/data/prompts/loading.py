@@ -54,7 +54,10 @@ T = TypeVar("T")
 
 
 class LeftOut:
-    """Counts of unusable records by reason, with the first of each in `examples`."""
+    """Counts of unusable records by reason, with the first of each in `examples`.
+
+    A reason continues the count, as "over 512 tokens" does in "3 over 512 tokens".
+    """
 
     def __init__(self, counts: Mapping[str, int] | None = None, examples: Mapping[str, str] | None = None) -> None:
         self.counts = Counter(counts or {})

@@ -224,7 +224,7 @@ class BlockHead(GraphedHead):
             if layer.window or layer.causal or not alike
         }
 
-        def mix(number: int, queries: Tensor) -> Tensor:
+        def attend_layer(number: int, queries: Tensor) -> Tensor:
             layer, count = self.layers[number], queries.shape[3]
             mask_BKC = masks.get((layer.window, layer.causal))
             if mask_BKC is None:
@@ -233,7 +233,7 @@ class BlockHead(GraphedHead):
             keys, values = (part[:, :, first:] for part in cache.kv[number])
             return cached_attention(queries, (keys, values), total - first, mask_BKC[:, -count:, first:])
 
-        session.hidden_BSE = self._run_layers(stream_BKE, rotary, partial(cache.put, cache.lengths), mix)
+        session.hidden_BSE = self._run_layers(stream_BKE, rotary, partial(cache.put, cache.lengths), attend_layer)
 
     @staticmethod
     def _visible_mask(layer: BlockLayer, positions_BK: Tensor, total: int) -> Tensor:
@@ -244,15 +244,15 @@ class BlockHead(GraphedHead):
         return mask_BKC & (slot_C > positions_BK[:, :, None] - layer.window) if layer.window else mask_BKC
 
     def _run_layers(
-        self, stream_BKE: Tensor, rotary: Angles, put: WriteKV, mix: Callable[[int, Tensor], Tensor]
+        self, stream_BKE: Tensor, rotary: Angles, put: WriteKV, attend_layer: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
-        """Return the LM head inputs of a block, [B, S, E]. `put` writes keys and values, `mix` attends."""
+        """Return the LM head inputs of a block, [B, S, E]. `put` writes keys and values, `attend_layer` attends."""
         for number, layer in enumerate(self.layers):
             queries, keys, values = layer.read(stream_BKE, rotary)
             put(number, keys, values)
             if number == len(self.layers) - 1:  # slots that draft nothing only serve as keys and values
                 queries, stream_BKE = queries[:, :, :, self.first_slot :], stream_BKE[:, self.first_slot :]
-            stream_BKE = layer.write(stream_BKE, mix(number, queries))
+            stream_BKE = layer.write(stream_BKE, attend_layer(number, queries))
         return rms_norm(self.norm, stream_BKE)
 
     def new_memory(self, session: BlockSession, rows: int, capacity: int) -> BlockMemory:
@@ -281,12 +281,12 @@ class BlockHead(GraphedHead):
         def put(number: int, keys: Tensor, values: Tensor) -> None:
             memory.write(number, rows_B1, slots_BK, keys, values)
 
-        def mix(number: int, queries: Tensor) -> Tensor:
+        def attend_layer(number: int, queries: Tensor) -> Tensor:
             mask_BKC = self._visible_mask(self.layers[number], slots_BK, slots)[:, -queries.shape[3] :]
             return cached_attention(queries, memory.layer(number), slots, mask_BKC)
 
         stream_BKE = self.block(root_B, memory.logits_BSD)
-        return self._run_layers(stream_BKE, angles(memory.rotary, slots_BK), put, mix)
+        return self._run_layers(stream_BKE, angles(memory.rotary, slots_BK), put, attend_layer)
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:
@@ -317,9 +317,9 @@ class Blocks:
         own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))
         queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
         visible = self.visible[layer.window]
-        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, visible, own, causal=layer.causal)
-        mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
-        return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
+        attention_output_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, visible, own, causal=layer.causal)
+        attention_output_BNAGKd = attention_output_BNARd.view(rows, kv_heads, -1, groups, slots, size)
+        return attention_output_BNAGKd.transpose(2, 3).flatten(3, 4)
 
     def drafting_slots(self, x_BXF: Tensor) -> Tensor:
         """Select the drafting slots of real (unpadded) origins, [M, S, F]."""

@@ -182,9 +182,9 @@ class SolvedBlockHead(BlockHead):
                 axes_ER = principal_outputs(map_EF[:, width:], gram_II, self.markov_rank)
                 markov = axes_ER, axes_ER.T @ map_EF[:, width:]
             ridge = Ridge()
-            for part, mixed_BXF in zip(fit_batches, attended, strict=True):
+            for part, attention_output_BXF in zip(fit_batches, attended, strict=True):
                 blocks = part.blocks
-                blocks.stream_BXE = blocks.stream_BXE + layer.o(mixed_BXF)
+                blocks.stream_BXE = blocks.stream_BXE + layer.o(attention_output_BXF)
                 inner_MSF = blocks.drafting_slots(layer.mlp_inner(blocks.stream_BXE))
                 stream_MSE = blocks.drafting_slots(blocks.stream_BXE)
                 for step in range(self.draft_steps):

@@ -155,8 +155,8 @@ def cached_attention(
         mask = torch.zeros(allowed_BWS.shape, dtype=queries_BNGWd.dtype, device=allowed_BWS.device)
         mask = mask.masked_fill_(~allowed_BWS, float("-inf"))[:, None].repeat(1, 1, shape[2], 1)
     keys, values = (cached[: shape[0], :, :slots] for cached in kv)
-    mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
-    return mixed.view(shape)
+    attention_output = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
+    return attention_output.view(shape)
 
 
 def text_attention(

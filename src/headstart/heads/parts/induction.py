@@ -65,7 +65,7 @@ def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
 
 @torch.no_grad()
 def solve(
-    layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor, spare: int = 0
+    layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor, skip_heads: int = 0
 ) -> Induction | None:
     """Set queries, keys and values of a layer so that it copies. The layer reads [embedding, fused state], each
     normalised without weights.
@@ -75,14 +75,14 @@ def solve(
         aux_MX: aux hidden states.
         final_ME: final states, or their reconstruction from `aux_MX`.
         own_ME: normalised embeddings of the last token of each state.
-        spare: number of leading key heads that stay as they are, with their query heads.
+        skip_heads: number of leading key heads that stay as they are, with their query heads.
 
     Returns:
         None if there are too few slow pairs or tokens; the layer is unchanged.
     """
     config, size = layer.config, own_ME.shape[1]
     groups, width = layer.groups, config.head_dim
-    kv_heads = config.num_key_value_heads - spare
+    kv_heads = config.num_key_value_heads - skip_heads
     if not kv_heads:
         return None
     slow = slow[-max(1, size // 2 // (2 * kv_heads)) :]  # codes take half of a state at most
@@ -112,7 +112,7 @@ def solve(
     sizes = [count * width for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
     queries_HdI, keys_NdI, values_NdI = (
         part.view(-1, width, qkv.shape[1])[first:]
-        for part, first in zip(torch.split(qkv, sizes), (groups * spare, spare, spare), strict=True)
+        for part, first in zip(torch.split(qkv, sizes), (groups * skip_heads, skip_heads, skip_heads), strict=True)
     )
     queries_HdI.zero_()
     for number in range(kv_heads):

@@ -232,13 +232,13 @@ class DraftLayer(nn.Module):
         """Return the trained rows of queries, keys and values, [R, I]; None for all, and outside of training."""
         if not self.own_heads or not self.training:
             return None
-        slices, where = self.learning_rows()["qkv.weight"], self.qkv.weight.device
+        slices, where = self.trainable_rows()["qkv.weight"], self.qkv.weight.device
         rows_R = torch.cat([torch.arange(rows.start, rows.stop, device=where) for rows in slices])
         weight_RI = self.qkv.weight.index_select(0, rows_R)  # one gradient table, not one per slice
         device = weight_RI.device.type  # cast once: autocast would cast in every step
         return weight_RI.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight_RI
 
-    def learning_rows(self) -> dict[str, list[slice]]:
+    def trainable_rows(self) -> dict[str, list[slice]]:
         """Return the row ranges of the matrices stacked in each weight. Other rows are frozen."""
         config = self.config
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -277,13 +277,13 @@ class DraftLayer(nn.Module):
         heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         return torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
 
-    def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
+    def write(self, residual_BTE: Tensor, attention_output_BNGTd: Tensor) -> Tensor:
         """Return the next stream from the residual and the attention output."""
-        return self.write_concat(residual_BTE, concat_heads(mixed_BNGTd))
+        return self.write_concat(residual_BTE, concat_heads(attention_output_BNGTd))
 
-    def write_concat(self, residual_BTE: Tensor, mixed_BTH: Tensor) -> Tensor:
+    def write_concat(self, residual_BTE: Tensor, attention_output_BTH: Tensor) -> Tensor:
         """`write` for an attention output with concatenated heads."""
-        x_BTE = residual_BTE + self.o(mixed_BTH)
+        x_BTE = residual_BTE + self.o(attention_output_BTH)
         stream_BTE: Tensor = x_BTE + self.down(self.mlp_inner(x_BTE))
         return stream_BTE
 
@@ -388,9 +388,9 @@ def _is_rms(norm: Any) -> bool:
     return "RMSNorm" in type(norm).__name__
 
 
-def concat_heads(mixed_BNGTd: Tensor) -> Tensor:
+def concat_heads(attention_output_BNGTd: Tensor) -> Tensor:
     """Concatenate the heads of each token, [B, T, N * G * d]."""
-    return mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2)
+    return attention_output_BNGTd.permute(0, 3, 1, 2, 4).flatten(2)
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:

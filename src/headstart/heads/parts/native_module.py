@@ -52,8 +52,8 @@ def _attention(
     parts = (query_BQWd * (scaling * size**0.5), key_BNWd, value_BNWd)
     query, key, value = (F.pad(part.to(value_BNWd.dtype), (0, size - part.shape[-1])) for part in parts)
     rows, kv_heads, width, _ = key.shape
-    mixed_BNGWd = attend(query.view(rows, kv_heads, -1, width, size), key, value)
-    return mixed_BNGWd.flatten(1, 2)[..., : value_BNWd.shape[-1]].transpose(1, 2), None
+    attention_output_BNGWd = attend(query.view(rows, kv_heads, -1, width, size), key, value)
+    return attention_output_BNGWd.flatten(1, 2)[..., : value_BNWd.shape[-1]].transpose(1, 2), None
 
 
 AttentionInterface.register(_ATTENTION, _attention)

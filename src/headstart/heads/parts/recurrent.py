@@ -5,8 +5,8 @@ The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-
 token's embedding are the entry of the next step. On tokens a b c d e (positions 0-4), the draft from the state after
 `b` (origin 1):
 
-    step 0   state(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
-    step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
+    step 0   state(b), emb(c) -> d                      attends to the entries of a and b; b's is the step itself
+    step 1   its own output of step 0, emb(d) -> e      attends to the entries of a and b, and to itself
 
 If the target generated c d e, step 0 trains on origins 1 and 2, step 1 on origin 1. Origin 0 is excluded because the
 target did not generate its root `b`, as it does in decoding:
@@ -54,12 +54,13 @@ from headstart.support.uploads import upload
 from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
-Mix = Callable[[int, Tensor, Tensor | None], Tensor]
-"""Attention of a layer's queries over the cache; with row indices, of each row's last entry alone."""
+AttendLayer = Callable[[int, Tensor, Tensor | None], Tensor]
+"""Attention of a layer's queries over the cache. If row indices are given, queries are each row's last entry only."""
 _FEW_PENDING = 8
-"""Minimum padded number of pending entries, over all rows: otherwise each count would need its own graph."""
+"""Minimum padded number of pending entries, over all rows. Avoids separate graphs for 1, 2 and 4, as counts are rounded
+up to powers of two."""
 _MOST_READ = 1024
-"""Most pending entries to read with graphs, in pieces of the widest one. Beyond, a forward without graphs is faster."""
+"""Most pending entries to read with graphs, in pieces of `WIDTHS[-1]` tokens. Beyond, eager forwards are faster."""
 
 
 class RecurrentConfig(LayerConfig):
@@ -132,10 +133,10 @@ class RecurrentHead(GraphedHead):
     # -- training ------------------------------------------------------------------------------------------------
 
     def _read_first_layer(
-        self, feedback: Tensor, tokens: Tensor, rotary: Angles, learning: Tensor | None
+        self, feedback: Tensor, tokens: Tensor, rotary: Angles, trained_qkv: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        attended, stream = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
-        return *self.layers[0].read(attended, rotary, learning), stream
+        attention_input, stream = self.layer_input(feedback, self.embed_tokens(tokens, feedback))
+        return *self.layers[0].read(attention_input, rotary, trained_qkv), stream
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         text: UnrolledText | None = None
@@ -171,15 +172,16 @@ class RecurrentHead(GraphedHead):
                     index_BA1 = index_BA[:, :, None]
                     own_values = own_values.gather(2, index_BA1[:, None].expand(-1, own, -1, own_values.shape[3]))
                     index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
-                    mixed = attend(queries.gather(3, index), keys, values, text.visible)
+                    attention_output = attend(queries.gather(3, index), keys, values, text.visible)
                 else:
-                    mixed = causal_attention(queries, keys, values, text.starts_BT)
+                    attention_output = causal_attention(queries, keys, values, text.starts_BT)
             else:
                 text.chains[number].append((keys, values))
-                mixed = attend(queries, *text.kv[number], text.visible, text.chains[number])
+                attention_output = attend(queries, *text.kv[number], text.visible, text.chains[number])
             if own:
-                mixed = torch.cat([own_values[:, :, None].expand(-1, -1, mixed.shape[2], -1, -1), mixed], dim=1)
-            stream = self.run_checkpointed(layer.write, stream, mixed)
+                own_output = own_values[:, :, None].expand(-1, -1, attention_output.shape[2], -1, -1)
+                attention_output = torch.cat([own_output, attention_output], dim=1)
+            stream = self.run_checkpointed(layer.write, stream, attention_output)
         return stream
 
     # -- drafting ------------------------------------------------------------------------------------------------
@@ -236,13 +238,13 @@ class RecurrentHead(GraphedHead):
         if functions and session.kernel_heads is not None:
             nodes = tokens_BW, parents_BW
             logits_BWD, session.feedback_BWE = self._run_kernels(functions, session, above_BWX, nodes, entries)
-            return self.finish_logits(logits_BWD if self.lm_bias_D is None else logits_BWD + self.lm_bias_D)
-        fed_BWE = _parent_feedback(above_BWX, parents_BW) if depth else self.project(above_BWX)
-        stream_BWE = self._run(session, fed_BWE, tokens_BW, entries)
+            return self.transform_logits(logits_BWD if self.lm_bias_D is None else logits_BWD + self.lm_bias_D)
+        feedback_BWE = _parent_feedback(above_BWX, parents_BW) if depth else self.project(above_BWX)
+        stream_BWE = self._run(session, feedback_BWE, tokens_BW, entries)
         hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
-        return self.finish_logits(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
+        return self.transform_logits(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
-    def draft_tree(self, session: RecurrentSession, root: int, request: Request, ranks: int) -> Tree | None:
+    def draft_tree(self, session: RecurrentSession, root: int, request: Request, max_children: int) -> Tree | None:
         (pending, *others), levels = session.counts, min(self.draft_steps, request.max_nodes - 1)
         above_1PX, heads = session.pending_BPX.narrow(1, 0, pending), session.kernel_heads
         functions = draft_kernels.kernels_for(above_1PX) if pending <= draft_kernels.ROWS else None
@@ -250,7 +252,7 @@ class RecurrentHead(GraphedHead):
             return None
         if not 1 <= levels <= DEEPEST or request.max_nodes > draft_kernels.MOST_NODES:
             return None
-        if self.lm_bias_D is not None or self.finish is not None:
+        if self.lm_bias_D is not None or self.logit_transform is not None:
             return None
         session.begin_round()
         (base,) = session.root_slots
@@ -258,29 +260,29 @@ class RecurrentHead(GraphedHead):
         entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
         session.cache.reserve(entries.stop)
         views = self._kv_views(session.cache, entries, above_1PX)
-        how = draft_kernels.Growth(request, self.draft_to_target_D, levels, ranks, base)
-        return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, views, how)
+        growth = draft_kernels.Growth(request, self.draft_to_target_D, levels, max_children, base)
+        return heads.grow(functions, array("q", [*session.next_tokens[0], root]), above_1PX, views, growth)
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
         pending_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
         if session.drafted:  # the pending entries are in the cache, with the root
             session.cache.lengths = [a + b for a, b in zip(session.cache.lengths, session.counts, strict=True)]
             session.pending_BPX, session.counts, session.drafted = pending_BPX, counts, False
-            session.tokens = [of_row[1:] for of_row in tokens]
+            session.next_tokens = [of_row[1:] for of_row in tokens]
             return
         old, session.counts = session.counts, [a + b for a, b in zip(session.counts, counts, strict=True)]
         width = session.pending_BPX.shape[1]
-        if max(session.counts) > width:  # double the room: a long pause copies each state about once
+        if max(session.counts) > width:  # amortized: many rounds without drafting copy each state about once
             more = max(max(session.counts) - width, width)
             session.pending_BPX = F.pad(session.pending_BPX, (0, 0, 0, more))
         for row, (start, count) in enumerate(zip(old, counts, strict=True)):
             session.pending_BPX[row, start : start + count] = pending_BPX[row, :count]
-            session.tokens[row] = session.tokens[row] + tokens[row]
+            session.next_tokens[row] = session.next_tokens[row] + tokens[row]
 
     def reorder(self, session: RecurrentSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
         session.pending_BPX = session.pending_BPX[upload(rows, session.pending_BPX.device)]
-        session.tokens = [session.tokens[row] for row in rows]
+        session.next_tokens = [session.next_tokens[row] for row in rows]
         session.counts = [session.counts[row] for row in rows]
         session.drafted = False
 
@@ -292,21 +294,22 @@ class RecurrentHead(GraphedHead):
         nodes: tuple[Tensor, Tensor],
         entries: Entries,
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, W, D] and feedback [B, W, E] of new entries, given `nodes` (tokens and parents) and the
-        previous level's feedback `above_BWX`; for text entries, which have no parents, the target's states."""
+        """Return logits [B, W, D] and feedback [B, W, E] of new entries, given `nodes` (tokens and parents).
+        `above_BWX` is the previous level's feedback, or the target's states for text entries, which have no parents."""
         heads, (tokens_BW, parents_BW), is_text = session.kernel_heads, nodes, entries.last is not None
         assert heads is not None, "weights are int8"
         views = self._kv_views(session.cache, entries, above_BWX)
         if heads.embedding_input is None or (is_text and heads.embedding_input.fusion is None):
-            fed_BWE = self.project(above_BWX) if is_text else _parent_feedback(above_BWX, parents_BW)
-            return heads.read(functions, *self.layer_input(fed_BWE, self.embed_tokens(tokens_BW, fed_BWE)), views)
+            feedback_BWE = self.project(above_BWX) if is_text else _parent_feedback(above_BWX, parents_BW)
+            read_and_stream = self.layer_input(feedback_BWE, self.embed_tokens(tokens_BW, feedback_BWE))
+            return heads.run_from_hidden(functions, *read_and_stream, views)
         index = None
         if not is_text:
             count, rows = above_BWX.shape[1], enumerate(parents_BW.tolist())
             index = array(
                 "q", (row * count + (0 if count == 1 else parent) for row, parents in rows for parent in parents)
             )
-        return heads.enter(functions, tokens_BW, index, above_BWX, views)
+        return heads.run_from_tokens(functions, tokens_BW, index, above_BWX, views)
 
     def _kv_views(self, cache: LayerCache, entries: Entries, like: Tensor) -> list[draft_kernels.KVView]:
         """Return each layer's view of the cache."""
@@ -322,10 +325,10 @@ class RecurrentHead(GraphedHead):
         if isinstance(self.layers[0], DraftLayer) and (functions := draft_kernels.kernels_for(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embed_tokens(tokens_BW, like))
             for layer, view in zip(self.layers, self._kv_views(cache, entries, like), strict=True):
-                mixed_BWH = draft_kernels.attend(functions, layer.project_qkv(read_BWI), view)
+                attention_output_BWH = draft_kernels.attend(functions, layer.project_qkv(read_BWI), view)
                 if view.last_B is not None:
                     stream_BWE = stream_BWE[range(len(stream_BWE)), view.last_B.tolist()][:, None]
-                read_BWI = stream_BWE = layer.write_concat(stream_BWE, mixed_BWH)
+                read_BWI = stream_BWE = layer.write_concat(stream_BWE, attention_output_BWH)
             return stream_BWE
         table = self._rotary.table(slots, like.device, like.dtype)
         starts = entries.slots_BW[:, 0].tolist()
@@ -333,32 +336,38 @@ class RecurrentHead(GraphedHead):
         last_B = None if entries.last is None else upload(entries.last, like.device)
         allowed_BWS = entries.allowed(like.device) if last_B is None else None
 
-        def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
+        def attend_layer(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
             if last_B is None:
                 return cached_attention(queries, cache.kv[number], slots, allowed_BWS)
             index_BW = positions_BW if rows_B is None else positions_BW[rows_B, last_B][:, None]
             return text_attention(queries, cache.kv[number], slots, index_BW, starts)
 
         put = partial(cache.put, starts)
-        return self._run_layers(feedback_BWE, tokens_BW, angles(table, positions_BW), put, mix, last_B)
+        return self._run_layers(feedback_BWE, tokens_BW, angles(table, positions_BW), put, attend_layer, last_B)
 
     def _run_layers(
-        self, feedback_BWE: Tensor, tokens_BW: Tensor, rotary: Angles, put: WriteKV, mix: Mix, last_B: Tensor | None
+        self,
+        feedback_BWE: Tensor,
+        tokens_BW: Tensor,
+        rotary: Angles,
+        put: WriteKV,
+        attend_layer: AttendLayer,
+        last_B: Tensor | None,
     ) -> Tensor:
         """Return the last layer's stream [B, W, E] of new entries, or of each row's `last_B` entry alone. `put` writes
-        keys and values, `mix` attends."""
-        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embed_tokens(tokens_BW, feedback_BWE))
+        keys and values, `attend_layer` attends."""
+        attention_input_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embed_tokens(tokens_BW, feedback_BWE))
         rows_B = None
         for number, layer in enumerate(self.layers):
-            queries, keys, values = layer.read(attended_BWI, rotary)
+            queries, keys, values = layer.read(attention_input_BWI, rotary)
             put(number, keys, values)
             if last_B is not None and number == len(self.layers) - 1:
                 # Drafts read the root's entry alone. The others only need keys and values in the last layer.
                 rows_B = torch.arange(len(last_B), device=last_B.device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
-            stream_BWE = layer.write(stream_BWE, mix(number, queries, rows_B))
-            attended_BWI = stream_BWE
+            stream_BWE = layer.write(stream_BWE, attend_layer(number, queries, rows_B))
+            attention_input_BWI = stream_BWE
         return stream_BWE
 
     # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
@@ -401,8 +410,8 @@ class RecurrentHead(GraphedHead):
             [*nodes, visible_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1
         )
         above = session.feedback_BWE.shape[1]
-        memory.fed_BWE[:rows, :above] = session.feedback_BWE
-        session.feedback_BWE = memory.feedback_BWE[:rows, :width]
+        memory.feedback_in_BWE[:rows, :above] = session.feedback_BWE
+        session.feedback_BWE = memory.feedback_out_BWE[:rows, :width]
         return Level(inputs_BX, width, (1, padded, bucket_slots(int(starts_B1.max()) + padded, memory)))
 
     def _first_level(self, session: RecurrentSession, tokens_BW: IntArray) -> Level | None:
@@ -413,7 +422,7 @@ class RecurrentHead(GraphedHead):
             return None
         memory.pending_BPX[:rows, :pending] = session.pending_BPX[:, :pending]
         session.begin_round()
-        session.feedback_BWE = memory.feedback_BWE[:rows, :1]
+        session.feedback_BWE = memory.feedback_out_BWE[:rows, :1]
         padded = next_power_of_two(max(pending, _FEW_PENDING // memory.rows))
         tokens = session.pending_tokens(tokens_BW[:, 0].tolist(), padded)
         inputs_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
@@ -427,7 +436,7 @@ class RecurrentHead(GraphedHead):
         if after_first:
             parts = [width, width, width * self.draft_steps, 1, 1, 1]
             tokens_BW, parents_BW, visible_BX, base_B1, start_B1, position_B1 = torch.split(inputs_BX, parts, dim=1)
-            feedback_BWE = memory.fed_BWE[rows_B1, parents_BW]
+            feedback_BWE = memory.feedback_in_BWE[rows_B1, parents_BW]
             slots_BW, positions_BW = start_B1 + index_W, position_B1.expand(-1, width)
             allowed_BWS = (slots_S <= base_B1)[:, None].repeat(1, width, 1)
             allowed_BWS.scatter_(2, visible_BX.view(rows, width, -1), True)
@@ -441,15 +450,15 @@ class RecurrentHead(GraphedHead):
         def put(number: int, keys: Tensor, values: Tensor) -> None:
             memory.write(number, rows_B1, slots_BW, keys, values)
 
-        def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
+        def attend_layer(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
             allowed = allowed_BWS if rows_B is None else allowed_BWS[rows_B, last_B][:, None]
             return cached_attention(queries, memory.layer(number), slots, allowed)
 
         rotary = angles(memory.rotary, positions_BW)
-        stream_BWE = self._run_layers(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+        stream_BWE = self._run_layers(feedback_BWE, tokens_BW, rotary, put, attend_layer, last_B)
         hidden_BWE, feedback_BWE = self.layer_output(stream_BWE)
-        memory.feedback_BWE[:rows, : feedback_BWE.shape[1]] = feedback_BWE
-        return self.finish_logits(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
+        memory.feedback_out_BWE[:rows, : feedback_BWE.shape[1]] = feedback_BWE
+        return self.transform_logits(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
 
 def _parent_feedback(above_BWE: Tensor, parents_BW: Tensor) -> Tensor:

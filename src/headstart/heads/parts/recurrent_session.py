@@ -1,4 +1,10 @@
-"""Drafting state of recurrent heads (see `recurrent`).
+"""Drafting state of recurrent heads (see `recurrent`). Glossary:
+
+- Entry: keys and values of one (state, next token) pair in a row's cache; one per committed token or tree node.
+- Pending: committed, not in the cache yet. The next round's first level writes these entries (long texts: `read_text`).
+- Root's entry: the last pending entry. Its next token is the root, which is not known before the round begins.
+- Above: the input states of a level: the previous level's feedback, or the target's states for pending entries.
+- Feedback: a level's output states [B, W, E], which its nodes' children read instead of the target's.
 
 Shape suffixes: B rows, P pending entries, W nodes of a level, X a family's inputs from the target, E hidden size.
 """
@@ -25,10 +31,10 @@ class RecurrentSession:
     """Drafting state of a batch. `RecurrentHead.draft_tree` does not update `feedback_BWE`, `paths` and `nodes`.
 
     Attributes:
-        pending_BPX: target states of pending tokens (committed, not cached yet), `counts` per row, with spare room.
-        tokens: the token after each pending state except a row's last one, which precedes the root.
-        drafted: whether the pending entries and the root's are in the cache, written in this round.
-        root_slots: cache slot of each row's root entry (state before the root, root).
+        pending_BPX: target states of the pending entries, `counts` per row, with spare room.
+        next_tokens: next tokens of the pending entries, without the root.
+        drafted: whether this round has written the pending entries to the cache.
+        root_slots: cache slot of each row's root's entry.
         feedback_BWE: feedback of the last level's nodes.
         memory: buffers of CUDA graphs.
         paths: per row and node of the last level, the cache slots on its path after the root's.
@@ -38,7 +44,7 @@ class RecurrentSession:
 
     cache: LayerCache
     pending_BPX: Tensor
-    tokens: list[list[int]]
+    next_tokens: list[list[int]]
     counts: list[int]
     root_slots: list[int]
     feedback_BWE: Tensor
@@ -49,21 +55,21 @@ class RecurrentSession:
     kernel_heads: draft_kernels.Recurrent | None = None
 
     def begin_round(self) -> None:
-        """Start a round. Its first level is the pending entries, the root's last."""
+        """Start a round. Its first level is the pending entries."""
         self.root_slots = [length + count - 1 for length, count in zip(self.cache.lengths, self.counts, strict=True)]
         self.paths, self.nodes = [[[]] for _ in self.root_slots], 0
         self.drafted = True
 
     def pending_tokens(self, roots: Sequence[int], width: int) -> list[list[int]]:
-        """Tokens after the pending states: each row's root last, then zeros."""
-        rows = ([*tokens, root] for tokens, root in zip(self.tokens, roots, strict=True))
+        """Return the next tokens of the pending entries: each row's root last, then zeros."""
+        rows = ([*tokens, root] for tokens, root in zip(self.next_tokens, roots, strict=True))
         return [row + [0] * (width - len(row)) for row in rows]
 
     def next_piece(self, width: int) -> tuple[list[int], list[list[int]]]:
-        """Counts and tokens of each row's next pending entries before the root's, at most `width`. Zeros pad the rows;
-        the entries read next overwrite theirs."""
+        """Return counts and next tokens of each row's first pending entries, at most `width`, without the root's. Zeros
+        pad the rows; later entries overwrite the cache slots of the padding."""
         counts = [min(width, count - 1) for count in self.counts]
-        rows = zip(self.tokens, counts, strict=True)
+        rows = zip(self.next_tokens, counts, strict=True)
         return counts, [tokens[:count] + [0] * (width - count) for tokens, count in rows]
 
     def drop_pending(self, read: Sequence[int]) -> None:
@@ -78,7 +84,7 @@ class RecurrentSession:
             self.pending_BPX = self.pending_BPX[rows_B1, index_BP.clamp(max=width - 1)]
         self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, read, strict=True)]
         self.counts = [pending - count for pending, count in zip(self.counts, read, strict=True)]
-        self.tokens = [tokens[count:] for tokens, count in zip(self.tokens, read, strict=True)]
+        self.next_tokens = [tokens[count:] for tokens, count in zip(self.next_tokens, read, strict=True)]
 
     def next_entries(self, parents_BW: IntArray) -> Entries:
         """Entries of the next level's nodes, which see the text, their ancestors, and themselves."""
@@ -94,8 +100,8 @@ class RecurrentSession:
 
 
 class RecurrentMemory(KVMemory):
-    """Inputs of CUDA graphs: keys and values, pending states, the last level's feedback `fed_BWE`, and rotary tables;
-    and their output `feedback_BWE`."""
+    """Buffers of CUDA graphs. Inputs: keys and values, pending states, the previous level's feedback `feedback_in_BWE`,
+    rotary tables. The graphs' output: `feedback_out_BWE`."""
 
     def __init__(
         self, config: LayerConfig, layers: int, rotary: Rotary, pending_BPX: Tensor, rows: int, capacity: int
@@ -104,10 +110,12 @@ class RecurrentMemory(KVMemory):
         widest = WIDTHS[-1]
         with torch.inference_mode(False):
             self.pending_BPX = pending_BPX.new_zeros(rows, widest, pending_BPX.shape[2])
-            self.fed_BWE, self.feedback_BWE = pending_BPX.new_zeros(2, rows, widest, config.hidden_size).unbind()
+            self.feedback_in_BWE, self.feedback_out_BWE = pending_BPX.new_zeros(
+                2, rows, widest, config.hidden_size
+            ).unbind()
         self.rotary = rotary.table(capacity, pending_BPX.device, pending_BPX.dtype)
 
     def clear(self) -> None:
         super().clear()
-        for buffer in (self.pending_BPX, self.fed_BWE):
+        for buffer in (self.pending_BPX, self.feedback_in_BWE):
             buffer.zero_()

@@ -155,8 +155,8 @@ def causal_attention(
             VisibleRange(positions_of(starts_BT, None), len(starts_BT[0]), starts_BT),
         )
     keys, values = (part[:, :, None].expand_as(queries_BNGTd).flatten(1, 2) for part in (keys_BNTd, values_BNTd))
-    mixed = F.scaled_dot_product_attention(queries_BNGTd.flatten(1, 2), keys, values, is_causal=True)
-    return mixed.view(queries_BNGTd.shape)
+    output = F.scaled_dot_product_attention(queries_BNGTd.flatten(1, 2), keys, values, is_causal=True)
+    return output.view(queries_BNGTd.shape)
 
 
 def attend(
@@ -218,10 +218,10 @@ def chain_attention(
     drafted = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd in chain[::2]]
     text = keys_BNSd.shape[2]
     weights = torch.cat([scores, *drafted], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
-    mixed = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
+    output = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
     for step, values_BNAd in enumerate(chain[1::2]):
-        mixed = mixed + weights[..., text + step, None] * values_BNAd[:, :, None]
-    return mixed
+        output = output + weights[..., text + step, None] * values_BNAd[:, :, None]
+    return output
 
 
 def chain_attention_fused(
@@ -240,8 +240,8 @@ def chain_attention_fused(
     keys, values = (
         x_BNSd[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x_BNSd in (keys_BNSd, values_BNSd)
     )
-    mixed = F.scaled_dot_product_attention(queries_BNGAd.flatten(1, 2), keys, values, attn_mask=visible_BAS[:, None])
-    return mixed.view(queries_BNGAd.shape)
+    output = F.scaled_dot_product_attention(queries_BNGAd.flatten(1, 2), keys, values, attn_mask=visible_BAS[:, None])
+    return output.view(queries_BNGAd.shape)
 
 
 def block_attention(
@@ -261,8 +261,8 @@ def block_attention(
         of_block_BNARK = of_block_BNARK.masked_fill(later_RK, float("-inf"))
     scores = torch.cat([scores_BNAGKS.view(*shape[:4], text), of_block_BNARK], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
-    mixed = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
-    out: Tensor = mixed + weights[..., text:] @ own_values_BNAKd
+    output = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
+    out: Tensor = output + weights[..., text:] @ own_values_BNAKd
     return out
 
 
@@ -286,13 +286,13 @@ def block_attention_fused(
     parts = visible_BAKS.expand(-1, -1, each, -1), own_AKX.expand(len(hidden), -1, each, -1)
     visible_BAKX = torch.cat(parts, dim=-1)
     visible_BARX = visible_BAKX.expand(-1, -1, rows, -1) if each == 1 else visible_BAKX.repeat(1, 1, rows // slots, 1)
-    mixed = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         queries_BNARd.flatten(2, 3),
         torch.cat([keys_BNSd, own_keys_BNAKd.flatten(2, 3)], dim=2),
         torch.cat([values_BNSd, own_values_BNAKd.flatten(2, 3)], dim=2),
         attn_mask=visible_BARX.flatten(1, 2)[:, None],
     )
-    return mixed.view(queries_BNARd.shape)
+    return output.view(queries_BNARd.shape)
 
 
 class _InParts(torch.autograd.Function):

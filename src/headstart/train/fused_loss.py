@@ -28,13 +28,13 @@ from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
-# Numbers of logits, on a CPU and on other devices.
+# Maximum elements of a tensor of logits, on a CPU and on other devices.
 _BLOCK = {"cpu": 1 << 24, "other": 1 << 27}  # per LM head product: 32 MB of bfloat16 on a CPU
 _CHUNK = {"cpu": 1 << 19, "other": 1 << 26}  # per loss evaluation: 2 MB of float32, which fit a CPU's cache
-_TABLE = {"cpu": 1 << 28, "other": 1 << 30}  # in a stored table of the teacher's; a larger one is computed on demand
+_TABLE = {"cpu": 1 << 28, "other": 1 << 30}  # a larger teacher-logit table is not materialised but recomputed per block
 
 _BLOCK_ROWS = 512  # minimum rows of a block: each block reads the LM head and accumulates its gradient once
-_RANDOM = 0.2  # fraction of the loss tokens sampled from the unlikely ones
+_SAMPLED_FRACTION = 0.2  # fraction of the loss tokens sampled from the unlikely ones
 _STRIDE, _MIN_POSITIONS = 4, 512
 """Stride of the positions that choose the loss tokens, reduced to keep at least `_MIN_POSITIONS` of them."""
 
@@ -63,8 +63,8 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, batch: HeadBatch, seed: Sequence[int] = ()) -> TeacherLogits:
-        """The target's logits at all positions before supervised tokens: a table, since most are used by several steps,
-        unless that is too large. The same `seed` samples the same loss tokens."""
+        """Return the target's logits at all positions before supervised tokens. They are materialised once, as steps
+        share positions; computed on demand if over `_TABLE`. The same `seed` samples the same loss tokens."""
         positions_S = positions_before_answers(batch)
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
@@ -89,7 +89,7 @@ class Teacher:
         if loss_tokens is not None:
             weight, bias = weight[loss_tokens.ids_L], None if bias is None else bias[loss_tokens.ids_L]
         with torch.autocast(final_SE.device.type, enabled=False):
-            logits = self._target.finish(F.linear(final_SE, weight, bias))
+            logits = self._target.logit_transform(F.linear(final_SE, weight, bias))
         return logits if loss_tokens is None else loss_tokens.shift(logits)
 
 
@@ -99,17 +99,19 @@ class LossTokens(NamedTuple):
     ids_L: Tensor
     shift_L: Tensor
 
-    def shift(self, logits: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def shift(self, logits: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Shift logits [..., L], at least in float32: bfloat16 would round the shift."""
-        logits = logits if finish is None else finish(logits)
+        logits = logits if transform is None else transform(logits)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) + self.shift_L
 
 
 @dataclass
 class TeacherLogits:
-    """The target's logits over the draft vocabulary for one batch, in its dtype, with their final states. Without a
-    table, `compute` makes logits from final states. `row_X` (int64) maps flat positions to rows, -1 where no supervised
-    token follows."""
+    """The target's logits over the draft vocabulary for one batch, in the target's dtype, and its final states.
+
+    With loss tokens the table is [S, L] and at least float32. Without a table, `compute` maps final states to logits.
+    `row_X` (int64) maps flat positions to rows, -1 where no supervised token follows.
+    """
 
     logits_SD: Tensor | None
     final_SE: Tensor
@@ -125,9 +127,10 @@ class TeacherLogits:
         for members in _by_lm_head(steps):
             lm_head_LH = steps[members[0]].lm_head_DH.index_select(0, ids_L)
             for member in members:
-                bias_D, finish = steps[member].bias_D, partial(self.loss_tokens.shift, finish=steps[member].finish)
-                bias_L = None if bias_D is None else bias_D[ids_L]
-                restricted[member] = replace(steps[member], lm_head_DH=lm_head_LH, bias_D=bias_L, finish=finish)
+                step = steps[member]
+                bias_L = None if step.bias_D is None else step.bias_D[ids_L]
+                shift = partial(self.loss_tokens.shift, transform=step.logit_transform)
+                restricted[member] = replace(step, lm_head_DH=lm_head_LH, bias_D=bias_L, logit_transform=shift)
         return restricted
 
     def rows(self, teacher_M: Tensor) -> Tensor:
@@ -149,13 +152,13 @@ def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Se
     """Choose the loss tokens of a batch ("sampled softmax", Jean et al., arXiv 1412.2007).
 
     They are the most likely tokens, by their counts in the batch's answers and the target's probabilities at some
-    positions, and a fraction `_RANDOM` sampled from the rest by `seed`. Each sampled token stands for several: its
-    logits are shifted by the logarithm of their number, in teacher and draft. Sums over tokens are then unbiased, and a
-    softmax nearly so if the rest has little mass.
+    positions, and a fraction `_SAMPLED_FRACTION` sampled from the rest by `seed`. Logits of sampled tokens get the log
+    inverse sampling probability added, in teacher and draft (sampled-softmax correction). Sums over tokens are then
+    unbiased, and a softmax nearly so if the rest has little mass.
 
     >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]])
     >>> counts_D = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
-    >>> ids_L, shift_L = choose_loss_tokens(logits_SD, counts_D, 5, seed=[0])  # the last one stands for six
+    >>> ids_L, shift_L = choose_loss_tokens(logits_SD, counts_D, 5, seed=[0])  # the last is one of six
     >>> ids_L.tolist(), shift_L.exp().round().tolist()
     ([7, 1, 3, 5, 8], [1.0, 1.0, 1.0, 1.0, 6.0])
     """
@@ -163,7 +166,7 @@ def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Se
     for chunk in _chunks(logits_SD):
         mass_D += logits_SD[chunk].softmax(-1, dtype=torch.float32).sum(0)
     order_D = mass_D.argsort(descending=True, stable=True)
-    likely = count - round(_RANDOM * count)
+    likely = count - round(_SAMPLED_FRACTION * count)
     rest_R = order_D[likely:]
     random = np.random.default_rng([*seed, count]).choice(len(rest_R), count - likely, replace=False)
     ids_L = torch.cat([order_D[:likely], rest_R[torch.from_numpy(random).to(rest_R.device)]])
@@ -182,10 +185,10 @@ def batch_loss(
 ) -> Tensor:
     """Sum the weighted losses of all predictions of a batch: a float32 scalar, not yet normalised.
 
-    Step k weighs `step_weight ** k`; see `headstart.train.losses` for other position weights: `subsampled` expects a
-    batch from `batches.subsample`, `dpace` costs one more LM head product, for alphas. `feature_weight` scales
-    `smooth_l1` between drafted features and final states. Confidences learn alpha by binary cross-entropy. Both use the
-    same position weights.
+    With `exponential` position weights, step k weighs `step_weight ** k`. `dpace` (`headstart.train.losses`) costs one
+    more LM head product, for alphas. `subsampled` weighs all steps equally, for a batch from `batches.subsample`.
+    `feature_weight` scales `smooth_l1` between drafted features and final states. Confidences learn alpha by binary
+    cross-entropy. The feature loss and the confidence loss use the same position weights as `loss`.
     """
     steps = teacher_logits.restrict(list(predictions))
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
@@ -265,7 +268,7 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
     hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
     for block in _blocks(hidden_MH, lm_head_DH):
         logits_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
-        yield block, logits_BD if prediction.finish is None else prediction.finish(logits_BD)
+        yield block, logits_BD if prediction.logit_transform is None else prediction.logit_transform(logits_BD)
 
 
 def sum_losses_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
@@ -291,11 +294,11 @@ def sum_losses(
     """
     hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
     assert len(hidden_MH) == len(prediction.teacher_M) == len(weight_M), "a teacher position and weight for each"
-    apply: Callable[..., Tensor] = _SumLosses.apply
+    apply: Callable[..., Tensor] = _FusedLoss.apply
     return apply(hidden_MH, lm_head_DH, loss, prediction, teacher_logits, weight_M, alpha_M)
 
 
-class _SumLosses(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     """Loss and gradients in one pass.
 
     A block's logits are replaced in place by their gradient, which is backpropagated through the LM head at once. Under
@@ -313,10 +316,10 @@ class _SumLosses(torch.autograd.Function):
         weight_M: Tensor,
         alpha_M: Tensor | None,
     ) -> Tensor:
-        finish, trained_columns = prediction.finish, slice(prediction.frozen_columns, None)
+        logit_transform, trained_columns = prediction.logit_transform, slice(prediction.frozen_columns, None)
         read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
         dtype = torch.promote_types(read_MH.dtype, torch.float32)
-        # float16 gradients overflow unscaled, and the scale only arrives with the backward pass.
+        # float16 gradients underflow unscaled, and the scale only arrives with the backward pass.
         gradient_dtype = dtype if read_MH.dtype == torch.float16 else read_MH.dtype
         rows_M, bias_D = teacher_logits.rows(prediction.teacher_M), _like(prediction.bias_D, head_DH)
         total = torch.zeros((), dtype=dtype, device=hidden_MH.device)
@@ -332,7 +335,7 @@ class _SumLosses(torch.autograd.Function):
                     raw_CD = logits_BD[chunk].detach().to(dtype).requires_grad_(differentiable)
                     target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=dtype)
                     with torch.set_grad_enabled(differentiable):
-                        logits_CD = raw_CD if finish is None else finish(raw_CD)
+                        logits_CD = raw_CD if logit_transform is None else logit_transform(raw_CD)
                         part = (weight_M[block][chunk] * loss(logits_CD, target_probs_CD)).sum()
                     total += part.detach()
                     if alpha_M is not None:
