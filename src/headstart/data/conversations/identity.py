@@ -36,8 +36,7 @@ def identity(target: Target, data: DataSection) -> dict[str, Any]:
         "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
         **{name: value for name, value in data.of_role(Role.CONTENT).items() if name not in left_out},
-        "server": data.server_numerics
-        or bool(data.server),  # servers round differently
+        "server": data.server_numerics or bool(data.server),  # servers round differently
         "prompts": [{**_origin(source), "share": round(source.weight / total, 6)} for source in sources],
         "exclude": sorted(str(find_origin(file).content) for file in data.exclude),
     }
