@@ -95,7 +95,7 @@ def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytes
     free = int((text * per_token + beside + 5 * (per_token + per_node)) / 0.9) + 1
     assert reserve(target, TEXTS, 24, 32, free=free) == 5
     assert reserve(target, TEXTS, 24, 32, free=text * per_token) == 0
-    with pytest.raises(UserError, match=r"Decoding a prompt to 28 tokens takes .* are free on cpu"):
+    with pytest.raises(UserError, match=r"Decoding a prompt to 28 tokens takes .* are usable on cpu"):
         reserve(target, TEXTS[1:], 24, 32, free=text * per_token // 4)
     assert reserve(target, TEXTS, 24, 3, free=free) == 3
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=123_456, total=10**9, free=7))

@@ -3,9 +3,9 @@
 Glossary, in tokens per row:
 
 - account: tokens that drafting may still lose.
-- trial: the drafted rounds after a plan. It is lost when a drafted round brings the account down to the reserve or
-  lower.
-- price: tokens that the account must hold beyond the reserve before a trial.
+- trial: all drafted rounds from one plan to the next; the plan prices only the first one or two. It is lost when a
+  drafted round brings the account down to the reserve or lower.
+- price: tokens that the account must hold beyond the reserve before a trial, unless drafting starts at once.
 - reserve: tokens of the account that a trial must not spend; 0 or the stake.
 
 Nodes: a round emits one token, and one more for each accepted draft. The best node count maximises expected
@@ -20,38 +20,40 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
    `max_new_tokens`.
 2. A drafted round adds its gain, which may be negative, up to an account of 8 (`_MAX_ACCOUNT`). A plain round adds
    1/50 (`EXPLORATION`) / (1 + lost trials), up to 2 or reserve + price, whichever is more.
-3. A plan assumes a trial of one drafted round (two while costs are unknown) with 4 nodes per row and 3 levels
-   (`_TRIAL_NODES`). Its cost is the number of plain rounds that fit into its time, minus one per round, plus the time
-   in which the heads read unread text (the prompt at first, then one token per plain round). The price equals the cost,
-   with at most 4 (`_MAX_PRICE`) apart from the reading.
-4. The reserve is 2 if the tokens left cannot win back the cost of the trial: gain * (left - rounds) <= cost. `rounds`
-   are the trial's; `gain` per token is 1 - drafted / max(2, mean tokens per round), where `drafted` is the time of a
-   drafted round in plain rounds. This includes costs at which drafting never wins. Else the reserve is 0.
+3. A plan prices one drafted round (two while costs are unknown) with 4 nodes per row and 3 levels (`_TRIAL_NODES`).
+   The cost is the number of plain rounds that fit into this time, minus one per round, plus the time in which the heads
+   read unread text (the prompt at first, then one token per plain round). The price is the cost, but its part other
+   than reading is capped at 4 (`_MAX_PRICE`).
+4. The reserve is 2 if the tokens left cannot win back the cost: gain * (left - rounds) <= cost. `rounds` are the priced
+   ones; `gain` per token is 1 - drafted / max(2, mean tokens per round), where `drafted` is the time of a drafted round
+   in plain rounds. This includes costs at which drafting never wins. Else the reserve is 0.
 5. A plan is made when a call starts, when costs become known, and when a trial is lost; price and reserve hold until
-   the next plan. Drafting starts at once if the reserve is 0, costs are known and no trial is lost. Otherwise plain
-   rounds come first, until the account covers reserve + price. If these are more than half of the tokens left, or any
-   while costs are unknown, the call drafts no more; so the first answer of a new loop is plain if a trial costs more
-   than the stake, as after a long prompt. When sampling or `deterministic`, a reserve ends drafting as well.
-6. A loss counts before the plan that follows it, so plain rounds of the first pause already add 1/100, and of the
-   second 1/150.
+   the next plan. Plain rounds that are due come first. Drafting then starts at once if the reserve is 0, costs are
+   known and no trial is lost. Otherwise plain rounds save until the account covers reserve + price. If saving takes
+   more plain rounds than half of the tokens left, or takes any while costs are unknown, the call drafts no more. So the
+   first answer of a new loop is plain if it measures and the price exceeds the stake, as after a long prompt. When
+   sampling or `deterministic`, a reserve ends drafting as well.
+6. A loss counts before the plan that follows it, so plain rounds already add 1/100 after a first loss, and 1/150 after
+   a second.
 7. After a loss trees have at most 4 nodes until the account exceeds both its value at the plan and reserve + price
    (`_recovery_balance`), which resets the lost trials. Statistics of expected and accepted drafts start anew.
 8. Account, lost trials, mean tokens per round and measured rounds serve later calls of the loop with a similar number
    of rows (`size_of`). When sampling or `deterministic`, every call starts without them.
 
-So drafting can lose the stake (at most 2 tokens), 1/50 token per plain round, and 8 tokens of earlier gains, plus the
-overdraft of the round that loses a trial.
+So, at the corrected costs, drafting loses at most the stake (2 tokens or less), 1/50 token per plain round, 8 tokens of
+earlier gains, and the overdraft of the last lost trial.
 
-Measuring (greedy "auto", not `deterministic`; `experience.py`): a drafted round and the plain rounds before it make a
-pair, which shows how wrong the costs are. Only the first 4 timed drafted rounds after plain ones make pairs, or the
-first 24 if the plain ones belong to this call and the kind (trees of this size, or drafts) has fewer than 2 pairs. A
-draft counts only if it read no more text than usual; the first one of a call reads the prompt. Rounds that captured a
-graph for later ones are untimed. A new loop starts with 2 plain rounds. Costs count as unknown until there are 2 pairs
-of drafts, 4 timed drafted rounds since the last plain one, or 32 untimed drafted rounds in all. While they are unknown,
-trees have at most 4 nodes, thresholds are 0, and nothing is pruned; these rounds enter the account afterwards, at the
-corrected costs. From then on trees have at most twice the nodes of the largest size with 2 pairs. Two plain rounds are
-due after 100 drafted ones (200 with 12 pairs of drafts), and after 24 if one of these verified a larger size. Each time
-plain rounds are measured again, every tree size not verified since the previous ones drops its oldest pair.
+Measuring (greedy "auto", not `deterministic`; `experience.py`): a drafted round gives a pair for each kind of work: its
+draft, and the forward of its tree size. A pair compares this work with the plain rounds before it, which shows how
+wrong the costs are. Only the first 4 timed drafted rounds after plain ones give pairs, or the first 24 for a kind with
+fewer than 2 pairs if the newest plain one belongs to this call. A draft counts only if it read no more text than usual;
+the first one of a call reads the prompt. Rounds that captured a graph for later ones are untimed. A new loop starts
+with 2 plain rounds. Costs count as unknown until there are 2 pairs of drafts, 4 timed drafted rounds since the last
+plain one, or 32 untimed drafted rounds in all. While they are unknown, trees have at most 4 nodes, thresholds are 0,
+and nothing is pruned; these rounds enter the account afterwards, at the corrected costs. From then on trees have at
+most twice the nodes of the largest size with 2 pairs. Two plain rounds are due after 100 drafted ones (200 with 12
+pairs of drafts), and after 24 if one of these verified a larger size. Each time plain rounds are measured again, every
+tree size not verified since the previous ones drops its oldest pair.
 
 A token of a row is worth the time it saves: for the row that ends last, the shared part of a round's cost and the row's
 own; for any other row, its own part only.
@@ -75,14 +77,15 @@ from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
 _TRIAL_NODES = 4
-"""Nodes per row of a trial, root included.
+"""Nodes per row of the rounds that a plan prices, root included.
 
 Half of this is the initial value of both expected and accepted drafts per row, and the fewest tokens per round that a
 plan assumes."""
 _EMA_WEIGHT = 1 / 8
 """Weight of the newest round in moving averages."""
 _SMOOTHING = 1 / 8
-"""Drafts added to both expected and accepted ones, so that a handful of drafts barely moves their ratio."""
+"""Added to both moving averages of drafts, expected and accepted, so that their ratio stays near 1 when both are close
+to 0."""
 _MAX_ACCOUNT = 4 * STAKE
 """Tokens in the account above which drafted rounds add nothing."""
 _MAX_PRICE = 2 * STAKE
@@ -267,7 +270,8 @@ class Budget:
     def prune(self, trees: list[Tree]) -> list[Tree]:
         """Keep the best nodes of each row that pay. Every row gets the same number: the largest tree sets the cost.
 
-        Trees with sampled nodes stay complete: dropping a node because of its token would break losslessness.
+        One tree with sampled nodes leaves every tree of the batch complete: dropping a node because of its token would
+        break losslessness.
         """
         if self._corrected is None or self._costs is None:
             return trees
@@ -364,10 +368,10 @@ class Budget:
         drafted = costs.plain_rounds(_TRIAL_NODES, depth)
         reading = costs.plain_rounds(_TRIAL_NODES, depth, self._unread) - drafted
         gain = 1 - drafted / max(_TRIAL_NODES / 2, self._experience.tokens_per_round)  # of a round, per token
-        rounds = MIN_PAIRS if self._costs_unknown else 1  # of a trial
+        rounds = MIN_PAIRS if self._costs_unknown else 1  # priced ones
         cost = reading + rounds * (drafted - 1)
         self._price = reading + min(_MAX_PRICE, rounds * (drafted - 1))
-        # Wrong costs may hide a gain, but only tokens earned by plain rounds are spent on finding out.
+        # Wrong costs may hide a gain, but only tokens beyond the stake are spent on finding out.
         self._reserve = STAKE if gain * (left - rounds) <= cost else 0.0
         drafts_at_once = not (self._reserve or self._costs_unknown or lost_trials)
         missing = 0.0 if drafts_at_once else max(0.0, self._reserve + self._price - self._experience.account)

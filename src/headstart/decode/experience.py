@@ -14,7 +14,7 @@ from math import copysign, log2, sqrt
 STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
 EXPLORATION = 1 / 50
-"""Fraction of rounds spent on exploration: trials during a pause, plain rounds while drafting."""
+"""Nominal fraction of rounds spent on exploration: trials during a pause, plain rounds while drafting."""
 MIN_PAIRS = 2
 """Fewest pairs that correct a cost, since a single one may be disturbed; also the number of plain rounds per
 measurement."""
@@ -23,7 +23,7 @@ _MAX_UNTIMED = 32
 _PAIRED_ROUNDS = 4
 """Drafted rounds compared with the plain ones before them; later the machine's load may differ."""
 _PAIRED_RARE_ROUNDS = 24
-"""The same limit for a kind with too few pairs, if the plain rounds belong to this call."""
+"""The same limit for a kind with too few pairs, if the newest plain round belongs to this call."""
 _MAX_PAIRS = 12
 """Newest pairs stored per kind. With this many pairs of drafts, plain rounds are due half as often."""
 
@@ -37,7 +37,7 @@ class RoundTimes:
             pairs last. Key 0 is drafting without extra text to read, key `size_of(nodes)` a tree forward.
             Copy-on-write, because other threads read it.
         plain: measured / predicted time of the newest consecutive plain rounds that were timed, at most `MIN_PAIRS`.
-        fresh: whether the rounds in `plain` belong to the current call.
+        fresh: whether the newest round in `plain` belongs to the current call.
         since_plain: timed drafted rounds since the rounds in `plain`.
         verified_larger: whether one of these verified a larger size than any with `MIN_PAIRS` pairs.
         verified: tree sizes (`size_of`) of the timed drafted rounds since `plain`.
@@ -141,7 +141,8 @@ def size_of(count: int) -> int:
 class Experience:
     """State of drafting for batches with a similar number of rows.
 
-    Greedy calls of a decode loop share it; `Budget` creates a private one for every other call.
+    Greedy "auto" calls of a decode loop share it unless they are deterministic; `Budget` creates a private one for
+    every other call.
 
     Attributes:
         account: tokens that drafting may still lose; see `budget.py`.

@@ -1,8 +1,8 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-`_Batch.round` is one round. `DecodeLoop.generate` checks the request and decodes the rows that fit into memory.
-`Generation.extend` finds the end of a text. Verification is in `verify.py`. Plain decoding is the same loop without a
-drafter.
+`_Batch.round` is one round. `DecodeLoop.generate` checks the request and decodes all rows, in batches that fit
+into memory. `Generation.extend` finds the end of a text. Verification is in `verify.py`. Plain decoding is the same
+loop without a drafter.
 
 Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V vocabulary, E hidden size.
 """
@@ -46,8 +46,8 @@ class Round:
 
     Nodes include the root, and `depth` is the tree's. Emitted tokens include the target's own, before any cut at the
     end of the text. `draft_ms` is proposing and pruning; `forward_ms` the tree forward and acceptance; `host_ms` the
-    rest. `paused`: nothing was drafted, because it would not have paid or to time a plain round. `likeliest` is the
-    tree's most likely path.
+    rest. `paused`: the budget skipped drafting in this round, since a draft would not pay or a plain round was to be
+    timed; a round pruned to the root is not marked. `likeliest` is the tree's most likely path.
     """
 
     nodes: int
@@ -88,7 +88,7 @@ class Generation:
 
     @property
     def paused_rounds(self) -> int:
-        """Rounds without drafts, because these would not have paid or to time plain rounds."""
+        """Rounds in which the budget skipped drafting, see `Round`."""
         return sum(r.paused for r in self.rounds)
 
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
@@ -173,9 +173,10 @@ class DecodeLoop:
     With several drafters the union of their trees is verified. Equal paths share nodes, so a second drafter costs only
     its further nodes. The first drafter has priority where acceptance probabilities do not decide.
 
-    Without costs every proposed node is verified. With them the number of nodes follows the costs, and drafting pauses
-    while it does not pay. In greedy decoding, measured rounds correct the costs for this and later calls. Sampling and
-    deterministic decoding keep the given costs, so that the text depends neither on the clock nor on earlier calls.
+    Without costs every proposed node is verified. With them the number of nodes follows the costs. With draft="auto"
+    drafting pauses while it does not pay, and in greedy decoding measured rounds correct the costs for this and later
+    calls. Sampling and deterministic decoding keep the given costs, so that the text depends neither on the clock nor
+    on earlier calls; free memory may still cap the nodes.
     """
 
     def __init__(self, target: Target, *drafters: Drafter, costs: Costs | None = None) -> None:
@@ -403,7 +404,8 @@ class _Batch:
         self.notify("reorder", self.running)
 
     def call_guarded(self, index: int, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a drafter. If it raises, drop it and return None."""
+        """Call a drafter. If it raises, drop it and return None; but re-raise if memory runs out with several rows, so
+        that the batch is split."""
         try:
             return work(*arguments)
         except DRAFTER_ERRORS as error:

@@ -30,8 +30,8 @@ def reserve(
 
     `free`: bytes available on each device that holds layers; None measures them. Counts the KV cache,
     `drafter_bytes_per_token` for each row, and for one forward the masks, the logits and one layer's attention. A
-    single prompt reserves nothing for drafters: it can be decoded plainly. Buffers that target and drafters hold for
-    their next text (`drafter_spare_bytes`) count as free.
+    single prompt is not refused for the drafters' memory, which only lowers its nodes. Buffers that target and drafters
+    hold for their next text (`drafter_spare_bytes`) count as free.
     """
     rows, row_tokens, nodes = len(prompts), max(map(len, prompts)) + max_new_tokens, max_nodes
     for device, token_bytes in target.kv_bytes_by_device.items():
@@ -47,7 +47,7 @@ def reserve(
         if needed > available:
             raise UserError(
                 f"Decoding a prompt to {row_tokens} tokens takes {format_bytes(needed)} for keys, values, masks and "
-                f"logits, and {format_bytes(available)} are free on {device}.",
+                f"logits, and {format_bytes(available)} are usable on {device}.",
                 "Shorten the prompt, or lower --max-new-tokens.",
             )
         per_token += drafting

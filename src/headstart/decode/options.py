@@ -40,7 +40,7 @@ class Meaning:
         text: description, in a sentence or two.
         minimum: smallest value that the command line accepts.
         metavar: placeholder of its value there.
-        none_choice: word that selects None there; the default if the option's is None.
+        none_choice: word that selects None there, and that is shown as the default if the option's default is None.
         default_text: default shown there, instead of the option's own.
         on_cli: whether the command line has the option.
         parse: converts the argument's text, instead of the type's own conversion.
@@ -295,7 +295,9 @@ class EngineOptions(ServingOptions):
     """A serving engine to tune for: `ServingOptions`, and the requests of the measurement."""
 
     engine_drafts: str = option(
-        "", "Numbers of drafts to try; by default 1, 2, 3 and 5, or a whole block.", metavar="N,N..."
+        "",
+        "Numbers of drafts to try; by default 1, 2, 3 and 5, and the whole block for heads that draft in blocks.",
+        metavar="N,N...",
     )
     engine_requests: str = option(
         "1",

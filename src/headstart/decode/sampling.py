@@ -21,8 +21,8 @@ from headstart.errors import UserError
 _MIN_TEMPERATURE = 1e-6
 """Lowest temperature above 0: a floor far below any useful one."""
 _TOP_P_CANDIDATES = 512
-"""Number of most likely tokens that top-p sorts first. It sorts the vocabulary if these hold less than p, which is rare
-for p = 0.9."""
+"""Number of most likely tokens that top-p sorts first on a CPU. It sorts the whole vocabulary if these hold less than
+p, which is rare for p = 0.9. Other devices always sort all of it."""
 
 
 def check_sampling(options: SamplingOptions) -> None:

@@ -1,8 +1,8 @@
 """Verification: greedy (`GreedyVerifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
 
-On a CPU, or with processors that need the text, sampling walks down the trees of all rows depth by depth and computes
-the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it draws
-the next token at every node at once and then walks as in greedy verification, with one device synchronisation.
+On a CPU, or with processors or a repetition penalty, sampling walks down the trees of all rows depth by depth and
+computes the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it
+draws the next token at every node at once and then walks as in greedy verification, with one device synchronisation.
 
 Lossless: whatever the drafts, the emitted tokens have exactly the target's distribution. `tests/reference.py` states
 the rule for one node; the tests prove it by enumeration and compare this code with it. The proof requires of every
@@ -12,7 +12,7 @@ tree:
 - At most one child of a node is sampled, from random numbers used for nothing else.
 - Whether a sampled child is pruned never depends on its own token. It may depend on tokens sampled elsewhere.
 
-Deterministic siblings of a sampled child may hold any tokens.
+Deterministic siblings of a sampled child may hold any other tokens, also ones with q > 0.
 
 Shape suffixes: B rows, N tree nodes, K depths, M running rows or nodes, X nodes of all rows (in `parts_BX`, columns of
 packed numbers), W sampled nodes, P nodes of an accepted path, V vocabulary, D draft vocabulary. In formulas p is the
@@ -250,8 +250,8 @@ def accept_or_draw(
     sampled_M: Tensor | None = None,
     q_draft_MV: Tensor | None = None,
 ) -> Tensor:
-    """Choose the token after one node of each row, int64 [M]: its sampled child with probability min(1, p / q), else a
-    token drawn from norm((p - q)+); without a sampled child a token drawn from p. See `SamplingVerifier`.
+    """Choose the token after each of M nodes, int64 [M]: its sampled child with probability min(1, p / q), else a token
+    drawn from norm((p - q)+); without a sampled child a token drawn from p. See `SamplingVerifier`.
 
     Overwrites `p_target_MV`. The uniforms for accepting and drawing are float64 in [0, 1). `sampled_M` is the token of
     the node's sampled child, -1 without one, and `q_draft_MV` its distribution.

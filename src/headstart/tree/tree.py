@@ -99,7 +99,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def keep(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Keep only these nodes, their parents included, and return {old number: new number}."""
+        """Keep only these nodes, which must include their parents; return {old number: new number}."""
         renumbered = {node: number for number, node in enumerate(sorted(nodes))}
         self.parents = [renumbered.get(self.parents[node], -1) for node in renumbered]
         self.tokens = [self.tokens[node] for node in renumbered]
@@ -142,7 +142,7 @@ class Tree:
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens on the path to each node; without the root, and without its token."""
+        """Tokens on the path to each node but the root; no path includes the root's token."""
         paths: list[tuple[int, ...]] = [()]
         for node in range(1, self.size):
             paths.append((*paths[self.parents[node]], self.tokens[node]))
@@ -300,9 +300,10 @@ class Request:
 
     Attributes:
         max_nodes: maximum nodes of a row, root included.
-        threshold: minimum marginal expected accepted tokens per node: the probability of its path for a deterministic
-            node, the rise in P(any sibling accepted) for a sampled one. Drafters that know these probabilities drop
-            nodes below it; 0 keeps all nodes that add anything.
+        threshold: minimum accepted tokens that a node is expected to add: the acceptance probability of its path. Heads
+            that sample use that of its parent's path, times the rise in P(any child of the parent up to this one is
+            accepted). Drafters that know these probabilities drop nodes below it, except from a static `shape`; 0 sets
+            no minimum.
         level_threshold: expected accepted tokens, over all rows and net of verification, at which another level of
             drafting pays for its time; 0 drafts all levels.
         chain: no node may have more than one child.
@@ -404,8 +405,9 @@ def build_commit(
 def union(tree: Tree, other: Tree, request: Request) -> Tree:
     """Merge two trees with the same root, taking the larger probability of shared nodes.
 
-    Above `max_nodes`, the least probable nodes are dropped. A tree with sampled nodes, or the first one if
-    probabilities are unknown, stays complete: dropping a sampled node because of its token would break losslessness.
+    With `request.chain` nothing is merged, and one of the two is kept. Above `max_nodes`, the least probable nodes are
+    dropped. A tree with sampled nodes, or the first one if probabilities are unknown, stays complete: dropping a
+    sampled node because of its token would break losslessness.
 
     >>> both = union(Tree([5, 6], [-1, 0], [1.0, 0.5]), Tree.chain_of([5, 6, 7], [1.0, 0.4, 0.3]), Request(8))
     >>> both.tokens, both.parents, both.accept_probs
