@@ -99,7 +99,8 @@ def test_certain_texts_prove_nothing_about_sampling(tmp_path: Path) -> None:
     decoder = Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), TUNING)
     found = run_audit(decoder, PROMPTS, replace(QUICK, drafters=("static",), samples=40, verifier=("top_k",)))
     assert [row["least_seen"] for row in found["sampling"]] == [None]
-    assert verdict(found).endswith("In 1 of 1 sampling checks the text is nearly certain, so no fault would show.")
+    unseen = "In 1 of 1 sampling checks the text is nearly certain, so no deviation of frequencies would show."
+    assert verdict(found).endswith(unseen)
     write_audit(found, tmp_path)
     assert "| not testable |" in (tmp_path / "audit.md").read_text()
     console = Console(record=True, width=140)

@@ -2,7 +2,8 @@
 
 Three parts, in float32 or with exact bits (`Target.exact`):
 
-- greedy: every drafter's tokens equal plain decoding's, at every batch size (in a short dtype, of the same batch);
+- greedy: every drafter's tokens equal plain decoding's, at every batch size (below float32: plain decoding of
+  the same batch);
 - bits: whether a tree's logits equal those of single steps to the last bit;
 - sampling: under every verifier, the first tokens after a prompt have the frequencies that transformers' own model and
   logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill, later ones from
@@ -161,7 +162,7 @@ def _drafters(source: Source, name: str) -> tuple[Drafter, ...]:
 
 
 def _small_tree(heads: DraftHead) -> TreeShape:
-    """Return a small tree for untrained drafters."""
+    """Return a small tree, for drafters without a tuned one."""
     return TreeShape.from_paths([(0,) * min(2, heads.draft_steps), (1,)])
 
 

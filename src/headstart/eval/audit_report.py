@@ -29,7 +29,7 @@ def verdict(results: Mapping[str, Any]) -> str:
     if results["clean"]:
         compared = f"{tokens} greedy tokens and {samples} samples compared, and nothing differs from plain decoding"
         return f"Clean: {compared}. {_detectable_faults(results)}"
-    checks = len(results["greedy"]) + len(results["sampling"])
+    checks = len(results["greedy"]) + len(results["sampling"]) + (results["environment"]["exact"] == "bits")
     return f"Not clean: {len(results['problems'])} of {checks} checks failed."
 
 
@@ -42,7 +42,8 @@ def _detectable_faults(results: Mapping[str, Any]) -> str:
         parts.append(f"a sampling distribution off by {max(detectable):.2f} or more")
     text = f"In {100 * POWER:.0f} % of cases this finds {', and '.join(parts)}." if parts else ""
     if certain := len(sampled) - len(detectable):
-        text += f" In {certain} of {len(sampled)} sampling checks the text is nearly certain, so no fault would show."
+        nearly = f" In {certain} of {len(sampled)} sampling checks the text is nearly certain"
+        text += f"{nearly}, so no deviation of frequencies would show."
     return text
 
 

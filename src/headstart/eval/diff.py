@@ -97,7 +97,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Diff:
-    """All reports on their common prompts, without `left_out` others. `limit` is the allowed fall, a fraction."""
+    """All reports on their common prompts; `left_out` prompts are not in every report. `limit` is the allowed fall, a
+    fraction."""
 
     base: Report
     others: list[Comparison]

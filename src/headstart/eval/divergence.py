@@ -3,7 +3,7 @@
 Tree and single-token forwards multiply matrices of different shapes, so their low-precision results round differently,
 and near-ties can flip. A difference is *explained* if in float32, at the same prefix, both tokens are within a margin
 of the best one. The margin is measured: the largest error of the target's dtype in the gap between two leading logits,
-on the texts of this run. Implementation errors exceed it.
+on texts of this run that diverge. For float32 targets it is fixed. A larger difference points to an error in the code.
 
 Shape suffixes: T positions, V vocabulary, L leading tokens.
 """

@@ -3,7 +3,7 @@
 The first tokens after a prompt are enumerated with the untouched model, its own cache and transformers' logits warpers,
 independently of the code under test. Samples are compared by Pearson's chi-square test and by total variation.
 
-Shape suffixes: V vocabulary, N texts of one length, T tokens, C cells.
+Shape suffixes: V vocabulary, N texts of one length, T tokens, C cells, J terms of a Poisson mixture.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def chi_square_p(statistic: float, freedom: int) -> float:
 def least_seen(cells: int, samples: int, level: float) -> float | None:
     """Return the smallest total variation that fails the test with probability `POWER`; None for a single cell.
 
-    Under a deviation the statistic is noncentral chi-square, a Poisson mixture of central ones. Its noncentrality is
-    `samples` times the sum of squared deviations over probabilities: at least 4 times the squared total variation
-    (Cauchy-Schwarz).
+    Under a deviation the statistic is noncentral chi-square, a Poisson mixture of central ones. Its noncentrality,
+    `samples` times the sum of squared deviations over probabilities, is at least `samples` * 4 * TV² for a total
+    variation TV (Cauchy-Schwarz).
 
     >>> round(least_seen(2, 100, 0.05) or 0, 4)  # of one normal variable: (1.9600 + 1.6449) / sqrt(100) / 2
     0.1802

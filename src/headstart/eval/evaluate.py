@@ -1,10 +1,10 @@
 """`evaluate`: run the same prompts through every method, and compare.
 
 Machines drift: clocks throttle and other load varies. So the methods alternate on each prompt, with a rotating start,
-and a slow minute affects all of them alike. transformers takes most of the time and its ratios are large, so it answers
-one prompt in four if there are enough. Speed-ups are ratios of total throughput with paired bootstrap intervals.
-Baselines are the plain loop in the same runtime, `transformers.generate`, and its prompt lookup, the strongest one that
-needs no training.
+and a slow minute affects all of them alike. transformers takes most of the time, and the speed-ups over it are large,
+so fewer prompts suffice: it answers one in four if there are enough. Speed-ups are ratios of total throughput with
+paired bootstrap intervals. Baselines are the plain loop in the same runtime, `transformers.generate`, and its prompt
+lookup, the strongest one that needs no training.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def measure_methods(
 
 
 def _predicted(source: Source, options: EvalOptions) -> float | None:
-    """Return tuning's predicted speed-up over plain, if it applies: own trees, greedy, batch size 1, same dtype."""
+    """Return tuning's predicted speed-up over plain, if it applies: the heads alone with the tree that tuning chose,
+    greedy, batch size 1, same dtype."""
     tuned_dtype = source.calibration.get("settings", {}).get("dtype")
     comparable = options.drafter == "heads" and options.temperature == 0 and options.batch_size == 1
     if not comparable or tuned_dtype != source.target.dtype_name:
@@ -150,8 +151,8 @@ def tuning_record(source: Source, drafter: str, tree: TreeKind | None) -> dict[s
     """Return tuning's measurements of the heads, at this machine's costs of drafting; None if no tuned heads draft.
 
     `nodes` are (path of ranks, probability that all of it is accepted), likeliest first; the first `chosen` are the
-    best static tree. `acceptance`, by depth and rank after the best draft of each depth above, and `kinds` are as in
-    `Tuning`; `costs` are milliseconds, see `Costs`.
+    best static tree, or the best chain for kind "chain". `acceptance[depth][rank]` is how often that draft is right if
+    the rank-0 drafts of all depths above were right; `kinds` is as in `Tuning`; `costs` are milliseconds, see `Costs`.
     """
     costs = source.costs
     if costs is None or "heads" not in parts_of(drafter) or not source.calibration.get("acceptance"):
@@ -263,7 +264,8 @@ def _judge(
     names: Sequence[str],
     console: Console | None,
 ) -> dict[str, Judgement]:
-    """Compare each method's greedy text with the plain loop's. Sampled texts differ: the random numbers do."""
+    """Compare each method's greedy text with the plain loop's. Sampled texts are not compared, because methods may draw
+    different random numbers."""
     if options.temperature != 0:
         return dict.fromkeys(names, Judgement())
     with console.status("comparing the words, in float32 where they differ") if console else nullcontext():

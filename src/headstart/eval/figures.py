@@ -174,7 +174,7 @@ def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interva
 
 
 PERCENTILES = {"p50": 1, "p95": 20, "p99": 100}
-"""Minimum number of values: with fewer, the percentile would just be the largest."""
+"""Minimum number of values: with fewer, less than one value is expected above the percentile."""
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None] | None:
@@ -253,7 +253,7 @@ def per_prompt(units: Sequence[Unit], drafter: str = HEADS) -> list[dict[str, An
     """Return one row per prompt. The seconds of a batch are divided equally among its prompts.
 
     `asked` hashes the last user message; prompts of the same `group` are dependent. `drafters` has every method that
-    drafted through our loop, by its name in `compare`; the tested one is called `drafter` there.
+    drafted through our loop, by its name in `compare`; the tested one has the name passed as `drafter`.
     """
     return [
         {

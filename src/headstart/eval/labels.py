@@ -139,7 +139,8 @@ def accepted(row: Mapping[str, Any]) -> list[tuple[float, int]]:
 
 
 def pool_rare_positions(row: Mapping[str, Any]) -> list[tuple[str, float, int]]:
-    """Return acceptance as (position, share, rounds). Positions from the first with few rounds on share one entry.
+    """Return acceptance as (position, share, rounds). The first position with few rounds and all later ones share one
+    entry.
 
     >>> pool_rare_positions({"acceptance_by_position": [0.5, 0.5, 1.0], "rounds_by_position": [90, 20, 10]})
     [('1', 0.5, 90), ('2–3', 0.6666666666666666, 30)]

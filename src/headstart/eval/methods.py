@@ -101,7 +101,7 @@ class Ours:
 
     @property
     def captures(self) -> bool:
-        """Whether forwards are captured as CUDA graphs."""
+        """Whether forwards may be captured as CUDA graphs."""
         return self._loop.target.device.type == "cuda"
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int, *, always: bool = False) -> Run:
@@ -176,7 +176,7 @@ class Method(Protocol):
     """One way of decoding."""
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
-        """Decode a batch and time it; row b is sampled with seed + b."""
+        """Decode a batch and time it. Row b is sampled with seed + b; `Transformers` seeds the batch once."""
 
 
 class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no types

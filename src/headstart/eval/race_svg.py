@@ -65,7 +65,7 @@ def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
         x += _CELL * (len(words) + 2)
     result = conclusion(*answers)
     scene.text(result, _LEFT, y + 26, "n", [(end, _SEEN)])
-    note = "Measured, in real time" + (f", the first {len(answers[0]['tokens'])} tokens" if cut else "")
+    note = "Measured, in real time" + (f", at most the first {MOST_TOKENS} tokens" if cut else "")
     y += 46
     for line in wrap(f"{note}: {conditions}", 66):
         scene.text(line, _LEFT, y, "f")
@@ -162,7 +162,9 @@ def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
     """Place the rejected drafts of a step over the text that replaced them."""
     text = step["rejected"]
     row, column = start
-    if following[:1].isspace() != text[:1].isspace() and column:  # as a new word, or to the previous word
+    # Unless both start a new word, or neither does: a draft that starts a new word moves one cell right; one that
+    # continues the previous word moves one cell left.
+    if following[:1].isspace() != text[:1].isspace() and column:
         column += 1 if text[:1].isspace() else -1
     text = text.lstrip(" ")
     return _segments(text, _cells(text, (row, column))[0])

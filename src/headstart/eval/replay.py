@@ -1,6 +1,6 @@
 """Timed rounds of a few answers, enough to replay them in real time.
 
-Every race (page, picture, terminal) is drawn from a report's replays alone; results.json stores each as a `Race`.
+Pages, pictures and the terminal draw each race from a `Race`; results.json stores a report's as `replays`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Step(TypedDict):
     drafted_ms: float  # when the drafts were ready
     nodes: int  # verified drafts
     kept: int  # accepted drafts at the start of the likeliest path
-    accepted: int  # accepted drafts; more than `kept` on another path
+    accepted: int  # all accepted drafts; exceeds `kept` if the accepted path leaves the likeliest one
     rejected: str  # the rest of the likeliest path, as text
 
 
@@ -163,7 +163,8 @@ def _arrivals(run: Run, row: int) -> list[tuple[int, float, Round | None]]:
 
 
 def token_texts(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """Return the text of each token after others; the last token of a multi-token character has it."""
+    """Return the text that each token adds after the tokens `before`; a character made of several tokens belongs to the
+    last of them."""
     if tokenizer is None:
         return [f" {token}" for token in tokens]
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -200,7 +201,7 @@ def conclusion(plain: Replay, drafted: Replay) -> str:
     same = drafted["tokens"][:length] == plain["tokens"][:length]
     words = "the same text" if same else "the texts differ"
     if not any(step["nodes"] for step in drafted["steps"]):
-        words += "; nothing was drafted, because plain decoding was faster"
+        words += "; nothing was drafted"
     return f"{label_of(drafted['name'])}: {speeds[0] / speeds[1]:.2f}x the speed of {label_of(plain['name'])}, {words}."
 
 

@@ -33,11 +33,11 @@ DEFINITIONS = {
     "The interval is the middle 95 % of a paired bootstrap over prompts.",
     "Time to first token": "From the call to the first token, reading the prompt included.",
     "Time between tokens": "The wait for each arrival, shared evenly by the tokens that came with it.",
-    "Host": "The part of a round that is neither drafting nor verifying: accepting, committing, bookkeeping.",
+    "Host": "The part of a round that is neither drafting nor verifying: committing, bookkeeping.",
     "Divergence": "A prompt with different greedy outputs with drafts and in the plain loop. Rounding explains it if "
     "in float32, after the same text, both tokens lie within a measured margin of the best one.",
 }
-_SLOWER = 1.3  # ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25
+_SLOWER = 1.3  # ratio to tuning's plain step above which a report warns; cores that share no cache already cause 1.25
 _COLUMN, _LINE = 76, 30  # pixels from one node of a drawn tree to the next
 
 
@@ -224,7 +224,7 @@ def tree_svg(tuned: Mapping[str, Any]) -> Markup:
 
 
 def _assign_lines(path: RankPath, paths: Sequence[RankPath], lines: dict[RankPath, int], unused: count[int]) -> None:
-    """Assign a line to a node, its first child's, and to all nodes below it."""
+    """Give a node the line of its first child, or a new line if it has none, after doing so for all nodes below it."""
     children = [child for child in paths if len(child) == len(path) + 1 and child[:-1] == path]
     for child in children:
         _assign_lines(child, paths, lines, unused)
@@ -329,7 +329,8 @@ def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
-    """Say, for the default drafter (if not the tested one) and per baseline: faster, slower, or no clear difference."""
+    """Say of the tested drafter, for each baseline, whether it is faster, slower or neither; and first, of the default
+    drafter if it is another, against the plain loop only."""
     summary, key = results["summary"], LABELS[PLAIN].speedup
     sentences = [_verdict(summary, name, results) for name in BASELINES if summary[name]]
     for row in results.get("compare", ()):
@@ -344,8 +345,8 @@ def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -
     ratio, name = figures[key], BASELINES[key].name
     interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low'] or 0:.2f} to {ratio['high'] or 0:.2f})"
     if key == LABELS[PLAIN].speedup and nothing_drafted(figures, results):
-        chance = f"the {ratio['mean']:.2f}x difference is within noise"
-        return f"Nothing was drafted, because {name} was expected to be faster: {chance}."
+        compared = f"the ratio of {ratio['mean']:.2f}x compares plain rounds with plain rounds"
+        return f"Nothing was drafted, because {name} was expected to be faster: {compared}."
     if ratio["low"] is None:
         return f"{ratio['mean']:.2f}x the speed of {name}, on too few prompts for an interval."
     if ratio["low"] > 1:

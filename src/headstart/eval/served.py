@@ -58,7 +58,8 @@ class Served:
 
 
 def rounds_of(counted: Counter[str | int], decoded: int) -> list[Round]:
-    """Return an untimed round for each that the engine counted, and for each without drafts among `decoded` tokens.
+    """Return untimed rounds: one per drafted round that the engine counted, and one per remaining token of `decoded`,
+    which came without drafts.
 
     `counted` is as in `headstart.servers.process.read_counters`.
 

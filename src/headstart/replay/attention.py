@@ -89,7 +89,8 @@ def tree_mask(
         index_BT = (lengths_B1 + torch.arange(width, device=device)).expand(positions_BT.shape)
         slot_positions_BS.scatter_(1, index_BT, positions_BT)
         in_window_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < window
-        # The root's window starts earliest. With unequal lengths the starts are on the device, so all slots stay.
+        # The root's window starts earliest. With unequal lengths or padded slots its start is known on the device only,
+        # so all slots stay.
         start = max(0, seen - width - window + 1) if one_length else 0
         sliding = _additive((allowed_BTS & in_window_BTS)[:, :, start:], dtype)
     return TreeMask(_additive(allowed_BTS, dtype), sliding, start)
@@ -107,10 +108,11 @@ class ForwardContext:
     Attributes:
         mask: None for a causal forward, or a single token that sees everything.
         aux_layers: layers to capture; their hidden states go to `states`.
-        text_lengths_BT: text length at the forward in which plain decoding would read the token: the whole prompt's
-            for prompt tokens, position + 1 for tree nodes. None if unused.
-        text_length_range: minimum and maximum of `text_lengths_BT`.
-        causal: whether the tokens are the last of one text, so that a causal mask suffices.
+        text_lengths_BT: for each token, the length of the text at the moment plain decoding would read it: the length
+            of the whole prompt for a prompt token, position + 1 for a tree node. None if unused.
+        text_length_range: lower and upper bound of `text_lengths_BT`.
+        causal: whether the tokens are the last of each row's text, so that a causal mask suffices.
+        window: sliding window, in tokens, of the layers that have one; None if none has.
         batch_invariant: whether rows must be batch-invariant (see `Target.exact`).
         int8: whether products are in 8 bits (see `Target.in_int8`).
         slots_B: visible slots per row, new tokens included, if `cpu_attention` serves the forward.

@@ -31,7 +31,7 @@ Place = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shape of one layer's KV cache: (heads, head size) of keys and of values."""
+    """Layout of one layer's KV cache: (heads, head size) of keys and of values, dtype and device."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -77,7 +77,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         keep_tokens: whether to store token ids, for targets that recompute their cache (see `Target.max_depth`).
 
     Attributes:
-        stores: keys and values [count, B, H, C, D], one tensor per shape.
+        stores: keys and values [count, B, H, C, D], one tensor per (heads, head size), dtype and device; with
+            `keep_tokens`, the token ids last.
         places: each layer's place in the stores.
     """
 
@@ -268,7 +269,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 def _allocate(layers: Sequence[KVLayout], rows: int, capacity: int) -> tuple[list[Tensor], list[Place]]:
-    """Allocate one tensor [count, B, H, C, D] per layout, so that a commit is one operation for all layers."""
+    """Allocate one tensor [count, B, H, C, D] for all keys and values of equal (heads, head size), dtype and device, so
+    that a commit is one operation for all of them."""
     counts: Counter[tuple[int, int, torch.dtype, torch.device]] = Counter()
     places = []
     for layer in layers:

@@ -70,7 +70,7 @@ class ChainCache:
         self.chains: list[list[int]] = [[] for _ in range(rows)]
 
     def watch(self, check: Callable[[], None] | None) -> None:
-        """See `TreeCache.watch`; called after each prefill chunk and before each chain."""
+        """See `TreeCache.watch`; called before a batch is read, and after each prefill chunk of a row."""
         self._check = check
 
     def check(self) -> None:

@@ -1,14 +1,14 @@
 """CUDA graphs of target forwards, which avoid launch overhead.
 
 Takes a batch of trees, a cache and a capturable forward; gives its logits and hidden states. There is one graph per
-bucket: rows and visible slots in powers of two, capped at those of the memory, widths of `WIDTHS`, and the aux layers.
-Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
-Padding nodes are computed and their outputs ignored.
+bucket. A bucket is a number of rows and of visible slots (powers of two, at most the memory's rows and capacity), a
+width from `WIDTHS`, and a set of aux layers. Tokens, depths, visibility and lengths are copied to static buffers; the
+graph computes positions, masks and slots. Padding nodes are computed and their outputs ignored.
 
 Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. `GraphPool`
 also serves the graphs of draft heads (see `drafters.draft_graphs`).
 
-Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
+Shape suffixes: B rows and N nodes, of a bucket or a batch; V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _MIN_SLOTS = 128
 _ROUND_UP_SHARE = 0.25
 """Maximum share of free memory that a cache takes after rounding up to a power of two."""
 _MAX_SPARES, _SPARES_SHARE = 4, 0.1
-"""Maximum spare memories (LRU), and their maximum share of free memory, counted together with the memory being lent."""
+"""Maximum number of spare memories (least recently used go first), and the maximum share of free memory that spares
+plus the memory being lent may take."""
 _MAX_EXCESS = 4
 """Maximum ratio of a reused memory's size to the requested one."""
 
@@ -219,7 +220,7 @@ class TargetGraphs(GraphPool[KVMemory]):
                 return None
         graph.graph.replay()
         logits_BNV, states = graph.outputs
-        # The next replay of any graph of this memory overwrites the outputs.
+        # The next replay of any graph of this memory may overwrite the outputs.
         part = slice(cache.rows), slice(batch.size)
         return logits_BNV[part].clone(), {layer: state_BNE[part].clone() for layer, state_BNE in states.items()}
 

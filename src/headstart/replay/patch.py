@@ -78,7 +78,8 @@ class ModelPatch:
         """Apply the patches that a forward with these aux layers needs."""
         if type(vars(self._decoder).get("config")) is not Config:
             self._patch_configs()
-        # Check only the first and last: another target's `release` may have restored the original forwards.
+        # Another target's `release` may have restored the original forwards. It restores whole models, so the first and
+        # last layer suffice.
         ends = *self.prepacked[:1], *self.prepacked[-1:]
         if not all(type(vars(module).get("forward")) is PrepackedForward for module in ends):
             self._patch_linear_layers()

@@ -1,7 +1,7 @@
 """Linear layers (`nn.Linear`) of a target that use prepacked weights for a few rows (see `prepacked`).
 
-`PrepackedForward` replaces the forward of one layer; `MergedLinear` is the operator of a replay for all layers that
-read the same rows.
+`PrepackedForward` replaces the forward of one layer. `MergedLinear` is an operator of a replay, for one layer or
+several that read the same rows. Layers with a bias and layers without are merged separately, up to a size limit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def can_prepack(module: nn.Module) -> bool:
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether a module has matrix weights of its own, such as a linear layer, or an MoE's experts or router."""
+    """Whether a module is a leaf module with matrix weights, such as a linear layer, or an MoE's experts or router.
+    Embeddings are not."""
     if isinstance(module, nn.Embedding) or any(True for child in module.children() for _ in child.parameters()):
         return False
     return any(weight.ndim >= 2 for weight in module.parameters(False))

@@ -189,7 +189,7 @@ class _Merge:
         if isinstance(value, bool):
             raise NotRecordable("its code branches on the number of tokens")
         if not isinstance(value, int):
-            raise NotRecordable(f"an argument is {value!r} or {other!r}, depending on the tokens")
+            raise NotRecordable(f"an argument is {value!r} or {other!r}, depending on the number of tokens")
         slope, rest = divmod(other - value, self._counts[1] - self._counts[0])
         if rest:
             raise NotRecordable(f"an argument is {value} or {other}, depending on the number of tokens")

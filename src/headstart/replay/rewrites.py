@@ -2,8 +2,9 @@
 
 Takes the fx graph of a decoder's forward (see `recorder`) and changes it in place:
 
-- Linear layers on the same input become one `MergedLinear` with prepacked weights, which also computes the RMS norm
-  before it and the gate or residual sum after it.
+- Linear layers on the same input become a `MergedLinear` with prepacked weights, which can also compute the RMS norm
+  before it and the gate or residual sum after it. Layers with a bias and layers without are merged separately, and
+  groups above a size limit are not merged.
 - In rotary positions, `rotate_half` becomes one roll; its sign moves into the sine table.
 - The scale of an RMS norm takes three operators and no float32 copy of the input, instead of five. On a GPU, where
   launches dominate, a norm is one operator.

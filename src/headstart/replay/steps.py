@@ -1,8 +1,8 @@
 """Run consecutive products and attention of a replay as one C call.
 
-Takes a rewritten graph; replaces each run of `MergedLinear`s and `QKVAttention`s, the steps, by one `Steps` call. In a
-forward of a few tokens, 150 Python calls take a third of the time. The steps' data flow and weight addresses are
-prepared once; other addresses follow from the number of tokens.
+Takes a rewritten graph; replaces each run of `MergedLinear`s and `QKVAttention`s, the steps, by one `Steps` call.
+Called one by one from Python, the 150 or so steps of a small forward would spend a third of its time in call overhead.
+The steps' data flow and weight addresses are prepared once; other addresses follow from the number of tokens.
 
 Shape suffixes: M tokens of all rows.
 """
@@ -186,7 +186,8 @@ def _replace_group(graph: fx.Graph, group: _Group) -> Steps:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Weights of a forward: prepacked by product, norms by parameter, and the sum of their in-place versions."""
+    """The prepacked weights of each product, the contiguous weight of each norm parameter, and the sum of the in-place
+    versions of the original tensors."""
 
     packed: dict[MergedLinear, PrepackedWeights]
     norms: dict[Tensor, Tensor]
@@ -194,8 +195,8 @@ class _Snapshot:
 
 
 class Weights:
-    """Weights of all steps of a rewritten graph. The next forward sees in-place changes; `refresh`, called when a text
-    begins, sees moved weights."""
+    """Weights of all steps of a rewritten graph. In-place changes that PyTorch counts take effect at the next forward.
+    Weights that moved, or changed through `.data`, are noticed only by `refresh`, which runs when a text begins."""
 
     def __init__(self, graph: fx.Graph) -> None:
         nodes = [node for node in graph.nodes if isinstance(node.target, (MergedLinear, QKVAttention))]
