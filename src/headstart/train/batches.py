@@ -1,6 +1,7 @@
 """Batches of stored conversations: grouping, order, sharding over ranks, and prefetching.
 
-The order is a pure function of (lengths, seed, epoch), so a run resumes from the epoch and the step within it.
+The order is a pure function of lengths, batch size, packing, seed and epoch, so a run resumes from the epoch and the
+step within it.
 
 With packing, a batch is a single row of concatenated conversations; see `read_batch`.
 
@@ -296,7 +297,7 @@ def read_ahead(
             yield step, read(step), None
         return
     remaining, waiting = iter(steps), deque[tuple[Step, Future[Data]]]()
-    # Copies need one core; the rest compute. The setting is per thread.
+    # Reading is mostly copying, so each reader gets one intra-op thread.
     with ThreadPoolExecutor(ahead, "headstart-batches", torch.set_num_threads, (1,)) as readers:
         try:
             while True:

@@ -1,11 +1,11 @@
 """Checkpoints of a training.
 
-A checkpoint holds accelerate's state (heads, optimiser, gradient scaler, RNG states of every rank) and
-`checkpoint.json`, written last: the trainer state, and the size of every file. A checkpoint with a missing or truncated
-file is ignored. The newest are kept.
+A checkpoint holds accelerate's state (heads, optimisers, gradient scaler, RNG states of every rank), the best heads so
+far, and `checkpoint.json`, written last: the trainer state, the settings, and the size of every other file. A
+checkpoint with a missing or truncated file is ignored. Only the newest are kept.
 
-It also holds the best heads so far. Better ones that a killed run found after its last checkpoint are dropped on
-resuming: the schedule may follow the clock, or a new budget, so the resumed run may never reach them.
+Better heads that a killed run found after its last checkpoint are dropped on resuming: the schedule may follow the
+clock, or a new budget, so the resumed run may never reach them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainerState:
     best_step: int = 0  # step of `best_tau`
     lr: float = 0.0  # learning rate of the last step
     budget: list[float | None] = field(default_factory=list)  # [steps, minutes, epochs] of the run
-    extended_at: float = 0.0  # fraction of the run done when a larger budget replaced a smaller one; 0 if none did
+    extended_at: float = 0.0  # fraction of the run done when it last resumed with another budget; 0 if never
     lr_at_extension: float = 0.0  # learning rate then
 
     def advance(self, predictions: int, steps_per_epoch: int) -> None:

@@ -4,8 +4,8 @@
 all predictions never exist at once. `sum_losses_plain` is its reference, the loss on the full table.
 
 Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a supervised
-token, M predictions of one step (or of several with one LM head), D draft vocabulary, L sampled tokens of it, E hidden
-size, H LM head inputs.
+token, U distinct rows of the teacher logits, M predictions of one step (or of several with one LM head), D draft
+vocabulary, L loss tokens, R draft tokens other than the likely ones, E hidden size, H LM head inputs.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
-# Maximum elements of a tensor of logits, on a CPU and on other devices.
+# Maximum elements of a tensor of logits, on a CPU and on other devices; `_BLOCK_ROWS` rows may exceed `_BLOCK`.
 _BLOCK = {"cpu": 1 << 24, "other": 1 << 27}  # per LM head product: 32 MB of bfloat16 on a CPU
 _CHUNK = {"cpu": 1 << 19, "other": 1 << 26}  # per loss evaluation: 2 MB of float32, which fit a CPU's cache
 _TABLE = {"cpu": 1 << 28, "other": 1 << 30}  # a larger teacher-logit table is not materialised but recomputed per block
 
-_BLOCK_ROWS = 512  # minimum rows of a block: each block reads the LM head and accumulates its gradient once
+_BLOCK_ROWS = 512  # any block may have this many rows: each reads the LM head and accumulates its gradient once
 _SAMPLED_FRACTION = 0.2  # fraction of the loss tokens sampled from the unlikely ones
 _STRIDE, _MIN_POSITIONS = 4, 512
-"""Stride of the positions that choose the loss tokens, reduced to keep at least `_MIN_POSITIONS` of them."""
+"""Stride of the positions that choose the loss tokens: reduced to keep at least `_MIN_POSITIONS` of them, or raised
+until their logits fit `_TABLE`."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
@@ -153,8 +154,8 @@ def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Se
 
     They are the most likely tokens, by their counts in the batch's answers and the target's probabilities at some
     positions, and a fraction `_SAMPLED_FRACTION` sampled from the rest by `seed`. Logits of sampled tokens get the log
-    inverse sampling probability added, in teacher and draft (sampled-softmax correction). Sums over tokens are then
-    unbiased, and a softmax nearly so if the rest has little mass.
+    inverse sampling probability added, in teacher and draft (sampled-softmax correction). Sums of exp(logit) over
+    tokens (the softmax denominator) are then unbiased, and the softmax nearly so if the rest has little mass.
 
     >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]])
     >>> counts_D = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
@@ -353,7 +354,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: autograd refuses a second use by itself.
+        # Scaling the saved tensors in place is safe: autograd refuses a second backward pass.
         return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 5
 
 

@@ -17,8 +17,8 @@ one weight per prediction. Example: a draft of three steps with no shared mass a
 >>> show(dpace(origins, alphas))
 [2.0, 1.0, 0.5]
 
-Shape suffixes: M predictions of one step, D draft vocabulary, E hidden size, K draft steps, O origins up to the
-largest.
+Shape suffixes: M predictions of one step, D draft vocabulary, E hidden size, K draft steps, O flat positions up
+to the largest origin.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def tv_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
 
 
 def half_l1(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
-    """Half cross-entropy and half L1 distance, which has a small gradient for very wrong drafts."""
+    """Half cross-entropy and half L1 distance. The L1 distance alone has a small gradient for very wrong drafts, so
+    cross-entropy is mixed in."""
     return _ce_and_l1(draft_logits_MD, target_probs_MD, 0.5)
 
 
@@ -128,8 +129,8 @@ def dpace(origins: Sequence[Tensor], alphas: Sequence[Tensor]) -> list[Tensor]:
 
     The product is the probability that a draft reaches step j, smoothed so that a weak step does not silence later
     ones; w_k is the derivative of the expected draft length by the logarithm of step k's factor. The paper's alpha_i is
-    the draft's probability of the token that the target chose; here it is the shared mass, which is equal for a certain
-    target. A draft that ends early has no terms after its end.
+    the draft's probability of the token that the target chose; here it is the shared mass, the same if the target's
+    distribution is one-hot. A draft that ends early has no terms after its end.
 
     `alphas` are [M] for each step, in [0, 1]; the weights are float32 [M], up to K at the first step.
     """

@@ -92,8 +92,8 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[torch.optim.Optimizer]:
-    """Build a recipe's optimisers for heads or their low-rank updates. `muon` leaves LM heads (like embeddings
-    elsewhere), norms and biases to AdamW, by name."""
+    """Build a recipe's optimisers for heads or their low-rank updates. `muon` leaves vectors to AdamW and, by name, LM
+    heads, norms, biases, Markov weights and confidence weights."""
     trained = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
     muon = {
         name
@@ -149,7 +149,7 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
 
 
 def learning_rate_now(section: TrainSection, fraction: float, state: TrainerState) -> float:
-    """Return `learning_rate`. After resuming with a larger budget, warm up again from the last learning rate."""
+    """Return `learning_rate`. After resuming with another budget, approach it linearly from the last learning rate."""
     rate, span = learning_rate(section, fraction), section.warmup * (1 - state.extended_at)
     if not state.extended_at or fraction >= state.extended_at + span:
         return rate

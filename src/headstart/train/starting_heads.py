@@ -19,7 +19,7 @@ from headstart.replay.patch import FINAL
 from headstart.train.batches import read_batch
 from headstart.train.processes import raise_on_all_ranks
 
-_FIRST_TOKENS = 200_000  # of the training data, for closed-form fits
+_FIRST_TOKENS = 200_000  # of the training data, for closed-form fits and the choice of weights to freeze
 
 
 def load_earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
@@ -166,7 +166,7 @@ def _check_depth(heads: DraftHead, store: States) -> None:
 
 
 def _first_batches(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
-    """Yield about `_FIRST_TOKENS` tokens of the training data, in float32, for closed-form fits."""
+    """Yield the first conversations, in float32, until they have `_FIRST_TOKENS` tokens or all are read."""
     aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
     for index in range(len(store)):
         if read >= _FIRST_TOKENS:

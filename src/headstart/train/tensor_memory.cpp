@@ -11,7 +11,7 @@
 namespace {
 
 constexpr size_t LINE = 64;       /* bytes; as torch aligns tensors */
-constexpr size_t STEPS = 8;       /* size classes per power of two: blocks are at most an eighth too large */
+constexpr size_t STEPS = 8;       /* size classes per power of two: less than an eighth above the lines needed */
 constexpr size_t SIZES = 64 * STEPS;
 constexpr size_t MOST = PTRDIFF_MAX / 2; /* bytes; torch raises for more */
 

@@ -29,8 +29,8 @@ _LARGE = 1 << 30
 
 @contextmanager
 def cache_tensor_memory(device: torch.device) -> Iterator[None]:
-    """A context that caches the memory of freed CPU tensors, released at exit; not reentrant. A no-op on other devices,
-    without glibc, or if the extension does not compile."""
+    """A context that caches the memory of freed CPU tensors, released at exit; not reentrant. A no-op on other devices
+    and without glibc. If the extension does not compile, it only sets glibc's thresholds."""
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         yield
         return
@@ -47,10 +47,11 @@ def cache_tensor_memory(device: torch.device) -> Iterator[None]:
 
 
 def _reuse_freed_blocks() -> None:
-    """Make glibc reuse freed blocks of up to 1 GiB, to save page faults.
+    """Raise glibc's thresholds for the rest of the process: it reuses freed blocks below 1 GiB, to save page faults.
 
     By default every block above 32 MiB (a table of logits, the gradient of an LM head) is mapped, faulted in and zeroed
-    anew each time. Peak memory is the same, but it is not returned to the system.
+    anew each time. Peak memory is the same, but it is not returned to the system. An old glibc refuses this
+    mmap threshold.
     """
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_THRESHOLD, _LARGE)

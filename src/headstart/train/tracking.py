@@ -39,7 +39,9 @@ def _tracker_errors(name: str, failure: str) -> Iterator[None]:
         yield
     except Exception as error:  # every tracker has its own kinds
         login = (
-            "Log in (wandb login), or set WANDB_MODE=offline." if name == "wandb" else f"See that {name} runs alone."
+            "Log in (wandb login), or set WANDB_MODE=offline."
+            if name == "wandb"
+            else f"Check that {name} works outside headstart."
         )
         raise UserError(f"The tracker {name} {failure}: {error}", f"{login} Or set train.tracker=none.") from error
 

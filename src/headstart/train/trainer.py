@@ -91,8 +91,9 @@ def train(
     """Train heads, or resume an interrupted run in `folder`.
 
     Writes `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` and
-    `result.json`. `target` may be a TeacherModel (embeddings and LM head, without most layers). Ctrl-C finishes the
-    step, writes a checkpoint and raises KeyboardInterrupt. Invalid settings and failures raise a UserError.
+    `result.json`. `target` may be a TeacherModel (embeddings and LM head, without most layers). Ctrl-C during
+    training finishes the step, writes a checkpoint and raises KeyboardInterrupt; a later one raises at once. Invalid
+    settings, unusable data and a loss that is not finite raise a UserError.
     """
     check_training(recipe, target)
     with torch.cuda.device(target.device) if target.device.type == "cuda" else nullcontext():
@@ -128,8 +129,8 @@ class _Trainer:
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
             check_store(self.valid_store, target, self.heads)
             self.coverage = draft_coverage(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
-            # A checkpoint holds four float32 copies of the parameters (heads, best heads, two moments); reserve space
-            # for `keep_checkpoints` + 1.
+            # A checkpoint holds at most four float32 copies of the parameters (heads, best heads, two moments); reserve
+            # space for `keep_checkpoints` + 1.
             copies = 4 * (self.section.keep_checkpoints + 1)
             needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
             need_disk(self.folder, max(0, needed - size(self.folder / "checkpoints")), "Training")
@@ -174,9 +175,9 @@ class _Trainer:
         """Raise a UserError if this rank's settings differ from the main one's: it would train on other batches."""
         if differing := [key for key, value in self.settings.items() if of_main[key] != value]:
             raise UserError(
-                f"Process {self.rank} of this training has another {differing[0]} than process 0.",
-                "Let all processes see the same folder of runs, and give all of them the same command; where the data "
-                "has just been written, start again in a minute.",
+                f"Process {self.rank} and process 0 of this training differ in {differing[0]}.",
+                "Let all processes see the same folder of runs, and start them with the same command; if the data has "
+                "just been written, wait a minute (a shared disk may lag) and start again.",
             )
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class _Trainer:
         """Train until the budget is spent."""
         self._announce()
         step = self.newest[1].step if self.newest else None
-        # Before anything of an earlier session changes: a tracker may fail.
+        # Start the tracker before any file of an earlier session changes, because starting it may fail.
         with raise_on_all_ranks():
             start_tracker(self.accelerator, self.section, self.settings, self.recipe.name, step)
         with self.log:
@@ -252,7 +253,8 @@ class _Trainer:
         if self.records[-1]["step"] != state.step and not interrupted:
             self._validate(display, losses)
             saved = -1  # this step's checkpoint does not know this validation's best heads
-        # A run ended by the clock needs a checkpoint with the spent time, or the next session would train on.
+        # If the clock ended the run, the last checkpoint's `elapsed` is still under the budget, and resuming would
+        # train on: save again.
         if saved != state.step or (not interrupted and self._fraction(state.elapsed) < 1):
             self._save()
         if interrupted:
@@ -260,7 +262,8 @@ class _Trainer:
             raise KeyboardInterrupt
 
     def _step(self, group: list[Batch], batches: list[HeadBatch], count: int) -> float:
-        """Take one optimiser step; returns the loss per prediction of the first draft step, over all ranks."""
+        """Take one optimiser step. Return the loss summed over all draft steps, batches and ranks, divided by the
+        number of predictions of the first draft step."""
         for optimizer in self.optimizers:
             for parameters in optimizer.param_groups:
                 parameters["lr"] = self.trainer_state.lr

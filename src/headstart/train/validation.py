@@ -1,7 +1,8 @@
 """Validation: how often each draft step predicts the target's greedy token.
 
-Shape suffixes: B rows (of a batch, or of a block of logits), T tokens, X = B * T flat positions, M predictions of one
-step, D draft vocabulary, R best drafts, V target vocabulary, E hidden size, K draft steps.
+Shape suffixes: B rows (of a batch, or of a block of logits), T tokens, X = B * T flat positions, S positions that
+precede a supervised token, M predictions of one step, D draft vocabulary, R best drafts, V target vocabulary, E hidden
+size, K draft steps, C counts of a step.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Unrolled(nn.Module):
 
 
 def matrices(heads: DraftHead) -> dict[str, nn.Parameter]:
-    """The weights that get low-rank updates, by name: matrices and stacks of them, but not of biases."""
+    """The weights that get low-rank updates, by name: matrices and stacks of matrices, but not stacks of biases."""
     trained = ((name, weight) for name, weight in heads.named_parameters() if weight.requires_grad)
     return {name: weight for name, weight in trained if weight.ndim > 1 and "bias" not in name}
 

@@ -86,7 +86,8 @@ class AnswerGenerator:
         return _fitting(prompts, unanswered, left_out)
 
     def _encode_given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
-        """Encode a prompt with its own answers, truncated after the last answer that fits."""
+        """Encode a prompt with its own answers, up to the first turn with a prompt that does not fit. The last answer
+        may be cut at the context window."""
         longest, window = self._settings.max_prompt_tokens, self._target.max_length
         end = before = 0
         tokens, supervised = encode(prompt.messages, with_tools(self._target.tokenizer, prompt.tools))

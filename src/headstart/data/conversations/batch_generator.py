@@ -55,7 +55,10 @@ class BatchGenerator:
     def generate(
         self, split: str, number: int, size: int, given: Sequence[Prompt], check: Callable[[], None]
     ) -> tuple[list[Conversation], LeftOut]:
-        """Answer at most `size` prompts: the given ones, filled up with prompts by the target."""
+        """Answer at most `size` prompts: the given ones, filled up with prompts by the target if it has a share.
+
+        Held-out prompts get no answers.
+        """
         # Held-out and validation text comes from the unquantised target.
         generator = self._int8_generator if split == "train" and self.settings.in_int8 else self._generator
         seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)

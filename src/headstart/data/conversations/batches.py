@@ -28,7 +28,8 @@ CLOCKS = "clocks.json"
 
 
 class StoredConversation(NamedTuple):
-    """A conversation in its batch's file: line, sizes, and keys (`prompt_key`) of its opening and of all prompts."""
+    """A conversation in its batch's file: line, sizes, and keys (`prompt_key`) of its opening and of all prompts (of
+    all messages, with given answers)."""
 
     file: str
     line: int
@@ -135,7 +136,8 @@ class TimeBudget:
     def admit(self, batch: ConversationBatch, is_new: bool) -> bool:
         """Return whether the batch is within budget, and count it if so.
 
-        A batch is within budget if it is new, at least half of it fits, or this budget counted it before.
+        A new batch always is. For others, a recorded end of this budget decides; without one, the first batch is within
+        budget, and a later one if more than half of it fits.
         """
         if is_new:
             admitted = True

@@ -376,8 +376,7 @@ class _SplitBuilder:
             start, prompts, count = self._start, list[Prompt](), size - own
             later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
             limit = min(later, default=None)
-            # A gap is missing batch numbers before an existing batch. Its last batch takes all remaining prompts of the
-            # gap, whatever the batch size.
+            # The last missing batch of a gap takes all prompts left before the existing batch, whatever the batch size.
             if limit is not None and self._number + 1 in build.batches:
                 count = limit - start
             if own_share < 1:

@@ -53,7 +53,7 @@ def _origin(source: PromptSource) -> dict[str, Any]:
     if source.source == "self":
         return {"origin": "self", "commit": None}
     origin = find_origin(source.source, source.revision)
-    # Only local sources need it separately; a Hub `origin` already includes the configuration.
+    # The configuration: recorded for local folders only (folder:name); a Hub origin already contains it.
     has_none = origin.content is None or Path(source.source).expanduser().exists()
     configuration = "" if has_none else source.source.partition(":")[2]
     return {

@@ -11,8 +11,8 @@ Markup between the prefix and a text without reasoning (an empty thinking block,
 
 The span includes the first special token after the text only if the template also puts it after a final answer;
 otherwise it is a separator the model never generates. Special tokens may enclose tool calls, so with calls the span
-ends with the last special token of the turn. If the end of the turn is unknown (a last answer is rendered differently),
-it ends with the first one after the calls.
+ends with the last special token of the turn. If the end of the turn is unknown (the template renders this answer
+differently when it is the last message), it ends with the first one after the calls.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list
         supervised[first:stop] = [True] * (stop - first)
     if rewritten and not any(supervised):
         raise Unfit(
-            "The chat template rewrites each answer: the rendered conversation does not begin with the prompt of any.",
+            "The chat template rewrites each answer: for no answer does the rendered conversation begin with the "
+            "rendering of the messages before it and keep its text.",
             "Let the target write the answers (data.regenerate=true).",
             "in which the chat template rewrites each answer",
         )

@@ -38,7 +38,8 @@ class Conversation:
         tokens: token ids, kept as an int32 array.
         supervised: loss mask as bytes: the assistant's tokens up to and including the end of its turn.
         tools: tool definitions in the prompt.
-        sampling: sampling settings of the answers (temperature, seed, ...); empty for given answers.
+        sampling: sampling settings of the answers (temperature, seed, ...); {"source": "given"} for given answers.
+            Empty for held-out prompts, and for logged answers without settings.
     """
 
     id: str
@@ -77,7 +78,7 @@ class Conversation:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Conversation:
-        """Invert `to_json`; raises KeyError, TypeError, ValueError or AttributeError on other input."""
+        """Invert `to_json`; raises KeyError, TypeError, ValueError, AttributeError or OverflowError on other input."""
         tokens = array("i", row["tokens"])
         supervised = [False] * len(tokens)
         for start, stop in row["supervised"]:
@@ -93,7 +94,7 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read a file written by `write_conversations`; a UserError names a malformed line."""
+    """Read a file of conversations; raise a UserError for a missing file or a malformed line."""
     return list(each_conversation(path))
 
 
@@ -121,7 +122,8 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 
 def show_conversation(conversation: Conversation, tokenizer: Any, console: Console) -> None:
-    """Print a conversation with special tokens; supervised text is coloured and in ⟦brackets⟧."""
+    """Print a conversation with special tokens and the origin of its answers; supervised text is coloured and in
+    ⟦brackets⟧."""
     title = Text(conversation.id, style="bold")
     if conversation.category:
         title.append(f"  {conversation.category}", style="cyan")
@@ -136,5 +138,6 @@ def show_conversation(conversation: Conversation, tokenizer: Any, console: Conso
     legend = Text(f"{total} tokens, {supervised} supervised ({supervised / max(1, total):.0%}), in ")
     legend.append(f"{_OPEN}this style{_CLOSE}", style=_SUPERVISED)
     sampling = ", ".join(f"{key}={value}" for key, value in conversation.sampling.items())
-    legend.append(f"; answers generated with {sampling}" if sampling else "; answers as given")
+    answers = "as given" if sampling == "source=given" else f"generated with {sampling}" if sampling else "generated"
+    legend.append(f"; answers {answers}" if supervised else "; no answers")
     console.print(legend, style="dim")
