@@ -254,10 +254,11 @@ def test_server_is_stopped_with_its_children(tmp_path: Path) -> None:
 def test_ended_command_stops_its_engines(ending: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "tuning.py"
     script.write_text(
-        "import sys, time\n"
+        "import signal, time\n"
         "from pathlib import Path\n"
         "from headstart.servers.engines import ENGINES\n"
         "from headstart.servers.process import Server\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup has it ignored
         f"log, command = Path({str(tmp_path / 'log')!r}), {command('vllm')!r}\n"
         "with Server(ENGINES['vllm'], 'target', (), log, command=command) as one:\n"
         "    print(one._process.pid, flush=True)\n"
