@@ -21,12 +21,12 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
 2. A drafted round adds its gain, which may be negative, up to an account of 8 (`_MAX_ACCOUNT`). A plain round adds
    1/50 (`EXPLORATION`) / (1 + lost trials), up to 2 or reserve + price, whichever is more.
 3. A plan prices one drafted round (two while costs are unknown) with 4 nodes per row and 3 levels (`_TRIAL_NODES`).
-   The cost is the number of plain rounds that fit into this time, minus one per round, plus the time in which the heads
-   read unread text (the prompt at first, then one token per plain round). The price is the cost, but its part other
-   than reading is capped at 4 (`_MAX_PRICE`).
+   The cost, in plain rounds, is the time of the priced rounds minus 1 for each (the token that it emits in any case),
+   plus the time in which the heads read unread text (the prompt at first, then one token per plain round). The price is
+   the cost, but its part other than reading is capped at 4 (`_MAX_PRICE`).
 4. The reserve is 2 if the tokens left cannot win back the cost: gain * (left - rounds) <= cost. `rounds` are the priced
    ones; `gain` per token is 1 - drafted / max(2, mean tokens per round), where `drafted` is the time of a drafted round
-   in plain rounds. This includes costs at which drafting never wins. Else the reserve is 0.
+   in plain rounds. The condition also holds if `gain` <= 0: drafting cannot win at these costs. Else the reserve is 0.
 5. A plan is made when a call starts, when costs become known, and when a trial is lost; price and reserve hold until
    the next plan. Plain rounds that are due come first. Drafting then starts at once if the reserve is 0, costs are
    known and no trial is lost. Otherwise plain rounds save until the account covers reserve + price. If saving takes
@@ -40,8 +40,8 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
 8. Account, lost trials, mean tokens per round and measured rounds serve later calls of the loop with a similar number
    of rows (`size_of`). When sampling or `deterministic`, every call starts without them.
 
-So, at the corrected costs, drafting loses at most the stake (2 tokens or less), 1/50 token per plain round, 8 tokens of
-earlier gains, and the overdraft of the last lost trial.
+So, at the corrected costs, a call loses against plain decoding at most the sum of the account at its start (8 tokens or
+less), 1/50 token per plain round, and the overdraft of the last lost trial.
 
 Measuring (greedy "auto", not `deterministic`; `experience.py`): a drafted round gives a pair for each kind of work: its
 draft, and the forward of its tree size. A pair compares this work with the plain rounds before it, which shows how
@@ -52,8 +52,8 @@ with 2 plain rounds. Costs count as unknown until there are 2 pairs of drafts, 4
 plain one, or 32 untimed drafted rounds in all. While they are unknown, trees have at most 4 nodes, thresholds are 0,
 and nothing is pruned; these rounds enter the account afterwards, at the corrected costs. From then on trees have at
 most twice the nodes of the largest size with 2 pairs. Two plain rounds are due after 100 drafted ones (200 with 12
-pairs of drafts), and after 24 if one of these verified a larger size. Each time plain rounds are measured again, every
-tree size not verified since the previous ones drops its oldest pair.
+pairs of drafts), and after 24 if one of these verified a tree size larger than any with 2 pairs. Each time plain rounds
+are measured again, every tree size not verified since the previous ones drops its oldest pair.
 
 A token of a row is worth the time it saves: for the row that ends last, the shared part of a round's cost and the row's
 own; for any other row, its own part only.
@@ -132,7 +132,8 @@ class _CorrectedCosts:
 
     def verify(self, tokens: int) -> float:
         slowdown = self._verify_slowdown[min(max(1, tokens // self._rows), len(_LOGS)) - 1]
-        return max(self.stored_verify(tokens) * slowdown, self.stored_verify(self._rows))  # more tokens never take less
+        # Never less than a plain round.
+        return max(self.stored_verify(tokens) * slowdown, self.stored_verify(self._rows))
 
     def draft(self, depth: int, unread: int = 0) -> float:
         """Milliseconds of a draft that first reads `unread` tokens of each row."""
@@ -216,7 +217,8 @@ class Budget:
         shared = batch_ms - per_row * self.rows
         rounds = [left / rate for left, rate in zip(self._left, self._row_tokens_per_round, strict=True)]
         most = max(rounds)
-        # Predictions of n rounds are uncertain: a softmax with temperature sqrt(n) / 4, in rounds.
+        # Predictions are uncertain, so P(row ends last) is a softmax of the predicted rounds, with temperature
+        # sqrt(n) / 4 for the largest prediction n.
         last = [exp((count - most) / (sqrt(most) / 4)) for count in rounds]
         total = sum(last)
         return [self.rows * (per_row + shared * prob / total) / batch_ms for prob in last]
@@ -305,8 +307,8 @@ class Budget:
         could_draft: bool = True,
     ) -> None:
         """Record a round: its verified trees, the tokens that each row emitted, and the milliseconds of draft and
-        verification, or None for an untimed round. `could_draft` is false without memory for drafts or a
-        working drafter: such a round says nothing about drafting."""
+        verification, or None for an untimed round. A round that was to draft and could not (`could_draft` is
+        false: no memory for drafts, or no working drafter) says nothing about drafting."""
         costs = self._corrected
         if costs is None:
             return

@@ -76,7 +76,7 @@ class RoundTimes:
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether the cost of drafting has too few pairs, and the next rounds may still add some."""
+        """Whether the cost of drafting has too few pairs and still counts as unknown."""
         untimed = self.untimed >= _MAX_UNTIMED
         return len(self.ratios.get(0, ())) < MIN_PAIRS and self.since_plain < _PAIRED_ROUNDS and not untimed
 

@@ -353,8 +353,8 @@ class _Batch:
     def draft(self, max_nodes: int) -> TreeBatch:
         """Merge the trees of all drafters and prune them; return the roots alone if no node pays.
 
-        `reserve` (memory), `max_depth` (target) and `Budget.node_limit` cap the nodes of a row. Drafters stop at
-        thresholds. `Budget.prune` decides.
+        `reserve` (memory), `max_depth` (target) and `Budget.node_limit` cap the nodes of a row. Within these
+        limits drafters leave out nodes below the thresholds; `Budget.prune` then chooses the nodes to verify.
         """
         request = Request(
             self.budget.node_limit(max_nodes),

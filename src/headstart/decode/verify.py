@@ -85,12 +85,12 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
 class SamplingVerifier:
     """Verification by sampling, with uniforms per row.
 
-    A sampled child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise, or without a sampled child, the
-    next token is drawn from norm((p - q)+), and the walk continues at the child that holds it, if any. Together
-    min(p, q) + (p - q)+ = p. In greedy-draft sampling (arXiv 2502.18779) q is 0 at siblings from the same drafter, so
-    the residual keeps all of p there. After `union` a sibling from another drafter may have q > 0; the rule is exact
-    for any q. Without sampled children it is equal in distribution to the verification of EAGLE-2 and EAGLE-3 (arXiv
-    2406.16858 and 2503.01840).
+    A sampled child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise, or without a sampled child
+    (q = 0), the next token is drawn from norm((p - q)+), and the walk continues at the child that holds it, if any.
+    Together min(p, q) + (p - q)+ = p. In greedy-draft sampling (arXiv 2502.18779) q is 0 at siblings from the same
+    drafter, so the residual keeps all of p there. After `union` a sibling from another drafter may have q > 0; the rule
+    is exact for any q. Without sampled children it is equal in distribution to the verification of EAGLE-2 and EAGLE-3
+    (arXiv 2406.16858 and 2503.01840).
 
     Each token of a row's text uses one uniform for accepting and one for drawing, independent of drafts and other rows.
     `seed` is the first row's; row b uses seed + b. `samples_drafts` and `draft_generators` are as in `GreedyVerifier`;

@@ -1,7 +1,8 @@
 """Attention of headstart's forwards, registered with transformers as "headstart".
 
-Takes a layer's queries, and the keys and values of all visible slots; gives the attention output. Masks and options
-come from the thread's `ForwardContext`. Differences from transformers' sdpa path:
+Takes a layer's queries, and the keys and values of all visible slots; gives the attention output. Masks, the window
+and batch invariance come from the thread's `ForwardContext`, a layer's scaling, soft cap and sink from its call.
+Differences from transformers' sdpa path:
 
 - Prefill uses causal attention without a T x T mask, in chunks.
 - Trees and single tokens fold the query heads of a key-value head into the query length instead of repeating keys and

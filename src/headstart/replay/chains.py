@@ -1,11 +1,12 @@
 """Targets with linear-attention layers (Qwen3-Next, Qwen3.5), which keep a running state instead of keys and values.
 
-Takes a chain of draft tokens per row; gives logits and hidden states like a tree forward. A running state cannot be
-truncated, so these targets verify chains, not trees.
+Takes a chain of draft tokens per row; gives logits and hidden states like a tree forward. Every token that is read
+enters the one running state, so siblings cannot share it: these targets verify chains, not trees.
 
-Each linear-attention layer snapshots its state before a chain. After a rejection the snapshots are restored, and the
-accepted tokens are read again ahead of the next chain, in the same forward. Full-attention layers are truncated as
-usual. Every row has its own cache and forward, since padding would enter the state.
+A state cannot be truncated, so each linear-attention layer snapshots its state before a chain. After a rejection the
+snapshots are restored, and the accepted tokens are read again ahead of the next chain, in the same forward.
+Full-attention layers are truncated as usual. Every row has its own cache and forward, since padding would enter the
+state.
 
 Shape suffixes: B rows, N nodes of the longest chain, T tokens of one forward, V vocabulary, E hidden size.
 """

@@ -1,7 +1,7 @@
 """CUDA graphs of target forwards, which avoid launch overhead.
 
 Takes a batch of trees, a cache and a capturable forward; gives its logits and hidden states. There is one graph per
-bucket. A bucket is a number of rows and of visible slots (powers of two, at most the memory's rows and capacity), a
+memory and bucket. A bucket is a number of rows and of visible slots (powers of two, or the memory's own limits), a
 width from `WIDTHS`, and a set of aux layers. Tokens, depths, visibility and lengths are copied to static buffers; the
 graph computes positions, masks and slots. Padding nodes are computed and their outputs ignored.
 

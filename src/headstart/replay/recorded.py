@@ -8,7 +8,8 @@ The recording (see `recorder`) covers one text. A batch is replayed as a single 
 attention restores the batch shape and writes to the cache. Operators are rewritten where that pays (see `rewrites`).
 
 A model runs through its modules if it cannot be recorded, or its replay gives other logits; `Target.eager` gives the
-reason. So do forwards of more than `MAX_ROWS` tokens, unless they are int8 or batch-invariant (see `Replay.serves`).
+reason. Forwards of
+more than `MAX_ROWS` tokens also run through the modules, unless they are int8 or batch-invariant (`Replay.serves`).
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """
@@ -45,7 +46,7 @@ class RecordingCache(Cache):  # type: ignore[misc]  # transformers has no types
     def __init__(self, recorder: Any) -> None:
         super().__init__(layers=[])
         self._recorder = recorder
-        self._layer_of: dict[int, tuple[int, Tensor]] = {}  # by id of the keys, which are kept so that it stays unique
+        self._layer_of: dict[int, tuple[int, Tensor]] = {}  # by id of the key tensor, kept alive for it
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: ScoreOptions, sliding: bool) -> Tensor:
         """Attend causally over a text without a prefix, [1, T, Q, D_v]; recorded as an `AttentionCall`."""

@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
 
     def add(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add a call to the graph."""
-        # Arguments first: an in-place operator returns its first argument.
+        # Look up the arguments before the result is registered: an in-place operator returns its first argument.
         node = call(self.graph, function, map_aggregate(args, self.operand), map_aggregate(kwargs, self.operand))
         name = getattr(function, "__name__", "")
         node.meta["writes"] = result is None or (name.endswith("_") and not name.endswith("__"))

@@ -6,9 +6,10 @@ Takes the fx graph of a decoder's forward (see `recorder`) and changes it in pla
   before it and the gate or residual sum after it. Layers with a bias and layers without are merged separately, and
   groups above a size limit are not merged.
 - In rotary positions, `rotate_half` becomes one roll; its sign moves into the sine table.
-- The scale of an RMS norm takes three operators and no float32 copy of the input, instead of five. On a GPU, where
+- The scale of an RMS norm takes three operators instead of five, and no float32 copy of the input. On a GPU, where
   launches dominate, a norm is one operator.
-- Query, key and value products, their norms, rotary positions, cache writes and attention become a `QKVAttention`.
+- Norms of queries and keys, rotary positions, cache writes and attention after a merged query-key-value product become
+  a `QKVAttention`.
 
 `steps` then runs consecutive `MergedLinear`s and `QKVAttention`s in one C call; the other operators run on torch.
 
@@ -43,7 +44,7 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> l
     if device.type == "cuda":
         _replace_matches(graph, partial(_match_norm, rms_norm_cuda))
     elif products:
-        _replace_matches(graph, partial(_match_norm, rms_norm_cpu))  # first: the next patterns match it
+        _replace_matches(graph, partial(_match_norm, rms_norm_cpu))  # first: others look for it
         _replace_matches(graph, _match_gate)
         _replace_matches(graph, _match_attention)
         fuse_products(graph)
@@ -373,7 +374,8 @@ def _match_attention(node: Any) -> _Call | None:
 
 
 def _part(node: Any) -> tuple[Any, int] | None:
-    """Match a part of a merged product, not of a split in the model; return the product and the part's index."""
+    """Match a part of a merged product, but not of a split that the model's own code makes; return the product and the
+    part's index."""
     if not _is(node, [operator.getitem]) or not _is(node.args[0], [Tensor.split]):
         return None
     merged, sizes = node.args[0].args[:2]

@@ -2,7 +2,8 @@
 
 Takes a rewritten graph; replaces each run of `MergedLinear`s and `QKVAttention`s, the steps, by one `Steps` call.
 Called one by one from Python, the 150 or so steps of a small forward would spend a third of its time in call overhead.
-The steps' data flow and weight addresses are prepared once; other addresses follow from the number of tokens.
+The steps' data flow and weight addresses are prepared once per snapshot of the weights. Scratch addresses follow from
+the number of tokens, all others are read from the tensors of a call.
 
 Shape suffixes: M tokens of all rows.
 """
@@ -139,7 +140,8 @@ def _groups(graph: fx.Graph) -> Iterator[_Group]:
 
 
 def _is_token_major(node: Any, dtype: torch.dtype, width: int) -> bool:
-    """Whether a node is token-major with `width` elements per token, of this dtype."""
+    """Whether a node is token-major (no other axis of size above 1 comes before the tokens), with `width` elements per
+    token, of this dtype."""
     shape = node.meta.get("shape", ())
     token_axis = shape.index(DYNAMIC_DIM) if DYNAMIC_DIM in shape else None
     if token_axis is None or any(size != 1 for size in shape[:token_axis]):
@@ -186,8 +188,8 @@ def _replace_group(graph: fx.Graph, group: _Group) -> Steps:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The prepacked weights of each product, the contiguous weight of each norm parameter, and the sum of the in-place
-    versions of the original tensors."""
+    """The prepacked weights of each product, the contiguous weight of each norm parameter, and the sum of the original
+    tensors' version counters, which in-place changes raise."""
 
     packed: dict[MergedLinear, PrepackedWeights]
     norms: dict[Tensor, Tensor]

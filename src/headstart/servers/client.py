@@ -28,7 +28,7 @@ from headstart.errors import UserError
 T = TypeVar("T")
 
 KEY = "HEADSTART_API_KEY"
-"""Environment variable with the API key for a recipe's servers; other services' keys are never sent there."""
+"""Environment variable with the API key, sent to the servers in use; other services' keys are never sent there."""
 REQUESTS = 512
 """Default concurrent requests per address: an address may front many GPUs, and engines queue."""
 _OTHER_FILES = 512
@@ -99,7 +99,7 @@ class Endpoint:
         self._client.close()
 
     def send(self, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS) -> httpx.Response:
-        """GET a page, or POST a JSON body; return the reply with any status. `RetryableError` without a reply."""
+        """GET a page, or POST a JSON body; return the reply with any status. No reply raises RetryableError."""
         method, timeout = "GET" if body is None else "POST", httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
@@ -120,7 +120,7 @@ class Endpoint:
         return self.read(self.send(path, body, seconds), absent)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of a reply to a POST as they arrive, as server-sent events; errors as for `fetch`."""
+        """POST, and yield the JSON object of each server-sent event as it arrives; raises like `fetch`."""
         timeout = httpx.Timeout(ANSWER_SECONDS, connect=_CONNECT_SECONDS)
         try:
             with self._client.stream("POST", self.url + path, json=body, timeout=timeout) as reply:
@@ -146,13 +146,13 @@ class Endpoint:
         if not reply.is_success:
             remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
             if status in (401, 403):
-                remedy = f"Put its key into the environment: export {KEY}=..., which goes to no other address."
+                remedy = f"Put its key into the environment: export {KEY}=..., which is sent to no other service."
             kind = Refused if status in _REFUSED else UserError
             raise kind(f"{self.url}{reply.url.path} answered {status}: {words or 'nothing'}.", remedy)
         return _object(reply.text)
 
     def cached(self, find: Callable[[Endpoint], T]) -> T:
-        """Return the cached result of `find`, which concurrent first requests may each compute."""
+        """Return `find(self)`, computed once (concurrent first calls may each compute it), for one `find` only."""
         if self._cached is None:
             self._cached = find(self)
         return cast(T, self._cached)

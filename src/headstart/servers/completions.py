@@ -31,7 +31,7 @@ class CompletionRequest:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields common to all servers. Servers take missing ones, penalties too, from generation_config.json."""
+        """Fields common to all servers. Missing ones, penalties too, would take the server's own defaults."""
         fields: dict[str, Any] = {"temperature": self.temperature, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         if self.temperature > 0:
             fields |= {"top_k": self.top_k, "top_p": self.top_p, "min_p": 0.0, "seed": self.seed}
@@ -101,7 +101,7 @@ class OpenAI(Dialect):
 class LlamaServer(Dialect):
     """llama-server's native completions; its OpenAI-compatible ones return no token ids.
 
-    Its streams omit tokens that end within a character.
+    When streaming, it leaves out the ids of tokens that end within a multi-byte character.
     """
 
     streams = False

@@ -13,7 +13,7 @@ class ServingEngine:
     """Properties of an engine.
 
     Attributes:
-        name: name on the command line, and among the engines of `format`.
+        name: name on the command line, and in the table of engines of `headstart.hub.engines`.
         format: format of `headstart.hub.engines` that it loads.
         command: start command, followed by `target_option`, the target and further options.
         measuring: options for benchmarks: counters on, prefix caching off.

@@ -71,7 +71,7 @@ class Fleet:
             if self._restarts[server] > _RESTARTS:
                 raise UserError(
                     f"{server.engine.name} died {self._restarts[server]} times: {server.log_excerpt()}",
-                    f"Its log is {server.log}. The same command goes on from here.",
+                    f"Its log is {server.log}. Run the same command again: it resumes from here.",
                 )
             server.start()
             if self._is_closing:  # __exit__ stops it, once the lock is free
@@ -85,9 +85,9 @@ class Fleet:
 
 
 def gpu_groups(arguments: str) -> list[str]:
-    """Return values of CUDA_VISIBLE_DEVICES for engines side by side, each with the GPUs that its arguments ask for.
+    """Split the visible GPUs into a group for each engine, of the size that its arguments ask for.
 
-    Returns [""] (one engine sees all GPUs) if fewer than two groups fit.
+    Returns the groups as values of CUDA_VISIBLE_DEVICES; [""] (one engine sees all GPUs) if fewer than two fit.
     """
     words, size = shlex.split(arguments.replace("=", " ")), 1
     for word, count in pairwise(words):

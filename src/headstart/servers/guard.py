@@ -1,9 +1,9 @@
-"""Run a command and end it, with all processes it started, when standard input closes: also if the caller is killed.
+"""Run a command, and end its process group when standard input closes: also if the caller is killed.
 
     python guard.py COMMAND ARGUMENTS...
 
-A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too. Exits with the command's code once its process group
-is gone. Needs nothing but Python.
+A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too. Exits with the command's code when its process group
+is gone, or after `KILL_SECONDS`. Needs nothing but Python.
 """
 
 import ctypes

@@ -116,8 +116,8 @@ class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
-    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES. It is set up to be measured with this number of concurrent
-    `requests`, or to answer `many`.
+    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES. The engine gets its `measuring` options for this number of
+    concurrent `requests`; with `many`, its `generating` options instead.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; quotes its log.
@@ -192,7 +192,7 @@ class Server(RunningEngine):
         except OSError:
             raise UserError(
                 f"{self.engine.name} cannot be started again: another program uses its port {self._port}.",
-                "The same command goes on from here, with another port.",
+                "Run the same command again: it resumes from here, on another port.",
             ) from None
         if not self._port:
             self.words += "--host", _HOST, "--port", str(port)
@@ -239,7 +239,7 @@ class Server(RunningEngine):
                 return
             with suppress(RetryableError):
                 answers = self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success
-            sleep(_POLL_SECONDS)  # also after an answer: another program gave it if the engine exits now
+            sleep(_POLL_SECONDS)  # then check once more: if the engine has exited, another program answered
         problem = f"did not answer within {self._seconds:.0f} seconds: {self.log_excerpt()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)
 

@@ -1,8 +1,8 @@
 """Calibration of the heads' probabilities: from log-probability to acceptance rate, by depth and by path.
 
-Acceptance depends on the path. A path *leaves* the best one at the first token that is not its node's best draft. After
-that, heads that draft all depths in one forward are overconfident, because they assume the best path, and heads that
-read the path continue a less likely text. Such paths have their own curves. `headstart.tuning.calibrate` fits all
+Acceptance depends on the path. A path *leaves* the best one at the first token that is not its parent's best draft.
+After that, heads that draft all depths in one forward are overconfident, because they assume the best path, and heads
+that read the path continue a less likely text. Such paths have their own curves. `headstart.tuning.calibrate` fits all
 curves.
 
 Shape suffixes: X nodes (any dimensions), R ranks.
@@ -48,8 +48,8 @@ class Calibration:
         any_child_accepted: per depth, P(some child is accepted | its parent was accepted), for the few best children
             that a tree usually verifies.
         sampled: curves for a sampled child without siblings (q is the complete distribution), by the log-probability of
-            the best draft. `sampled.sampled`: curves for a sampled child after deterministic siblings, by the log of
-            the mass that these leave. None treats a sampled child as the draft that it replaces.
+            the best draft. Its own `sampled` is reused for a child sampled after deterministic siblings, by the log of
+            the mass that these leave. If None, a sampled child is rated like the draft that it replaces.
         off_best: curves after paths that left the best one; the other fields then hold on the best path only. None uses
             the same curves for all paths.
     """
@@ -150,7 +150,7 @@ class Calibration:
         return knots, rates, child_acceptance, array("q", accumulate(map(len, self.log_probs), initial=0))
 
     def sampled_probs(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return the acceptance probability of a child sampled in place of each draft of a node, the best draft first.
+        """Return, by rank, the acceptance probability of a child that is sampled instead of this draft.
 
         >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.5),))
         >>> whole = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))

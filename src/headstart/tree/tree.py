@@ -301,11 +301,11 @@ class Request:
     Attributes:
         max_nodes: maximum nodes of a row, root included.
         threshold: minimum accepted tokens that a node is expected to add: the acceptance probability of its path. Heads
-            that sample use that of its parent's path, times the rise in P(any child of the parent up to this one is
-            accepted). Drafters that know these probabilities drop nodes below it, except from a static `shape`; 0 sets
-            no minimum.
-        level_threshold: expected accepted tokens, over all rows and net of verification, at which another level of
-            drafting pays for its time; 0 drafts all levels.
+            that sample use instead the acceptance probability of its parent's path times the amount by which adding
+            this child raises P(some child of the parent is accepted). Drafters that know these probabilities drop nodes
+            below it, except from a static `shape`; 0 sets no minimum.
+        level_threshold: minimum tokens that another level of drafting must add, summed over all rows, after subtracting
+            the time of verifying its nodes in tokens; 0 drafts all levels.
         chain: no node may have more than one child.
         sample_drafts: if true, each node's last child is sampled from q with its top-k siblings removed; else it is the
             next top-k token. Drafters without a distribution q never sample.

@@ -48,7 +48,7 @@ class AnswerGenerator:
         """Answer every user turn of each prompt of a batch, shortest prompts first.
 
         Given answers are kept when `regenerate` is off; `sampled_fraction` of the remaining prompts are answered at
-        temperature 1. `left_out` counts dropped conversations, turns and ends of answers.
+        temperature 1. `left_out` counts dropped conversations and turns, and answers cut short.
         """
         settings = self._settings
         given = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]

@@ -65,7 +65,7 @@ class BatchGenerator:
         prompts, left_out, own_share = list(given), LeftOut(), self.settings.self_share
         missing = size - len(prompts)
         if own_share and missing:
-            # A margin, since some of these prompts are unusable.
+            # With given prompts a margin, since some of these are unusable; without, later batches make up for them.
             count = missing + -(-missing // 4) if prompts else self.settings.batch_size
             own = self._self_prompts(generator, f"{split}-{number}", count, seed, check, left_out)[:missing]
             turns = interleave([iter(prompts), iter(own)], [1 - own_share, own_share])

@@ -28,8 +28,8 @@ CLOCKS = "clocks.json"
 
 
 class StoredConversation(NamedTuple):
-    """A conversation in its batch's file: line, sizes, and keys (`prompt_key`) of its opening and of all prompts (of
-    all messages, with given answers)."""
+    """A conversation in its batch's file: line, sizes, and keys (`prompt_key`) of its opening and of all its prompts,
+    or of all its messages if its answers were given."""
 
     file: str
     line: int
@@ -57,7 +57,7 @@ class ConversationBatch:
     Attributes:
         prompts: range of given prompts in the batch.
         seconds: duration of its generation, concurrently with `concurrent` - 1 other batches.
-        left_out: dropped conversations, turns and ends of answers.
+        left_out: dropped conversations and turns, and answers cut short.
     """
 
     number: int
@@ -161,9 +161,11 @@ class TimeBudget:
         return self._spent / self._budget
 
     def is_over(self, pending: int, seconds: float) -> bool:
-        """Whether another batch would overshoot the budget by more than stopping now undershoots it.
+        """Whether stopping now ends closer to the budget than one more batch would.
 
-        `pending` batches are not counted yet. `seconds` is their generation time in earlier sessions.
+        Args:
+            pending: number of earlier planned batches that are not admitted yet.
+            seconds: generation time of those that existed at the start.
         """
         if self._key in self._ends:
             self.ended = self._admitted + pending >= self._ends[self._key]

@@ -272,7 +272,7 @@ class _SplitBuilder:
         self._build, self._split, self._count, self._clock = build, split, count, clock
         self._pending, self._running = deque[_Planned](), dict[int, Future[None]]()
         self._number = self._start = 0  # of the next batch: its number, and its first given prompt
-        # Give up after this many batches: reached only if they yield nothing new.
+        # Highest number of a batch with self-written prompts: reached only if they yield almost nothing new.
         self._max_number = max(build.existing, default=-1) + 21 + 10 * count // build.settings.batch_size
         self._is_ended = False
 
@@ -376,7 +376,8 @@ class _SplitBuilder:
             start, prompts, count = self._start, list[Prompt](), size - own
             later = [known.prompts[0] for number, known in build.batches.items() if number > self._number]
             limit = min(later, default=None)
-            # The last missing batch of a gap takes all prompts left before the existing batch, whatever the batch size.
+            # A killed process can leave numbers missing between existing batches. The last missing one before an
+            # existing batch takes all prompts up to that batch's first, however many.
             if limit is not None and self._number + 1 in build.batches:
                 count = limit - start
             if own_share < 1:

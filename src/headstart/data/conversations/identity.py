@@ -1,4 +1,4 @@
-"""Identity of a set of conversations that runs share, and the dataset commits it pins."""
+"""What identifies a set of conversations shared between runs, and the pinning of its datasets to commits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSION = 8
 
 def identity(target: Target, data: DataSection) -> dict[str, Any]:
     """Return the identity: target, chat template, prompt sources and sampling, as JSON values."""
-    # Sources are recorded with their content. Other settings are left out if they have no effect.
+    # Sources are recorded by their content, not by name. Settings without effect are left out as well.
     left_out = {"prompts", "split", "revision", "exclude"} | (set() if data.self_share else {"seed_prompts"})
     left_out |= (set() if data.sources else {"regenerate"}) | ({"writing_dtype"} if data.server else set())
     left_out |= {"prefix_tokens"} if has_template(target.tokenizer) else set()

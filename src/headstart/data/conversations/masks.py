@@ -7,12 +7,13 @@ Spans are found by rendering the chat template, never by matching a model's mark
     span                                                            Hello.<|im_end|>
 
 The prefix is the rendering of the earlier messages with the generation prompt; the whole rendering must start with it.
-Markup between the prefix and a text without reasoning (an empty thinking block, say) is not supervised.
+If an answer has no reasoning, markup that the template puts before its text (an empty thinking block, say) is not
+supervised.
 
 The span includes the first special token after the text only if the template also puts it after a final answer;
 otherwise it is a separator the model never generates. Special tokens may enclose tool calls, so with calls the span
 ends with the last special token of the turn. If the end of the turn is unknown (the template renders this answer
-differently when it is the last message), it ends with the first one after the calls.
+differently when it is the last message), the span ends with the first special token after the calls.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def encode(messages: Sequence[Message], tokenizer: Any) -> tuple[list[int], list
         supervised[first:stop] = [True] * (stop - first)
     if rewritten and not any(supervised):
         raise Unfit(
-            "The chat template rewrites each answer: for no answer does the rendered conversation begin with the "
-            "rendering of the messages before it and keep its text.",
+            "The chat template rewrites each answer: rendering the whole conversation changes every answer's text or "
+            "the messages before it, so no answer can be located.",
             "Let the target write the answers (data.regenerate=true).",
             "in which the chat template rewrites each answer",
         )
@@ -88,7 +89,8 @@ def _answer_span(
 
     Returns:
         Character offsets: start of the assistant's text, end of the text (with the names of called tools), upper bound
-        for the end of the turn; and the rendering after the text when the answer is the last message.
+        for the end of the turn; and the string that the template renders after the text (and the calls) if the
+        conversation ends with this answer.
     """
     if index == 0:
         raise Unfit(

@@ -39,7 +39,7 @@ class Conversation:
         supervised: loss mask as bytes: the assistant's tokens up to and including the end of its turn.
         tools: tool definitions in the prompt.
         sampling: sampling settings of the answers (temperature, seed, ...); {"source": "given"} for given answers.
-            Empty for held-out prompts, and for logged answers without settings.
+            Empty for held-out prompts, and for answers from a log of served requests without settings.
     """
 
     id: str
@@ -106,7 +106,7 @@ def each_conversation(path: Path) -> Iterator[Conversation]:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise UserError(
                 f"{path}, line {number}: not a tokenised conversation ({reason}).",
-                "Delete the file and run the command again, or pass a file of prompts as data.prompts.",
+                "If headstart wrote it, delete it and run the command again; pass a file of your own as data.prompts.",
             ) from None
 
 
