@@ -67,12 +67,12 @@ class Fleet:
             server = next(server for server in self._servers if server.url == url)
             if self._is_closing or not server.has_died:
                 return False
-            self._restarts[server] += 1
-            if self._restarts[server] > _RESTARTS:
+            if self._restarts[server] == _RESTARTS:
                 raise UserError(
-                    f"{server.engine.name} died {self._restarts[server]} times: {server.log_excerpt()}",
+                    f"{server.engine.name} died {_RESTARTS + 1} times: {server.log_excerpt()}",
                     f"Its log is {server.log}. Run the same command again: it resumes from here.",
                 )
+            self._restarts[server] += 1
             server.start()
             if self._is_closing:  # __exit__ stops it, once the lock is free
                 return False
