@@ -143,18 +143,9 @@ def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[Any]]:
     """Record the positional arguments of every call of a function, which still runs."""
+    from tests import spies
 
-    def watch(owner: Any, name: str) -> list[Any]:
-        calls, real = list[Any](), getattr(owner, name)
-
-        def call(*args: Any, **named: Any) -> Any:
-            calls.append(args)
-            return real(*args, **named)
-
-        monkeypatch.setattr(owner, name, call)
-        return calls
-
-    return watch
+    return lambda owner, name: spies.spy(monkeypatch, owner, name, lambda *arguments: arguments)
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ from headstart.replay.cuda_graphs import Graph, GraphPool
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.drafters.helpers import SHAPE, drafted, heads_drafter
 from tests.heads.test_contract import CASES, build
+from tests.spies import spy
 from tests.standin import CUDA, Counts, StandIn
 from tests.standin import Graph as StandInGraph
 from tests.tiny import tiny_model
@@ -110,10 +111,7 @@ def test_sampled_drafts_equal_eager_ones(name: str, host: Target, target: Target
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
     """All captured graphs."""
-    made: list[StandInGraph] = []
-    begin = StandInGraph.__init__
-    monkeypatch.setattr(StandInGraph, "__init__", lambda self: (begin(self), made.append(self))[0])
-    return made
+    return spy(monkeypatch, StandInGraph, "__init__", lambda own: own)
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])

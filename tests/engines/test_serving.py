@@ -232,6 +232,8 @@ def test_bad_input_is_refused(heads: Path, made: Made, texts: Path) -> None:
     assert "up to 3" in refused(*asked, "vllm", "--engine-drafts", "1,4")
     assert "--engine-arguments=" in refused(*asked, "vllm", "--dtype", "float32")
     assert "without an engine" in refused("tune", heads, "--engine-drafts", "1")
+    for option in ("--engine-command", "--engine-arguments"):
+        assert f"{option} cannot be split into words" in refused(*asked, "vllm", option, "serve 'target")
     assert "EAGLE-3" in refused("tune", medusa, "--conversations", texts, "--engine", "llama.cpp")
 
 
@@ -506,3 +508,7 @@ def test_a_report_of_an_engine(name: str, heads: Path, tmp_path: Path) -> None:
     assert "drafted nothing" in refused(*asked, *silent, "--max-new-tokens", 4)
     assert "--engine-arguments" in refused(*asked, *started, "--overwrite", "--dtype", "float32")
     assert "without an engine" in refused(*asked[:6], "--overwrite", "--engine-target", "x")
+    config = read_json(heads / "config.json")
+    config["target"]["spec"] = str(tmp_path / "moved")
+    (heads / "config.json").write_text(json.dumps(config))
+    assert "--target" in refused(*asked, *started, "--overwrite")

@@ -15,7 +15,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.tree.tree import Tree, TreeBatch
-from tests.spies import raising
+from tests.spies import raising, spy
 from tests.standin import CUDA, Graph, StandIn
 from tests.tiny import tiny_model
 
@@ -90,10 +90,7 @@ def test_results_survive_later_forwards(target: Target, device: StandIn) -> None
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    captures: list[Graph] = []
-    made = Graph.__init__
-    monkeypatch.setattr(Graph, "__init__", lambda self: (made(self), captures.append(self))[0])
-    return captures
+    return spy(monkeypatch, Graph, "__init__", lambda own: own)
 
 
 def test_alternating_lengths_reuse_graphs(device: StandIn, captures: list[Graph]) -> None:

@@ -23,6 +23,7 @@ from headstart.cli.options import (
     RecipeName,
     RunDir,
     TrustOption,
+    check_engine_options,
     given,
     open_run,
     with_options,
@@ -31,7 +32,6 @@ from headstart.cli.report import report_app
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
-from headstart.servers.names import ENGINES
 from headstart.support.terminal import Commands, DataCommands, Group, format_seconds, program, say, show_warning, tell
 
 if TYPE_CHECKING:
@@ -290,15 +290,12 @@ def tune(
 
     folder = Path(path).expanduser()
     in_run = not options.engine and (folder / "recipe.yaml").is_file()
-    if options.engine and (unused := given(loading, but=("target",))):
-        raise UserError(f"{unused[0]} is for headstart's decoder.", "For an engine use --engine-arguments='...'.")
+    check_engine_options(options, loading, but=("target",))
     if in_run and (unused := [*given(loading, but=("device",)), *["--conversations"] * bool(conversations)]):
         raise UserError(
             f"{unused[0]} is not for a run, which is tuned as its recipe says.",
             f"Tune the heads alone, in place: {program()} tune {folder / HEADS} {unused[0]} ...",
         )
-    if not options.engine and options != EngineOptions():
-        raise UserError("An option for engines was given without an engine.", f"Name one with --engine: {ENGINES}.")
     if options.engine:
         from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
 

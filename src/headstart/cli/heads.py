@@ -17,11 +17,10 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from headstart.cli.options import HEADS, Heads, Loading, Overwrite, given, listed, with_options
+from headstart.cli.options import HEADS, Heads, Loading, Overwrite, check_engine_options, listed, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, ServingOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditOptions, EvalOptions
-from headstart.servers.names import ENGINES
 from headstart.support.files import check_writable, read_jsonl
 from headstart.support.terminal import ACCEPTED, ask, complain, format_seconds, progress_bar, say, tell
 
@@ -66,6 +65,7 @@ def evaluate(
     """
     from headstart.data.prompts.questions import find_questions
 
+    check_engine_options(serving, loading, but=("target", "revision"))
     _check_out(out, ("results.json", "report.md", "report.html"), overwrite)
     found, of_suite = find_questions(questions, options.limit)
     conversations = of_suite and any(len(question.turns) > 1 for question in found)
@@ -81,25 +81,18 @@ def evaluate(
     if serving.engine:
         from headstart.pipeline.in_engine import evaluate_in_engine
 
-        if unused := given(loading, but=("target", "revision")):
-            raise UserError(f"{unused[0]} is for headstart's loop.", "For an engine use --engine-arguments='...'.")
-        results = evaluate_in_engine(
-            locate(heads, loading.revision), found, measuring, serving, loading.target, console
-        )
+        located = locate(heads, loading.revision)
+        results = evaluate_in_engine(located, found, measuring, serving, loading.target, console)
         write_report(results, out)
-        show_results(results, f"{heads} on {name}", console)
-        say(console, ("Report", out / "report.html"))
-        return
-    if serving != ServingOptions():
-        raise UserError("An option for engines was given without an engine.", f"Name one with --engine: {ENGINES}.")
-    # The default drafter is measured along with the heads alone.
-    default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
-    measuring = replace(measuring, compare=(*default, *options.compare))
-    decoder = load_decoder(heads, loading, options)
-    folder = locate(heads, loading.revision) if has_heads(heads) else None
-    training = read_config(folder).get("training") if folder else None
-    engines = read_engine_tunings(folder) if folder else {}
-    results = report(decoder, found, measuring, out, console, training, engines)
+    else:
+        # The default drafter is measured along with the heads alone.
+        default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
+        measuring = replace(measuring, compare=(*default, *options.compare))
+        decoder = load_decoder(heads, loading, options)
+        folder = locate(heads, loading.revision) if has_heads(heads) else None
+        training = read_config(folder).get("training") if folder else None
+        engines = read_engine_tunings(folder) if folder else {}
+        results = report(decoder, found, measuring, out, console, training, engines)
     show_results(results, f"{heads} on {name}", console)
     say(console, ("Report", out / "report.html"))
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 import typer
 from rich.console import Console
 
-from headstart.decode.options import Meaning, meaning, option
+from headstart.decode.options import Meaning, ServingOptions, meaning, option
+from headstart.errors import UserError
 from headstart.hub.options import LoadOptions
+from headstart.servers.names import ENGINES
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run
@@ -60,6 +62,14 @@ def given(loading: Loading, but: Collection[str]) -> list[str]:
     """List the options that were given, except the fields in `but`."""
     names = [name for name, value in vars(loading).items() if name not in but and value != getattr(Loading, name)]
     return [f"--{name.replace('_', '-')}" for name in names]
+
+
+def check_engine_options(serving: ServingOptions, loading: Loading, but: Collection[str]) -> None:
+    """Refuse options for an engine without one, and with one the options of headstart's loop except `but`."""
+    if not serving.engine and serving != type(serving)():
+        raise UserError("An option for engines was given without an engine.", f"Name one with --engine: {ENGINES}.")
+    if serving.engine and (unused := given(loading, but)):
+        raise UserError(f"{unused[0]} is for headstart's own loop.", "For an engine use --engine-arguments='...'.")
 
 
 TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(Loading, "target").text)]

@@ -40,7 +40,6 @@ from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transfor
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import races, token_texts
 from headstart.model.frozen import FrozenModel
-from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
 from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import Tuning, path_prob
@@ -71,6 +70,7 @@ def evaluate(
     target = source.target
     tokenizer = with_template_kwargs(target.tokenizer, options.chat_template_kwargs or {})
     questions = select_questions(target, tokenizer, questions, options, console)
+    check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked already
     drafters = source.drafters(options.drafter, options.tree)
     drafter = tested = options.drafter
     if options.tree is not None and "heads" in tested.split("+"):
@@ -296,8 +296,6 @@ def select_questions(
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
     check_options(options)
-    if isinstance(target, Target):
-        check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked below
     selected = list(questions)[: options.limit]
     if not options.multi_turn:
         selected = [replace(question, turns=question.turns[:1]) for question in selected]

@@ -168,7 +168,7 @@ def measure_drafts(
             answers[which].extend(servers[which].answers(asked[first : first + requests]))
             counted += servers[which].counters() - before
     if not counted["drafts"] or not counted["draft_tokens"]:
-        raise UserError(f"{drafted.engine.name} loaded the heads and drafted nothing.", f"See its log: {drafted.log}")
+        raise drafted.drafted_nothing()
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
     plain_seconds, seconds = (sum(answer.seconds for answer in given) for given in answers)
     plain_ms, drafted_ms = (sum(each.decoding_ms for each in given) for given in answers)

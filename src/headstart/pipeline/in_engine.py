@@ -38,6 +38,7 @@ from headstart.pipeline.actions import add_engines_to_report, validation_file
 from headstart.pipeline.run import HEADS as HEADS_FOLDER
 from headstart.servers.engines import ENGINES, ServingEngine
 from headstart.servers.fleet import gpu_groups
+from headstart.servers.names import split_words
 from headstart.servers.process import Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
@@ -74,7 +75,10 @@ def _exported(folder: Path, target: str | None, options: ServingOptions, request
 
     Servers answer at most `requests` at a time.
     """
-    engine, groups = _engine_named(options.engine), gpu_groups(options.engine_arguments)
+    engine = _engine_named(options.engine)
+    split_words(options.engine_command, "--engine-command")
+    split_words(options.engine_arguments, "--engine-arguments")
+    groups = gpu_groups(options.engine_arguments)
     gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
     with _work_folder() as place:
         exported = export_for(folder, place / "heads", engine.format, target)
@@ -174,6 +178,10 @@ def evaluate_in_engine(
     with console.status("exporting") as status, _exported(heads_folder(heads), target, serving, requests) as servable:
         engine, exported = servable.engine, servable.exported
         facts, published = exported.facts, exported.published
+        if not facts.spec:
+            raise UserError(
+                f"{facts.name}, whose tokenizer is needed, is not where the heads have it.", "Add --target."
+            )
         trusted = facts.trust_remote_code
         reads = unloaded(facts.spec, trust_remote_code=trusted) or load_target(
             facts.spec, device="cpu", trust_remote_code=trusted
@@ -190,7 +198,7 @@ def evaluate_in_engine(
             templated = reads.with_tokenizer(tokenizer)
             results = measure_methods(templated, questions, options, methods, compare_texts, console)
             if not method.drafts:
-                raise UserError(f"{engine.name} loaded the heads and drafted nothing.", f"See its log: {drafted.log}")
+                raise drafted.drafted_nothing()
             environment = {"engine": f"{engine.name} {plain.version()}".strip(), "command": shlex.join(drafted.words)}
     results["settings"] |= {
         "heads": {"family": kind_of(published), "drafts in a row": str(published.steps)},

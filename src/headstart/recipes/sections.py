@@ -6,15 +6,13 @@ Fingerprints and identities of artifacts follow from the role of each field (`he
 from __future__ import annotations
 
 import re
-import shlex
-from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headstart.errors import UserError
 from headstart.heads.settings import DependsOn, Role, Section
-from headstart.servers.names import ENGINES, FormatName
+from headstart.servers.names import ENGINES, FormatName, option_values, split_words
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
@@ -191,18 +189,15 @@ class DataSection(Section):
         given = next((name for name in ("server_command", "server_arguments") if getattr(self, name)), None)
         if given and self.engine is None:
             raise UserError(f"data.{given} is for an engine that the run starts.", f"Set data.server: {ENGINES}.")
-        try:
-            shlex.split(self.server_command), shlex.split(self.server_arguments)
-        except ValueError as error:
-            raise UserError(f"data.{given} cannot be split into words: {error}.", "Close its quotes.") from None
+        for name in ("server_command", "server_arguments"):
+            split_words(getattr(self, name), f"data.{name}")
         return self
 
     @property
     def server_numerics(self) -> list[str]:
         """Arguments of the run's engine that change what it generates."""
-        words = shlex.split(self.server_arguments.replace("=", " "))
         flags = ("--dtype", "--quantization", "-q", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v")
-        return [f"{flag} {value}" for flag, value in pairwise(words) if flag in flags]
+        return [f"{flag} {value}" for flag, value in option_values(self.server_arguments) if flag in flags]
 
     @property
     def own_answers(self) -> bool:

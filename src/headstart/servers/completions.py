@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.servers.client import Endpoint
+from headstart.servers.client import Endpoint, RetryableError
 
 _PAGE_SECONDS = 60.0
 """Timeout of requests about the server itself (/v1/models, /props)."""
@@ -43,14 +43,13 @@ class Reply:
     """Generated token ids, without the prompt's.
 
     `prompt` and `prompt_length` are the prompt as the server reports it, or None. `at_own_end`: it stopped at an end
-    token of its own; `aborted`: it gave up midway.
+    token of its own.
     """
 
     tokens: list[int]
     prompt: list[int] | None = None
     prompt_length: int | None = None
     at_own_end: bool = False
-    aborted: bool = False
 
 
 class Dialect(ABC):
@@ -64,7 +63,8 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, reply: dict[str, Any]) -> Reply:
-        """Parse a reply; raises KeyError (including `NoTokenIds`), IndexError or TypeError if malformed."""
+        """Parse a reply; raises KeyError (including `NoTokenIds`), IndexError or TypeError if malformed, and
+        `RetryableError` if the server gave up midway."""
 
     @abstractmethod
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
@@ -91,8 +91,9 @@ class OpenAI(Dialect):
         if choice.get("token_ids") is None:
             raise NoTokenIds("token_ids")
         prompt = choice.get("prompt_token_ids")
-        aborted = choice.get("finish_reason") in ("abort", "error")
-        return Reply(list(choice["token_ids"]), None if prompt is None else list(prompt), aborted=aborted)
+        if choice.get("finish_reason") in ("abort", "error"):
+            raise RetryableError("the server gave up in the middle of an answer")
+        return Reply(list(choice["token_ids"]), None if prompt is None else list(prompt))
 
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
         return "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False}

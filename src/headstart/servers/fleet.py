@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import shlex
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Self
 
 import torch
 
 from headstart.errors import UserError
+from headstart.servers.names import option_values
 from headstart.servers.process import Server
 
 _RESTARTS = 5
 """Restarts of one engine before it counts as broken."""
-
-
 _PARALLEL_SIZE_OPTIONS = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
 """Options that multiply the number of GPUs vLLM uses."""
 
@@ -89,9 +86,9 @@ def gpu_groups(arguments: str) -> list[str]:
 
     Returns the groups as values of CUDA_VISIBLE_DEVICES; [""] (one engine sees all GPUs) if fewer than two fit.
     """
-    words, size = shlex.split(arguments.replace("=", " ")), 1
-    for word, count in pairwise(words):
-        size *= int(count) if word in _PARALLEL_SIZE_OPTIONS and count.isdigit() else 1
+    size = 1
+    for option, count in option_values(arguments):
+        size *= int(count) if option in _PARALLEL_SIZE_OPTIONS and count.isdigit() else 1
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus = visible.split(",")[: torch.cuda.device_count()]
     groups = [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]

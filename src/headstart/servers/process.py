@@ -77,11 +77,8 @@ class RunningEngine:
             for event in self._endpoint.stream(path, {**body, "stream": True}):
                 if error := event.get("error"):
                     raise RetryableError(str(error))
-                reply = self._dialect.read(event)
-                if reply.aborted:
-                    raise RetryableError("the engine gave up in the middle of an answer")
-                tokens += reply.tokens
-                token_ms += [1e3 * (perf_counter() - started)] * len(reply.tokens)
+                tokens += (arrived := self._dialect.read(event).tokens)
+                token_ms += [1e3 * (perf_counter() - started)] * len(arrived)
             return EngineAnswer(tuple(tokens), tuple(token_ms), perf_counter() - started)
         except UserError as error:
             problem = error.problem
@@ -170,6 +167,10 @@ class Server(RunningEngine):
     def has_died(self) -> bool:
         process = self._process
         return process is not None and process.poll() is not None
+
+    def drafted_nothing(self) -> UserError:
+        """Return the error of an engine that serves heads without drafting."""
+        return UserError(f"{self.engine.name} loaded the heads and drafted nothing.", f"See its log: {self.log}")
 
     def version(self) -> str:
         """Return the version reported by the running engine, or an empty string."""

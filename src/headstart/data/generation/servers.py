@@ -141,8 +141,6 @@ class Servers:
             ) from None
         except (KeyError, IndexError, TypeError, AttributeError):
             raise RetryableError(f"a reply that is none: {str(page)[:200]}") from None
-        if reply.aborted:
-            raise RetryableError("the server gave up in the middle of an answer")
         prompt = list(request.prompt)
         if reply.prompt not in (None, prompt) or reply.prompt_length not in (None, len(prompt)):
             length = len(reply.prompt) if reply.prompt is not None else reply.prompt_length
