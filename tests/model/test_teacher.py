@@ -81,7 +81,7 @@ def test_teacher_from_the_files_equals_that_of_the_loaded_target(kind: str, dtyp
     for file in expected.iterdir():
         assert (found / file.name).read_bytes() == file.read_bytes(), file.name
     assert len(list(found.iterdir())) == 4
-    taught, kept = teach(known, 2), load_teacher(expected, CPU)
+    taught, kept = teach(known, 2, CPU), load_teacher(expected, CPU)
     assert taught is not None and taught.spare_token == loaded.spare_token != len(tokenizer)
     assert taught.whole_identity == loaded.whole_identity and taught.sketch() == loaded.sketch()
     for name, weight in kept.model.named_parameters(remove_duplicate=False):
