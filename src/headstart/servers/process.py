@@ -113,8 +113,8 @@ class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
-    engine's own, `gpus` sets CUDA_VISIBLE_DEVICES, and `environment` adds variables. The engine gets its `measuring` options for this number of
-    concurrent `requests`; with `many`, its `generating` options instead.
+    engine's own, `gpus` sets CUDA_VISIBLE_DEVICES, and `environment` adds variables. The engine gets its `measuring`
+    options for this number of concurrent `requests`; with `many`, its `generating` options instead.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; quotes its log.
