@@ -147,6 +147,11 @@ class DataSection(Section):
         "the address of a vLLM server or llama-server with this target, or several with commas between them; null "
         "writes them in this process.",
     )
+    states_server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
+        None,
+        description="Server that computes the hidden states: vllm (the run starts and stops it), addresses of vLLM "
+        "servers, auto (as data.server), or null for this process.",
+    )
     server_command: Annotated[str, Role.RUNTIME] = Field(
         "",
         description="Command that starts the engine, such as a path in another environment; empty for its usual one.",

@@ -6,10 +6,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,9 @@ _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
 _METRICS_SECONDS = 60.0
-_STOP_SECONDS = guard.STOP_SECONDS + guard.KILL_SECONDS + 5.0
+_TERM_SECONDS = 20.0
+"""Time from SIGTERM to SIGKILL."""
+_STOP_SECONDS = _TERM_SECONDS + guard.KILL_SECONDS + 5.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -135,7 +135,7 @@ class Server(RunningEngine):
         start_seconds: float = 900.0,
     ) -> None:
         self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
-        self._environment = _without_launcher() | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        self._environment = without_launcher() | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_option,
@@ -201,28 +201,15 @@ class Server(RunningEngine):
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab" if self.has_died else "wb") as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, guard.__file__, *self.words],
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.PIPE,
-                start_new_session=True,
+            self._process = guard.start(
+                self.words, _TERM_SECONDS, env=self._environment, stdout=log, stderr=subprocess.STDOUT
             )
 
     def stop(self) -> None:
         """End the engine and all processes that it started."""
         process, self._process = self._process, None
         if process is not None:
-            try:
-                process.communicate(b"\n", _STOP_SECONDS)  # a byte, since a forked child may keep the pipe open
-            except subprocess.TimeoutExpired:
-                with suppress(OSError):
-                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-                    for child in children.split():
-                        os.killpg(int(child), signal.SIGKILL)
-                process.kill()
-                process.wait()
+            guard.stop(process, _STOP_SECONDS)
 
     def wait(self) -> None:
         """Wait until the engine answers."""
@@ -272,7 +259,7 @@ def read_counters(text: str) -> Counter[str | int]:
     return sums
 
 
-def _without_launcher() -> dict[str, str]:
+def without_launcher() -> dict[str, str]:
     """Return the environment without torchrun's and accelerate's variables."""
     kept = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
     if "TORCHELASTIC_RUN_ID" in os.environ and kept.get("OMP_NUM_THREADS") == "1":
