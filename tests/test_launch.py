@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import psutil
 import pytest
 
 from headstart.recipes.values import recipe_text
-from tests.forks import Fork, Forks
+from tests.forks import Forks
 from tests.test_pipeline import tiny_recipe
 from tests.train.conftest import clean_environment
 
+FAKE = Path(__file__).with_name("engines") / "fake_engine.py"
 Command = list[str | Path]
 
 
@@ -27,11 +29,27 @@ def command(tmp_path: Path, tiny_target_folder: Path) -> Command:
     return ["-m", "headstart", "run", file, "--run-dir", tmp_path / "run", "--processes", "2"]
 
 
-def test_two_ranks_train_within_the_run(command: Command, forks: Forks, tmp_path: Path) -> None:
-    done = forks.run(*command, env=clean_environment())
+def test_one_command_from_nothing_to_the_report_of_an_engine(command: Command, forks: Forks, tmp_path: Path) -> None:
+    engine = shlex.join([sys.executable, str(FAKE), "vllm", "none"])
+    words = [
+        *command,
+        "data.server=vllm",
+        "eval.engine=vllm",
+        f"data.server_command={engine}",
+        "heads={family: eagle3, draft_steps: 2, aux_layers: [1,2,3]}",
+    ]
+    done = forks.run(*words, env=clean_environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Training on 2 processes") == done.stdout.count("4/7 train") == 1
-    assert (tmp_path / "run" / "report" / "results.json").is_file()
+    assert "over plain decoding in vllm, measured" in done.stdout
+    report = tmp_path / "run" / "report"
+    results = json.loads((report / "results.json").read_text())
+    assert results["environment"]["engine"] == "vllm 0.0" and results["summary"]["tokens_per_round"] == 2
+    assert "training conversations" in results["settings"]["heads"]
+    assert "vllm 0.0" in (report / "report.html").read_text()
+    assert "vllm 0.0" in (tmp_path / "run" / "heads" / "README.md").read_text()
+    again = forks.run(*words, env=clean_environment())
+    assert again.returncode == 0 and "Nothing was left to do" in again.stdout
 
 
 def test_ended_command_ends_its_ranks_and_resumes(command: Command, forks: Forks, tmp_path: Path) -> None:

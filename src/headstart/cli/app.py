@@ -70,9 +70,7 @@ app.add_typer(recipes_app, name="recipes")
 
 
 @app.command()
-def run(
-    recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None, processes: Processes = None
-) -> None:
+def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None, processes: Processes = None) -> None:
     """Train and measure heads: write data, train, tune, export, report.
 
     Finished stages are skipped; an interrupted run continues where it stopped.
@@ -252,9 +250,7 @@ def data_show(
 
 
 @app.command()
-def train(
-    recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None, processes: Processes = None
-) -> None:
+def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None, processes: Processes = None) -> None:
     """Train heads. Missing data is written first.
 
     On several machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE on each.

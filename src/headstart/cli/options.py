@@ -41,20 +41,25 @@ Processes = Annotated[
 ]
 
 
-def open_run(
-    recipe: str, overrides: list[str] | None, run_dir: Path | None, processes: int | None = None
-) -> Run:
-    """Return the run of a recipe, by default in runs/<its name>; `processes` None is `training_processes`."""
+def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, processes: int | None = None) -> Run:
+    """Return the run of a recipe, fitted to this machine, by default in runs/<its name>.
+
+    `processes` None is `training_processes`.
+    """
+    from headstart.pipeline.fit import fit_recipe
     from headstart.pipeline.launch import training_processes
     from headstart.pipeline.run import Run
     from headstart.recipes.recipe import load_recipe
+    from headstart.recipes.values import given_keys
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded, console = load_recipe(recipe, overrides or []), Console()
+    folder = run_dir or Path("runs") / loaded.name
+    loaded = fit_recipe(loaded, given_keys(recipe, overrides or []), folder, console)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and processes:
         raise UserError(f"A launcher has started {ranks} processes.", "Leave out --processes, or the launcher.")
     count = 1 if ranks > 1 else processes or training_processes(loaded)
-    return Run(loaded, run_dir or Path("runs") / loaded.name, Console(), processes=count)
+    return Run(loaded, folder, console, processes=count)
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------

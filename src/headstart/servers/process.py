@@ -109,6 +109,22 @@ class RunningEngine:
             raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
 
 
+class Recorded(RunningEngine):
+    """An engine without heads that answers each batch of requests once; known answers outlive it."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+        self._known: dict[str, list[EngineAnswer]] = {}
+
+    def answers(self, requests: Sequence[CompletionRequest]) -> list[EngineAnswer]:
+        if (key := repr(requests)) not in self._known:
+            self._known[key] = self._engine.answers(requests)
+        return self._known[key]
+
+    def counters(self) -> Counter[str | int]:
+        return Counter()
+
+
 class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
