@@ -87,7 +87,8 @@ class StandIn:
         if path == "/v1/completions" and vllm:
             tokens, more = self._written(body["prompt"], body["max_tokens"], body)
             ids = {"prompt_token_ids": body["prompt"], "token_ids": tokens} if body.get("return_token_ids") else {}
-            return {"choices": [{"text": "", **ids}], **more}
+            of_choice = {name: more.pop(name) for name in ("prompt_logprobs",) if name in more}
+            return {"choices": [{"text": "", **ids, **of_choice}], **more}
         if path == "/completion" and not vllm:
             tokens, more = self._written(body["prompt"], body["n_predict"], body)
             ids = {"tokens": tokens} if body.get("return_tokens") else {}

@@ -33,6 +33,7 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.hub.engines.importing import import_heads
 from headstart.model.loading import load_target
 from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import TreeShape
 from rehearsal.engine_http import StandIn, serve
 
@@ -133,8 +134,10 @@ class States:
         self._lock, self._numbers = Lock(), count()
 
     def answer(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        asked = body.get("prompt_logprobs") is not None
         with self._lock:
-            (states,) = self._target.hidden_states([prompt], self._layers)
+            (states,) = self._target.hidden_states([prompt], [*self._layers, FINAL])
+            more = {"prompt_logprobs": prompt_logprobs(self._target, prompt, states[FINAL])}
             tensors = {
                 "hidden_states": torch.stack([states[layer] for layer in self._layers], dim=1).contiguous(),
                 "token_ids": torch.tensor(prompt, dtype=torch.int64),
@@ -142,7 +145,14 @@ class States:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = self._folder / f"cmpl-{next(self._numbers)}-0-{os.getpid():x}.safetensors"
             save_file(tensors, file)
-        return [0], {"kv_transfer_params": {"hidden_states_path": str(file)}}
+        return [0], {"kv_transfer_params": {"hidden_states_path": str(file)}, **(more if asked else {})}
+
+
+def prompt_logprobs(target: Target, prompt: Sequence[int], final_TE: torch.Tensor) -> list[Any]:
+    """Return the log-probability of each token of a prompt, as vLLM does."""
+    logits_TV = target.lm_head(final_TE[:-1]).float().log_softmax(-1)
+    pairs = enumerate(prompt[1:])
+    return [None, *({str(token): {"logprob": float(logits_TV[place, token])}} for place, token in pairs)]
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.model.frozen import FrozenModel
+from headstart.model.loading import load_target
 from headstart.model.model import Target
-from headstart.model.teacher import TeacherModel, load_teacher, save_teacher, teacher_folder, teacher_problem
-from tests.tiny import KINDS, packed_model, tiny_model, tiny_tokenizer
+from headstart.model.outline import unloaded
+from headstart.model.teacher import TeacherModel, load_teacher, save_teacher, teach, teacher_folder, teacher_problem
+from tests.tiny import KINDS, packed_model, save_tiny_target, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 STARTS: tuple[Mapping[str, Any], ...] = (
@@ -59,6 +61,40 @@ def test_heads_of_every_architecture_start_alike_from_teacher_and_target(kind: s
     assert teacher.identity() == target.identity()
     for name in ("logit_transform", "end_tokens", "max_length", "settings", "dtype"):
         assert getattr(teacher, name) == getattr(target, name), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "phi3"])
+def test_teacher_from_the_files_equals_that_of_the_loaded_target(kind: str, dtype: str, tmp_path: Path) -> None:
+    """With tied weights, biases, fused projections, and a spare token that is chosen by its embedding."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(kind, vocab_size=len(tokenizer) + 8)
+    model.get_input_embeddings().weight.data[len(tokenizer)] = 0  # blank, so it spares none
+    model.save_pretrained(tmp_path / "target", max_shard_size="100KB")
+    tokenizer.save_pretrained(tmp_path / "target")
+    source = str(tmp_path / "target"), dtype, "cpu"
+    loaded, known = load_target(*source), unloaded(*source)
+    assert known is not None
+    expected = save_teacher(tmp_path / "loaded", loaded, 2, "main")
+    found = save_teacher(tmp_path / "files", known, 2, "main")
+    assert expected is not None and found is not None
+    for file in expected.iterdir():
+        assert (found / file.name).read_bytes() == file.read_bytes(), file.name
+    assert len(list(found.iterdir())) == 4
+    taught, kept = teach(known, 2, CPU), load_teacher(expected, CPU)
+    assert taught is not None and taught.spare_token == loaded.spare_token != len(tokenizer)
+    assert taught.whole_identity == loaded.whole_identity and taught.sketch() == loaded.sketch()
+    for name, weight in kept.model.named_parameters(remove_duplicate=False):
+        other = taught.model.get_parameter(name)
+        assert other.is_meta == weight.is_meta and (weight.is_meta or torch.equal(other, weight)), name
+
+
+def test_targets_whose_files_are_read_otherwise_have_no_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_target(tmp_path / "target")
+    known = unloaded(str(tmp_path / "target"), "bfloat16", "cpu")
+    assert known is not None
+    monkeypatch.setattr(known.model, "_keep_in_fp32_modules", ["lm_head"])
+    assert teach(known) is None and save_teacher(tmp_path, known) is None
 
 
 def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:

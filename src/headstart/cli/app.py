@@ -30,7 +30,6 @@ from headstart.cli.options import (
     with_options,
 )
 from headstart.cli.report import report_app
-from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.support.terminal import Commands, DataCommands, Group, format_seconds, program, say, show_warning, tell
@@ -220,9 +219,6 @@ def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir 
     check_inputs(work.recipe, stages)
     execute_together(work, stages)
     say(work.console, ("Conversations", work.folder / CONVERSATIONS), ("Look", f"headstart data show {work.folder}"))
-
-
-data_app.command("import-states")(import_states)
 
 
 @data_app.command("show")

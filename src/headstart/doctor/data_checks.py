@@ -249,5 +249,5 @@ def states(subject: Subject) -> Finding:
             "target.dtype=float32 if they stay infinite; then train again.",
             **figures,
         )
-    notices = [store.notice for store in subject.stores.values() if store.not_finite]
+    notices = [store.notice for store in subject.stores.values() if store.left_out]
     return good(" ".join(["The stored states are the target's own at their layers.", *notices]), **figures)

@@ -121,15 +121,21 @@ class Sketch(TypedDict):
     rounded: NotRequired[bool]
 
 
-def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None) -> dict[str, Any]:
+def sketch(
+    model: nn.Module,
+    tokenizer: Any,
+    architecture: str,
+    origin: Origin | None = None,
+    sample: Callable[[str, Tensor], Tensor] | None = None,
+) -> dict[str, Any]:
     """Sample a model for `differs`, as JSON: architecture, vocabulary hash, and samples of some unquantised weights.
-    With an adapter, also its hash and the samples without it."""
+    With an adapter, also its hash and the samples without it. `sample` reads a weight's samples."""
     if origin is not None and origin.quantization != "none":
         return {**origin.sketch, **({} if origin.adapter is None else {"adapter": origin.adapter.hash})}
     plain = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
     chosen = [plain[len(plain) * index // _PARAMETERS] for index in range(_PARAMETERS)] if plain else []
     weights = {
-        name: {"shape": list(weight.shape), "numbers": [float(number) for number in _sampled(weight)]}
+        name: {"shape": list(weight.shape), "numbers": (sample(name, weight) if sample else _sampled(weight)).tolist()}
         for name, weight in dict(chosen).items()
     }
     sketched: dict[str, Any] = {
@@ -222,13 +228,14 @@ def _is_plain(weight: Tensor) -> bool:
     return wide and not is_quantized(weight)
 
 
-def _indices(count: int) -> Tensor:
+def sketch_indices(count: int) -> Tensor:
+    """Choose the flat indices of a weight to sample for a sketch."""
     return (2 * torch.arange(_NUMBERS) + 1) * count // (2 * _NUMBERS + 1)
 
 
 def _sampled(weight: Tensor) -> Tensor:
     flat = weight.detach().reshape(-1)
-    return flat[_indices(flat.numel()).to(flat.device)].float().cpu()
+    return flat[sketch_indices(flat.numel()).to(flat.device)].float().cpu()
 
 
 @torch.no_grad()
@@ -243,7 +250,7 @@ def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tenso
             return None
         where = next(part for part in (*layer.parameters(), *layer.buffers(), *model.parameters())).device
         dtype = next((part.dtype for part in model.parameters() if _is_plain(part)), torch.float32)
-        indices = _indices(shape[0] * shape[1])
+        indices = sketch_indices(shape[0] * shape[1])
         units = torch.zeros(_NUMBERS + 1, shape[1], dtype=dtype, device=where)  # the last row gives the bias
         units[torch.arange(_NUMBERS), (indices % shape[1]).to(where)] = 1
         out: Tensor = layer(units).float().cpu()

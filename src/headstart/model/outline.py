@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+import math
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from headstart.errors import UserError
 from headstart.model.frozen import FrozenModel, refuse_layers, spare_token
-from headstart.model.identity import Identity, dtype_name, fingerprint, sample_indices
+from headstart.model.identity import Identity, dtype_name, fingerprint, sample_indices, sketch, sketch_indices
 from headstart.model.loading import (
     DTYPES,
+    gguf_file,
     known_folder,
     loadable_folder,
     pick_device,
@@ -31,17 +34,80 @@ _SAFETENSORS_DTYPES = {"BF16", "F16", "F32"}
 """Safetensors dtypes that a fingerprint can be read from."""
 
 
+class Checkpoint:
+    """A checkpoint's safetensors files, opened when a tensor of theirs is read.
+
+    Reading raises KeyError for an unknown name, OSError or SafetensorError for a damaged or missing file.
+    """
+
+    def __init__(self, folder: str, revision: str | None) -> None:
+        self._folder, self._revision = folder, revision
+        self._file_of, self._open = tensor_files(folder, revision), dict[str, Any]()
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._holding(name).get_tensor(name)
+        return tensor
+
+    def row(self, name: str, number: int) -> Tensor:
+        row: Tensor = self._holding(name).get_slice(name)[number]
+        return row
+
+    def numbers(self, name: str, shape: tuple[int, ...], indices: Iterable[int]) -> Tensor:
+        """Read numbers at flat indices of a tensor; KeyError for another shape or a quantised dtype."""
+        saved, values = self._holding(name).get_slice(name), []
+        if tuple(saved.get_shape()) != shape or saved.get_dtype() not in _SAFETENSORS_DTYPES:
+            raise KeyError(name)
+        for place in indices:
+            index = [int(number) for number in torch.unravel_index(torch.tensor(int(place)), shape)]
+            values.append(saved[tuple(slice(at, at + 1) for at in index)].reshape(1))
+        return torch.cat(values)
+
+    def _holding(self, name: str) -> Any:
+        if (file := self._file_of[name]) not in self._open:
+            self._open[file] = safe_open(str(cached_file(self._folder, file, revision=self._revision)), "pt")
+        return self._open[file]
+
+
 class Outline(FrozenModel):
-    """A model on the `meta` device, without a tokenizer if there is only a config. `dtype` is the dtype that it would
-    run in, `known` the fingerprint of its weights if they are local."""
+    """A model on the `meta` device, without a tokenizer if there is only a config.
+
+    Attributes:
+        dtype: the dtype that it would run in.
+        known: the fingerprint of its weights; empty if they are not local.
+        files: its weights; None if they are not local.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, dtype: torch.dtype) -> None:
         super().__init__(model, tokenizer, spec)
         refuse_layers(self.name, self.config)
         self.dtype, self.known = dtype, ""
+        self.files: Checkpoint | None = None
 
     def identity(self) -> Identity:
         return Identity(self.spec, self.name, self.known)
+
+    def read(self, name: str) -> Tensor:
+        """Read a parameter from the files, in the dtype that it would be loaded in."""
+        assert self.files is not None, "the weights are here"
+        return self.files.read(name).to(self.dtype)
+
+    def sketch(self) -> dict[str, Any]:
+        files = self.files
+        assert files is not None, "the weights are here"
+
+        def sample(name: str, weight: Tensor) -> Tensor:
+            numbers = files.numbers(name, tuple(weight.shape), sketch_indices(weight.numel()).tolist())
+            return numbers.to(self.dtype).float()
+
+        sketched = sketch(self.model, self.tokenizer, self.architecture, sample=sample)
+        return {**sketched, "rounded": True} if self.rounded else sketched
+
+    def blank(self, token_id: int) -> bool:
+        if self.files is None or token_id >= self.vocab_size:
+            return False
+        parameters = self.model.named_parameters()
+        name = next(name for name, weight in parameters if weight is self.embedding_weight)
+        return not 0 < float(self.files.row(name, token_id).float().abs().sum()) < math.inf
 
     @cached_property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -57,7 +123,7 @@ class Outline(FrozenModel):
     @cached_property
     def spare_token(self) -> int | None:
         """A dummy without a tokenizer: nothing is drafted here."""
-        return 0 if self.tokenizer is None else spare_token(self.tokenizer, self.vocab_size)
+        return 0 if self.tokenizer is None else spare_token(self.tokenizer, self.vocab_size, self.blank)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -115,33 +181,18 @@ def unloaded(
     kind = dtype_name(pick_dtype(dtype, pick_device(device)))
     planned = outline(spec, kind, revision, trust_remote_code)
     folder, options = known_folder(loadable_folder(spec), revision)
-    known = None if planned.tokenizer is None else _fingerprint_of_files(planned, folder, options.get("revision"))
-    if known is None:
+    if planned.tokenizer is None:
+        return None
+    files = Checkpoint(folder, options.get("revision"))
+
+    def sample(name: str, parameter: Tensor) -> Tensor:
+        return files.numbers(name, tuple(parameter.shape), sample_indices(parameter.numel()))
+
+    try:
+        planned.known = fingerprint(planned.model, planned.architecture, sample)
+    except (KeyError, OSError, SafetensorError):
         return None
     with suppress(OSError):  # the config has the end tokens as well
         planned.model.generation_config = GenerationConfig.from_pretrained(folder, **options)
-    planned.known = known
+    planned.files, planned.rounded = files, gguf_file(spec) is not None
     return planned
-
-
-def _fingerprint_of_files(planned: Outline, folder: str, revision: str | None) -> str | None:
-    file_of, files = tensor_files(folder, revision), dict[str, Any]()
-
-    def sample(name: str, parameter: Tensor) -> Tensor:
-        file = file_of[name]
-        if file not in files:
-            files[file] = opened.enter_context(safe_open(str(cached_file(folder, file, revision=revision)), "pt"))
-        saved, shape = files[file].get_slice(name), tuple(parameter.shape)
-        if tuple(saved.get_shape()) != shape or saved.get_dtype() not in _SAFETENSORS_DTYPES:
-            raise KeyError(name)
-        values = []
-        for place in sample_indices(parameter.numel()):
-            index = [int(number) for number in torch.unravel_index(torch.tensor(place), shape)]
-            values.append(saved[tuple(slice(at, at + 1) for at in index)].reshape(1))
-        return torch.cat(values)
-
-    with ExitStack() as opened:
-        try:
-            return fingerprint(planned.model, planned.architecture, sample)
-        except (KeyError, OSError, SafetensorError):
-            return None

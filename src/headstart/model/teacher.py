@@ -81,8 +81,8 @@ def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
     return states / f"teacher-{fingerprint[:16]}-{dtype}"
 
 
-def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | None = None) -> Path | None:
-    """Save the teacher of a target with this many of its last layers; skip intact files.
+def save_teacher(states: Path, target: Target | Outline, layers: int = 1, revision: str | None = None) -> Path | None:
+    """Save the teacher of a target, loaded or not, with this many of its last layers; skip intact files.
 
     Returns:
         The teacher's folder; None for a target that training must load: quantised, with an adapter, or of a class
@@ -102,21 +102,36 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
     need_disk(states, size, "Keeping the teacher")
     for file, tensors in missing.items():
-        write_atomic(folder / file, partial(write_tensors, tensors=tensors))
+        write_atomic(folder / file, partial(write_tensors, tensors=_read(target, tensors)))
         files[file] = {"bytes": (folder / file).stat().st_size, "sha256": file_hash(folder / file)}
     write_json(folder / MANIFEST, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
     return folder
 
 
-def teach(target: Target, layers: int = 1) -> TeacherModel:
-    """Gather the teacher of a sharded target in memory, with this many of its last layers; call this on all ranks."""
+def teach(target: Target | Outline, layers: int = 1, device: torch.device | None = None) -> TeacherModel | None:
+    """Build a teacher in memory, with this many of its last layers, on the target's device by default.
+
+    The weights are read from the files of a target that is not loaded, and gathered from a sharded one: then call this
+    on all ranks. Returns None as `save_teacher`.
+    """
+    if isinstance(target, Outline) and not _can_teach(target):
+        return None
     files = _tensors_by_file(target, layers)
     model, facts = target.model, _facts(target, None)
     # The sharded model reports only the key heads of this rank.
     shapes = Outline(_empty(type(model), facts["config"]), None, target.spec, target.dtype).kv_shapes
     manifest = {**facts, "kv_shapes": shapes, "files": dict.fromkeys(files)}
-    tensors = {name: unsharded(tensor).detach() for kept in files.values() for name, tensor in kept.items()}
-    return _assembled(type(model), manifest, tensors, target.device)
+    if isinstance(target, Outline):
+        manifest["sketch"] = target.sketch()
+    tensors = {name: tensor for kept in files.values() for name, tensor in _read(target, kept).items()}
+    return _assembled(type(model), manifest, tensors, device or target.device)
+
+
+def _read(target: Target | Outline, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameters whole, from the files of a target that is not loaded."""
+    if isinstance(target, Outline):
+        return {name: target.read(name) for name in tensors}
+    return {name: unsharded(tensor).detach() for name, tensor in tensors.items()}
 
 
 def _can_teach(target: FrozenModel) -> bool:
@@ -125,6 +140,10 @@ def _can_teach(target: FrozenModel) -> bool:
     model = target.model
     if target.origin is not None or getattr(transformers, type(model).__name__, None) is not type(model):
         return False
+    if isinstance(target, Outline):  # loading keeps some weights in float32, and files may hold others under a name
+        kept = (getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
+        if target.files is None or any(kept):
+            return False
     plain = (type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() for weight in model.parameters())
     if getattr(model.config, "quantization_config", None) is not None or not all(plain):
         return False
@@ -192,7 +211,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _facts(target: Target, revision: str | None) -> dict[str, Any]:
+def _facts(target: Target | Outline, revision: str | None) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "name": target.name,
@@ -233,7 +252,7 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _tensors_by_file(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
+def _tensors_by_file(target: Target | Outline, layers: int) -> dict[str, dict[str, Tensor]]:
     """Return tensors by file and name, tied ones once: embeddings, LM head and norms outside the layers, and the last
     `layers` layers."""
     names = _names(target.model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from headstart.data.conversations.identity import identity, pin_as_begun, pin_to
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.sources import find_origin, is_here
+from headstart.data.states.served import ServedStates
 from headstart.data.states.shards import Capture, StateKind, build_store, compute_states
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
@@ -23,6 +26,7 @@ from headstart.hub.engines.export import check_heads
 from headstart.hub.engines.facts import facts_of_target
 from headstart.model.frozen import FrozenModel
 from headstart.model.loading import gguf_file
+from headstart.model.model import Target
 from headstart.model.teacher import save_teacher, teacher_folder, teacher_problem
 from headstart.pipeline.generation_servers import generation_servers
 from headstart.pipeline.run import (
@@ -37,6 +41,7 @@ from headstart.pipeline.run import (
     content,
     flat,
 )
+from headstart.pipeline.states_servers import served_states
 from headstart.pipeline.workload import counted_lengths
 from headstart.replay.patch import FINAL
 from headstart.servers.engines import ENGINES
@@ -107,16 +112,16 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
 
 
 def _target(run: Run) -> Outcome:
-    target = run.target if run.recipe.export.formats else run.described
+    target = run.described
     check_prompts(target.tokenizer, run.recipe.data.self_share > 0)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
-    for remark in check_formats(run, target):
+    for remark in check_formats(run, run.frozen()) if run.recipe.export.formats else ():
         tell(run.console, remark)
     if run.recipe.data.minutes is None and not run.recipe.data.online:
         _need_room_for_states(run)
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
     loaded = f"{target.dtype_name} on {target.device}"
-    where = "not loaded while servers write" if target.device.type == "meta" else loaded
+    where = "not loaded where servers run it" if target.device.type == "meta" else loaded
     return Outcome(
         f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {where}", identity=target.whole_identity
     )
@@ -164,7 +169,7 @@ def _prompts_content(source: str) -> str | None:
 
 
 def _conversations(run: Run) -> Outcome:
-    data, target = run.recipe.data, run.described
+    data, target = run.recipe.data, _writer(run)
     slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")
     earlier = {} if run.earlier is None else run.earlier.settings
@@ -207,6 +212,12 @@ def _conversations(run: Run) -> Outcome:
     )
 
 
+def _writer(run: Run) -> Target:
+    """Return the target that writes conversations; not loaded if servers write, or none are written."""
+    data = run.recipe.data
+    return run.described if data.server or not data.own_answers else run.target
+
+
 def _conversations_artifact(run: Run, slug: str = "") -> Artifact:
     """Return the artifact of the recipe's conversations, at the Hub commits that the run began with."""
     known = referred(run.folder, "conversations")
@@ -226,7 +237,7 @@ def _limit_and_capture(run: Run) -> tuple[float, Capture | None]:
 def help_with_data(run: Run, done: set[str]) -> None:
     """Generate conversations and hidden states for the process that holds the run; add finished stages to `done`.
 
-    Helpers send no requests to servers, since only one process can limit their number.
+    Helpers send no requests to servers, since only one process can limit their number and start engines.
     """
     data, path = run.recipe.data, referred(run.folder, "conversations")
     if path is None or (made := _conversations_artifact(run)).folder != path:
@@ -234,10 +245,11 @@ def help_with_data(run: Run, done: set[str]) -> None:
     if not data.server and "conversations" not in done:
         max_tokens, capture = _limit_and_capture(run)
         settings = pin_to(data, made.identity)
-        build = ConversationBuild(run.described, settings, path, max_tokens=max_tokens, capture=capture)
+        build = ConversationBuild(_writer(run), settings, path, max_tokens=max_tokens, capture=capture)
         build.run(records_time=False)
         done.add("conversations")
-    if not data.online and "states" not in done and run.finished_record("conversations") is not None:
+    computes_states = not (data.online or data.states_source or "states" in done)
+    if computes_states and run.finished_record("conversations") is not None:
         kind = replace(state_kind(run), target=run.target)
         for _, texts, budget in splits_in_budget(run):
             compute_states(kind, kind.fit(texts, budget), states_artifact(run).folder)
@@ -276,7 +288,8 @@ def _states(run: Run) -> Outcome:
         (run.folder / STATES).mkdir(parents=True, exist_ok=True)
         forget(run.folder, "states")
         parts = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
-        return Outcome("nothing to store: training computes them (data.states=online)", identity=" ".join(parts))
+        how = "training streams them from servers" if run.recipe.data.states_source else "training computes them"
+        return Outcome(f"nothing to store: {how} (data.states=online)", identity=" ".join(parts))
     stores = both_stores(run)
     notice = "".join(f"; {split}: {store.notice}" for split, store in stores.items() if store.notice)
     size = format_bytes(sum(part.bytes for part in stores.values()))
@@ -303,9 +316,17 @@ def kept_stores(run: Run) -> dict[str, StateStore]:
 
 def both_stores(run: Run) -> dict[str, StateStore]:
     """Compute missing hidden states of both splits, and keep the target's teacher beside them."""
-    target, stores, shared = run.target, dict[str, StateStore](), states_artifact(run)
-    with lock_artifact(shared, run.console) as shards:
+    served = run.recipe.data.states_source is not None
+    target, stores, shared = run.described if served else run.target, dict[str, StateStore](), states_artifact(run)
+    with lock_artifact(shared, run.console) as shards, ExitStack() as stack:
         add_reference(run.folder, "states", shared)
+        layers = make_config(run.recipe.heads, target).start_layers
+        save_teacher(shards, target, layers, run.recipe.target.revision)
+
+        @cache
+        def client() -> ServedStates:  # engines start when the first states are missing
+            return stack.enter_context(served_states(run, run.frozen(), aux_layers(run)))
+
         for split, texts, budget in splits_in_budget(run):
             with progress_bar(run.console, f"hidden states ({split})", unit="tokens") as bar:
                 stores[split] = build_store(
@@ -317,9 +338,8 @@ def both_stores(run: Run) -> dict[str, StateStore]:
                     shards=shards,
                     states_dtype=run.recipe.data.states_dtype,
                     advance=bar.update,
+                    compute=(lambda rows, layers: client().states(rows, layers)) if served else None,
                 )
-        layers = make_config(run.recipe.heads, target).start_layers
-        save_teacher(shards, target, layers, run.recipe.target.revision)
     return stores
 
 

@@ -139,7 +139,7 @@ def fit_to_gpus(
 
     weights = target.parameters * target.dtype.itemsize
     size = parallel_size(data.server_arguments)
-    if "vllm" in (data.engine, *(data.states_server or ())) and size == 1 and "data.server_arguments" not in given:
+    if "vllm" in (data.engine, *(data.states_source or ())) and size == 1 and "data.server_arguments" not in given:
         while size < len(gpus) and weights / size + _WORKING > memory:
             size *= 2
         if size > 1:
@@ -148,7 +148,7 @@ def fit_to_gpus(
         choose("target.device", "all")
 
     online = _with(recipe, {"data.states": "online"})
-    streams = data.states_server is not None
+    streams = data.states_source is not None
     if streams:
         choose("data.states", "online" if len(gpus) > size else "stored")
     else:
@@ -180,7 +180,7 @@ def fit_to_gpus(
 
 def training_bytes(recipe: Recipe, target: Outline) -> int:
     """Estimate the memory of a training process; states computed elsewhere leave the target out."""
-    elsewhere = recipe.data.online and recipe.data.states_server is not None
+    elsewhere = recipe.data.online and recipe.data.states_source is not None
     return _workload(_with(recipe, {"data.states": "stored"}) if elsewhere else recipe, target).memory()["train"]
 
 

@@ -1,8 +1,9 @@
-"""Servers that generate a run's conversations: running ones, or engines that the run starts and stops."""
+"""Engines that a run starts and stops, and the servers that generate its conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from rich.markup import escape
@@ -33,18 +34,28 @@ def generation_servers(run: Run) -> Iterator[Servers | None]:
     else:
         with ExitStack() as stack:
             with run.console.status(f"starting {data.engine}; its log is in {escape(str(run.folder / LOGS))}"):
-                fleet = stack.enter_context(Fleet(_engines(run, data.engine)))
+                fleet = stack.enter_context(Fleet(engines(run, data.engine)))
             yield Servers(fleet.urls, target, data.server_requests, fleet.recover)
 
 
-def _engines(run: Run, name: str) -> list[Server]:
-    """Return engines of the run's target, not started: one for each group of GPUs."""
+def engines(
+    run: Run,
+    name: str,
+    log: str = "",
+    more: Callable[[int], Sequence[str]] = lambda number: (),
+    environment: Mapping[str, str] | None = None,
+) -> list[Server]:
+    """Return engines of the run's target, not started: one for each group of GPUs.
+
+    `log` names their log files, by default as the engine. `more` returns further arguments of the engine with a number,
+    which overrule the recipe's.
+    """
     engine, section, data = ENGINES[name], run.recipe.target, run.recipe.data
     spec = section.spec
     if section.adapter or section.quantization != "none":
         raise UserError(
             f"{name} serves {spec} alone, without target.adapter and target.quantization.",
-            "Start a server of that model yourself and give its address as data.server, or set data.server=null.",
+            "Start a server of that model yourself, and give its address instead of the engine's name.",
         )
     target = engine.target_argument(loadable_folder(spec), gguf_file(spec) if engine.needs_gguf else None)
     if not target:
@@ -59,10 +70,11 @@ def _engines(run: Run, name: str) -> list[Server]:
             engine,
             target,
             options,
-            run.folder / LOGS / f"{name}-{number}.log",
+            run.folder / LOGS / f"{log or name}-{number}.log",
             command=data.server_command,
-            options=data.server_arguments,
+            options=f"{data.server_arguments} {shlex.join(more(number))}",
             gpus=gpus,
+            environment=environment,
             many=True,
         )
         for number, gpus in enumerate([""] if engine.needs_gguf else gpu_groups(data.server_arguments))

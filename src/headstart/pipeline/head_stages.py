@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from headstart.data.conversations.records import each_conversation
 from headstart.data.states.online import OnlineStates
+from headstart.data.states.served import StreamedStates
 from headstart.data.states.store import States
 from headstart.heads.base import DraftHead, make_config
 from headstart.heads.io import load_heads
 from headstart.model.frozen import FrozenModel
+from headstart.model.model import Target
 from headstart.model.teacher import TeacherModel, teach
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import aux_layers, check_formats, conversation_files, conversations, kept_stores
@@ -29,6 +33,7 @@ from headstart.pipeline.run import (
     flat,
     where,
 )
+from headstart.pipeline.states_servers import served_states
 from headstart.support.artifacts import add_reference, artifact, lock_artifact, referred
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
@@ -63,7 +68,8 @@ def _train(run: Run) -> Outcome:
             if is_main():
                 add_reference(run.folder, "train", made, TRAIN)
         if not broadcast_from_main(is_finished(made.folder)):
-            train(run.recipe, target, *stores, made.folder, run.console)
+            with _states_of(run, target, stores):
+                train(run.recipe, target, *stores, made.folder, run.console)
     with raise_on_all_ranks():
         trained = _trained(run) if is_main() else Outcome("")
     return trained
@@ -90,11 +96,26 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
                 add = "Or add the layers that these heads start from, where the target is: headstart data build."
                 raise NoTarget(error.problem, f"{error.remedy} {add}") from error
         return target, (stores["train"], stores["validation"])
-    sharded = section.shard_target and count_processes() > 1
-    reads = run.load(sharded=True) if sharded else run.target
     files, layers = conversation_files(run).values(), aux_layers(run)
-    trained_on, validated_on = (OnlineStates(file, each_conversation(file), reads, layers) for file in files)
-    return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (trained_on, validated_on)
+    sharded, kind = section.shard_target and count_processes() > 1, OnlineStates
+    if run.recipe.data.states_source:
+        reads, kind = run.frozen(), StreamedStates
+    else:
+        reads = run.load(sharded=True) if sharded else run.target
+    trained_on, validated_on = (kind(file, each_conversation(file), reads, layers) for file in files)
+    taught = teach(reads, make_config(heads, reads).start_layers) if sharded and isinstance(reads, Target) else None
+    return taught or reads, (trained_on, validated_on)
+
+
+@contextmanager
+def _states_of(run: Run, target: FrozenModel, stores: Sequence[States]) -> Iterator[None]:
+    """Connect streamed states to their servers, on every rank."""
+    with ExitStack() as stack:
+        if streamed := [store for store in stores if isinstance(store, StreamedStates)]:
+            client = stack.enter_context(served_states(run, target, aux_layers(run)))
+            for store in streamed:
+                store.client = client
+        yield
 
 
 def _tune_settings(run: Run) -> dict[str, Any]:

@@ -116,6 +116,6 @@ def _environment(run: Run, rank: int, port: int) -> dict[str, str]:
 def _engine_share(recipe: Recipe) -> int:
     """Return the number of GPUs left to the engine that computes hidden states while heads train."""
     data, count = recipe.data, len(visible_gpus())
-    if not data.online or data.states_server != ("vllm",) or count < 2:
+    if not data.online or data.states_source != ("vllm",) or count < 2:
         return 0
     return min(count - 1, max(count // 4, parallel_size(data.server_arguments)))

@@ -75,12 +75,12 @@ class Run:
 
     @cached_property
     def described(self) -> Target:
-        """The target's tokenizer, sizes and identity; read from its files, without weights, while servers write."""
+        """The target's tokenizer, sizes and identity; read from its files, without weights, where servers run it."""
         from headstart.data.prompts.chat import with_template_kwargs
         from headstart.model.outline import unloaded
 
         section = self.recipe.target
-        if "target" in vars(self) or not self.recipe.data.server or section.adapter or section.quantization != "none":
+        if "target" in vars(self) or not self._is_served or section.adapter or section.quantization != "none":
             return self.target
         device = self.device or section.device
         try:
@@ -91,6 +91,10 @@ class Run:
             return self.target
         templated = known.with_tokenizer(with_template_kwargs(known.tokenizer, self.recipe.data.chat_template_kwargs))
         return self._checked(cast("Target", templated))  # nothing runs through it
+
+    @property
+    def _is_served(self) -> bool:
+        return bool(self.recipe.data.server or self.recipe.data.states_source)
 
     def _checked(self, target: Target) -> Target:
         record = self.finished_record("target")
@@ -122,8 +126,23 @@ class Run:
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 
     def frozen(self) -> FrozenModel:
-        """Return the loaded target, else the teacher kept with the states, else load the target."""
-        return self.target if "target" in vars(self) else self.teacher() or self.target
+        """Return the loaded target; else a teacher, kept with the states or read from the files of a target that
+        servers run; else load the target."""
+        from headstart.heads.base import make_config
+        from headstart.model.loading import pick_device
+        from headstart.model.outline import Outline
+        from headstart.model.teacher import teach
+
+        if "target" in vars(self):
+            return self.target
+        kept, heads = self.teacher(), self.recipe.heads
+        if kept is not None and (not self._is_served or kept.starts(make_config(heads, kept).start_layers)):
+            return kept
+        described: FrozenModel = self.described
+        if not isinstance(described, Outline):
+            return self.target
+        device = pick_device(self.device or self.recipe.target.device)
+        return teach(described, make_config(heads, described).start_layers, device) or self.target
 
     def teacher(self) -> TeacherModel | None:
         """Load the teacher kept with the states; None if it is missing or incomplete."""

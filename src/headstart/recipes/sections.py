@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from headstart.errors import UserError
 from headstart.heads.settings import DependsOn, Role, Section
-from headstart.servers.names import ENGINES, FormatName, option_values, split_words
+from headstart.servers.names import ENGINES, STATES_ENGINES, FormatName, option_values, split_words
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
@@ -149,21 +149,22 @@ class DataSection(Section):
     )
     states_server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
         None,
-        description="Server that computes the hidden states: vllm (the run starts and stops it), addresses of vLLM "
-        "servers, auto (as data.server), or null for this process.",
+        description="Server that computes the hidden states, to be kept (data.states=stored) or streamed to training "
+        "(online): vllm, which the run starts and stops; addresses of vLLM servers that extract them; auto, which is "
+        "vllm where data.server is; null computes them in this process.",
     )
     server_command: Annotated[str, Role.RUNTIME] = Field(
         "",
-        description="Command that starts the engine, such as a path in another environment; empty for its usual one.",
+        description="Command that starts the engines, such as a path in another environment; empty for the usual one.",
     )
     server_arguments: Annotated[str, Role.RUNTIME] = Field(
-        "", description="More arguments for the engine, such as '--max-model-len 4096 --tensor-parallel-size 2'."
+        "", description="More arguments for the engines, such as '--max-model-len 4096 --tensor-parallel-size 2'."
     )
     server_requests: Annotated[int | None, Role.RUNTIME] = Field(
         None,
         ge=1,
-        description="Concurrent requests over all servers; null means 512 for each address, and twice the slots of a "
-        "llama-server.",
+        description="Concurrent requests over all servers; null means 512 for each address that writes, twice the "
+        "slots of a llama-server, and 64 for each address that computes states.",
     )
 
     @field_validator("server", "states_server", mode="before")
@@ -171,7 +172,7 @@ class DataSection(Section):
     def _addresses(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None:
             return None
-        engines = (*(ENGINES if info.field_name == "server" else "vllm").split(", "), "auto")
+        engines = (*(ENGINES if info.field_name == "server" else STATES_ENGINES).split(", "), "auto")
         given = value.split(",") if isinstance(value, str) else value
         parts = list(given) if isinstance(given, list | tuple) else [given]
         addresses = [address for part in parts if (address := part.strip() if isinstance(part, str) else part) != ""]
@@ -190,10 +191,17 @@ class DataSection(Section):
         """Name of the engine that a run starts; None for running servers, or without any."""
         return self.server[0] if self.server and "://" not in self.server[0] else None
 
+    @property
+    def states_source(self) -> tuple[str, ...] | None:
+        """Addresses of the servers that compute hidden states, ("vllm",) for engines that a run starts; else None."""
+        if self.states_server == ("auto",):
+            return ("vllm",) if self.engine == "vllm" else None
+        return self.states_server
+
     @model_validator(mode="after")
     def _options_of_an_engine(self) -> Self:
         given = next((name for name in ("server_command", "server_arguments") if getattr(self, name)), None)
-        if given and self.engine is None and self.states_server != ("vllm",):
+        if given and self.engine is None and self.states_source != ("vllm",):
             raise UserError(f"data.{given} is for an engine that the run starts.", f"Set data.server: {ENGINES}.")
         for name in ("server_command", "server_arguments"):
             split_words(getattr(self, name), f"data.{name}")

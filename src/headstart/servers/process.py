@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -129,7 +129,7 @@ class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
-    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES. The engine gets its `measuring` options for this number of
+    engine's own, `gpus` sets CUDA_VISIBLE_DEVICES, and `environment` adds variables. The engine gets its `measuring` options for this number of
     concurrent `requests`; with `many`, its `generating` options instead.
 
     Raises:
@@ -146,12 +146,15 @@ class Server(RunningEngine):
         command: str = "",
         options: str = "",
         gpus: str = "",
+        environment: Mapping[str, str] | None = None,
         many: bool = False,
         requests: int = 1,
         start_seconds: float = 900.0,
     ) -> None:
         self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
-        self._environment = without_launcher() | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        self._environment = without_launcher() | dict(environment or {})
+        if gpus:
+            self._environment["CUDA_VISIBLE_DEVICES"] = gpus
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_option,

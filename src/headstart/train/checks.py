@@ -41,6 +41,11 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
             "Set train.shard_target=false (stored states need no target), or set data.states=online.",
         ),
         (
+            sharded and recipe.data.states_source is not None,
+            "train.shard_target does not go with data.states_server, whose servers hold the target.",
+            "Set train.shard_target=false, or data.states_server=null.",
+        ),
+        (
             sharded and of_target.adapter is not None,
             "train.shard_target does not go with target.adapter.",
             "Set target.adapter=null, or train.shard_target=false.",

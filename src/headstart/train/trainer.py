@@ -203,7 +203,7 @@ class _Trainer:
         self.log.say(describe_processes(self.accelerator))
         if isinstance(self.target, TeacherModel):
             self.log.say(
-                f"{self.target.name} is not loaded: its LM head and embeddings are read from the folder of states."
+                f"{self.target.name} is not loaded: its LM head and embeddings are all that training reads."
                 if self.store.stored
                 else f"Each process holds a part of the weights of {self.target.name}."
             )

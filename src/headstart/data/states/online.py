@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.store import Sample, States, which_finite
+from headstart.data.states.store import NOT_FINITE, Sample, States, which_finite
+from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
 
 
@@ -31,14 +32,14 @@ class OnlineStates(States):
     stored = False
 
     def __init__(
-        self, folder: Path, conversations: Iterable[Conversation], target: Target, aux_layers: Sequence[int]
+        self, folder: Path, conversations: Iterable[Conversation], target: FrozenModel, aux_layers: Sequence[int]
     ) -> None:
         self.folder, self._target = folder, target
         self.aux_layers = tuple(dict.fromkeys(aux_layers))
         self.hidden_size = target.hidden_size
         self.target_fingerprint = target.identity().fingerprint
         self.lengths, self._starts = list[int](), list[int]()
-        self.not_finite: list[int] = []
+        self.left_out: list[int] = []
         tokens, supervised = array("i"), bytearray()
         of = [self.target_fingerprint, target.settings, target.dtype_name]
         digest = hashlib.sha256(json.dumps(["online", *of]).encode())
@@ -52,26 +53,31 @@ class OnlineStates(States):
         self._tokens_S, self._supervised_S = _tensor(tokens, torch.int32), _tensor(supervised, torch.bool)
 
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        """Compute a batch; conversations with non-finite states are fully masked, with one warning each."""
+        """Compute a batch; conversations without usable states are fully masked, with one warning each."""
         layers, samples = self.aux_layers if layers is None else layers, list[Sample]()
-        computed = list(self._states(tuple(indices), layers))
-        for index, states, is_finite in zip(indices, computed, which_finite(computed), strict=True):
-            supervised_T = self._supervised(index)
-            if not is_finite:
-                supervised_T = torch.zeros_like(supervised_T)
-                states = {layer: torch.zeros_like(state_TE) for layer, state_TE in states.items()}
-                if index not in self.not_finite:
-                    self.not_finite.append(index)
+        for index, states in zip(indices, self._states(tuple(indices), layers), strict=True):
+            tokens_T, supervised_T = self._tokens(index), self._supervised(index)
+            if isinstance(states, str):
+                if index not in self.left_out:
+                    self.left_out.append(index)
                     warnings.warn(
-                        f"The hidden states of conversation {index} (from 0) of {self.folder} are not finite: it is "
-                        f"left out ({len(self.not_finite)} so far). With target.dtype=float32 they may be.",
+                        f"Conversation {index} (from 0) of {self.folder} is left out ({len(self.left_out)} so far): "
+                        f"{states}.",
                         stacklevel=2,
                     )
-            samples.append(Sample(self._tokens(index), supervised_T, states))
+                supervised_T = torch.zeros_like(supervised_T)
+                where = None if self.stored else self._target.device
+                zeros_TE = torch.zeros(len(tokens_T), self.hidden_size, dtype=self._target.dtype, device=where)
+                states = dict.fromkeys(layers, zeros_TE)
+            samples.append(Sample(tokens_T, supervised_T, states))
         return samples
 
-    def _states(self, indices: tuple[int, ...], layers: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Compute states; with a sharded target all ranks run the forwards of every rank's batch."""
+    def _states(self, indices: tuple[int, ...], layers: Sequence[int]) -> list[dict[int, Tensor] | str]:
+        """Compute each conversation's states, or return the reason why it has none.
+
+        With a sharded target all ranks run the forwards of every rank's batch.
+        """
+        assert isinstance(self._target, Target), "it computes states"
         batches: list[Any] = [indices]
         if self._target.sharded:
             batches = [None] * dist.get_world_size()
@@ -82,7 +88,8 @@ class OnlineStates(States):
             states = self._target.hidden_states(rows, layers)
             if batch == indices:
                 of_indices = states
-        return of_indices
+        finite = which_finite(of_indices)
+        return [states if known else NOT_FINITE for states, known in zip(of_indices, finite, strict=True)]
 
     def _tokens(self, index: int) -> Tensor:
         return self._tokens_S[self._of(index)].long()

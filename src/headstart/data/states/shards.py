@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
-from headstart.data.states.store import FORMAT, MANIFEST, StateStore, all_finite, estimate_bytes
+from headstart.data.states.store import FORMAT, MANIFEST, NOT_FINITE, StateStore, all_finite, estimate_bytes
 from headstart.data.workers import POLL_SECONDS, claim, prune_claims
 from headstart.errors import UserError
 from headstart.model.model import Target
@@ -31,6 +31,8 @@ BATCH_TOKENS = 2048
 """Maximum tokens of a forward, with padding; a longer conversation runs alone."""
 SHARD_BYTES = 64_000_000, 2_000_000_000
 """Lower and upper limit of the shard size. A kill loses at most one shard of work."""
+Compute = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Mapping[int, Tensor] | str]]
+"""Computes the states of rows at layers: each row's [T, E] by layer, or the reason why it has none."""
 _SHARDS = 200
 """Approximate number of shards of a build, within these limits."""
 
@@ -79,11 +81,13 @@ def build_store(
     shards: Path | None = None,
     states_dtype: str = AUTO,
     advance: Callable[[int, int], None] = lambda done, total: None,
+    compute: Compute | None = None,
 ) -> StateStore:
     """Compute the hidden states that no intact shard holds, and write the manifest of a store.
 
     The store keeps the leading conversations that fit `budget_bytes`, except those with non-finite states. Stores of
     one target may share the `shards` folder, by default the store's own. `advance` is called with (tokens done, total).
+    `compute` replaces the target's own forwards.
 
     Raises:
         UserError: nothing to store, a budget too small for the first conversation, or too little free disk.
@@ -91,17 +95,18 @@ def build_store(
     check_conversations(conversations, target)
     shards, kind = shards or folder, StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
     fitting = kind.fit(conversations, budget_bytes)
-    index, non_finite = compute_states(kind, fitting, shards, advance)
+    index, without = compute_states(kind, fitting, shards, advance, compute)
     prune_claims(shards)
-    left_out = {i: item.id for i, item in enumerate(fitting) if tokens_key(item.tokens) in non_finite}
+    left_out = {i: item.id for i, item in enumerate(fitting) if tokens_key(item.tokens) in without}
     stored = [item for i, item in enumerate(fitting) if i not in left_out]
     if not stored:
         raise UserError(
-            f"The hidden states of {target.name} are not finite in any of {len(left_out)} conversations.",
+            f"None of {len(left_out)} conversations has hidden states: {next(iter(without.values()))}.",
             "Load the target in float32 (target.dtype=float32), or check its weights.",
         )
     manifest = _manifest(folder, index, kind, stored)
-    manifest |= {"dropped": len(conversations) - len(fitting), "not_finite": list(left_out.items())}
+    manifest |= {"dropped": len(conversations) - len(fitting), "left_out": list(left_out.items())}
+    manifest["reasons"] = sorted(set(without.values()))
     write_json(folder / MANIFEST, manifest, indent=None)
     return StateStore(folder)
 
@@ -132,14 +137,16 @@ def compute_states(
     conversations: Sequence[Conversation],
     shards: Path,
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[ShardIndex, set[str]]:
+    compute: Compute | None = None,
+) -> tuple[ShardIndex, dict[str, str]]:
     """Compute the states that no shard holds, shared with other processes.
 
     Every process splits the conversations into the same groups, of about a shard each, and claims the first group that
-    no other process has claimed. Returns the index of all shards, and the keys of conversations with non-finite states.
+    no other process has claimed. Returns the index of all shards, and by key the reason of each conversation without
+    states.
     """
     rows = {tokens_key(item.tokens): item.tokens for item in conversations}
-    index, non_finite, total = ShardIndex(shards, kind.owner), set[str](), sum(map(len, rows.values()))
+    index, without, total = ShardIndex(shards, kind.owner), dict[str, str](), sum(map(len, rows.values()))
     needed = sum(
         replace(kind, aux_layers=layers).bytes(sum(len(rows[key]) for key in keys))
         for layers, keys in index.missing(rows, kind.aux_layers).items()
@@ -148,10 +155,10 @@ def compute_states(
     waiting, done = _groups(rows, kind.bytes(1), shard_size(kind.bytes(total))), 0
 
     def missing(group: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
-        finite = [key for key in group if key not in non_finite]
-        if index.missing(finite, kind.aux_layers):
+        wanted = [key for key in group if key not in without]
+        if index.missing(wanted, kind.aux_layers):
             index.update()
-        return index.missing(finite, kind.aux_layers)
+        return index.missing(wanted, kind.aux_layers)
 
     def is_done(group: Sequence[str]) -> bool:
         return not missing(group)
@@ -163,8 +170,8 @@ def compute_states(
             if not is_done(group) and (held := claim(shards, name, partial(is_done, group))) is not None:
                 with held:
                     for layers, keys in missing(group).items():
-                        of_layers = replace(kind, aux_layers=layers)
-                        non_finite |= _compute_shard(of_layers, shards, {key: rows[key] for key in keys})
+                        of_layers, of_keys = replace(kind, aux_layers=layers), {key: rows[key] for key in keys}
+                        without |= _compute_shard(of_layers, shards, of_keys, compute or partial(_forward, kind.target))
             if not is_done(group):
                 claimed_elsewhere.append(group)
                 continue
@@ -173,20 +180,33 @@ def compute_states(
         if len(claimed_elsewhere) == len(waiting):
             time.sleep(POLL_SECONDS)
         waiting = claimed_elsewhere
-    return index, non_finite
+    return index, without
 
 
-def _compute_shard(kind: StateKind, shards: Path, rows: Mapping[str, Sequence[int]]) -> set[str]:
-    """Compute and write a shard of rows, longest first; return the keys of rows with non-finite states."""
-    states: dict[str, dict[int, Tensor]] = {}
-    for keys in _batches(rows):
-        computed = kind.target.hidden_states([rows[key] for key in keys], kind.aux_layers)
-        for key, of_row in zip(keys, computed, strict=True):
-            states[key] = {layer: of_row[layer].cpu() for layer in kind.aux_layers}
-    finite = [key for key in rows if all_finite(states[key])]
-    if finite:
-        _write_shard(shards, kind, [rows[key] for key in finite], [states[key] for key in finite])
-    return rows.keys() - finite
+def _compute_shard(
+    kind: StateKind, shards: Path, rows: Mapping[str, Sequence[int]], compute: Compute
+) -> dict[str, str]:
+    """Compute and write a shard of rows, longest first; return by key the reason of each row without states."""
+    computed = zip(rows, compute(list(rows.values()), kind.aux_layers), strict=True)
+    without, found = dict[str, str](), dict[str, Mapping[int, Tensor]]()
+    for key, states in computed:
+        if isinstance(states, str):
+            without[key] = states
+        else:
+            found[key] = states
+    if found:
+        _write_shard(shards, kind, [rows[key] for key in found], list(found.values()))
+    return without
+
+
+def _forward(target: Target, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[dict[int, Tensor] | str]:
+    """Compute states of rows, longest first, by the target's own forwards."""
+    states: list[dict[int, Tensor] | str] = []
+    for batch in _batches(rows):
+        for of_row in target.hidden_states(batch, layers):
+            kept = {layer: of_row[layer].cpu() for layer in layers}
+            states.append(kept if all_finite(kept) else NOT_FINITE)
+    return states
 
 
 def _manifest(
@@ -270,14 +290,14 @@ def _groups(rows: Mapping[str, Sequence[int]], per_token: int, shard_bytes: int)
     return groups
 
 
-def _batches(rows: Mapping[str, Sequence[int]]) -> list[list[str]]:
+def _batches(rows: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
     """Split rows, longest first, into batches of at most `BATCH_TOKENS` tokens, padded to their longest row."""
-    batches: list[list[str]] = []
-    for key in rows:
-        if batches and (len(batches[-1]) + 1) * len(rows[batches[-1][0]]) <= BATCH_TOKENS:
-            batches[-1].append(key)
+    batches: list[list[Sequence[int]]] = []
+    for row in rows:
+        if batches and (len(batches[-1]) + 1) * len(batches[-1][0]) <= BATCH_TOKENS:
+            batches[-1].append(row)
         else:
-            batches.append([key])
+            batches.append([row])
     return batches
 
 

@@ -42,7 +42,9 @@ from headstart.support.files import TensorPlace, format_bytes, read_json, tensor
 
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
-FORMAT = 3
+FORMAT = 4
+NOT_FINITE = "its hidden states are not finite (with target.dtype=float32 they may be)"
+"""Reason to leave out a conversation."""
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -149,7 +151,7 @@ class StateStore(States):
 
     Attributes:
         dropped: number of conversations beyond the byte budget.
-        not_finite: ids of conversations left out for non-finite states, by index.
+        left_out: ids of conversations without usable states, by index; `reasons` are theirs.
 
     Raises a UserError if there is no finished store, or a shard is missing, truncated or damaged.
     """
@@ -172,7 +174,8 @@ class StateStore(States):
         self._dtype: torch.dtype = getattr(torch, manifest["dtype"])
         self.lengths = manifest["lengths"]
         self.dropped: int = manifest["dropped"]
-        self.not_finite: dict[int, str] = dict(manifest["not_finite"])
+        self.left_out: dict[int, str] = dict(manifest["left_out"])
+        self.reasons: list[str] = manifest["reasons"]
         self.shards: Path = folder / manifest["shards"]
         self.files = [self.shards / file["file"] for file in manifest["files"]]
         self.bytes: int = sum(file["bytes"] for file in manifest["files"])
@@ -201,18 +204,15 @@ class StateStore(States):
                 f"({format_bytes(self.bytes)}); the last {self.dropped} are left out (raise data.cache_gigabytes for "
                 "more)."
             )
-        if names := list(self.not_finite.values()):
+        if names := list(self.left_out.values()):
             shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-            notices.append(
-                f"{len(names)} conversations are left out, with hidden states that are not finite: {shown} (with "
-                "target.dtype=float32 they may be)."
-            )
+            notices.append(f"{len(names)} conversations are left out ({'; '.join(self.reasons)}): {shown}.")
         return " ".join(notices)
 
     def number_of(self, index: int) -> int | None:
         """Map an index of the given conversations to a sample number; None if the conversation was left out."""
-        number = index - sum(left_out < index for left_out in self.not_finite)
-        return number if index not in self.not_finite and number < len(self) else None
+        number = index - sum(left_out < index for left_out in self.left_out)
+        return number if index not in self.left_out and number < len(self) else None
 
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
         """Read a batch; a damaged shard is renamed."""

@@ -1,0 +1,174 @@
+"""Servers that compute a run's hidden states: running ones, or engines that the run starts and stops."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from rich.markup import escape
+
+from headstart.data.states.served import REQUESTS, ServedStates, extraction_arguments
+from headstart.errors import UserError
+from headstart.model.frozen import FrozenModel
+from headstart.model.loading import loadable_folder
+from headstart.pipeline.generation_servers import LOGS, engines
+from headstart.pipeline.run import Run
+from headstart.servers import guard
+from headstart.servers.client import Endpoint, RetryableError
+from headstart.servers.fleet import Fleet, gpu_groups
+from headstart.servers.names import option_values
+from headstart.servers.process import Server
+from headstart.support.files import free_disk, need_disk, read_json, remove, write_json
+from headstart.support.lock import Busy, locked
+from headstart.train.processes import raise_on_all_ranks
+
+_MEMORY = Path("/dev/shm")
+_FILES = "headstart-states-"
+"""Prefix of a folder of engines' files."""
+_FAULT = "fault.json"
+"""File of that folder with the problem and remedy of engines that cannot be started again."""
+_NEW = 600.0
+"""Age in seconds from which an unlocked folder is left by a killed process."""
+_HEALTH_SECONDS = 5.0
+_WATCH_SECONDS, _RESTART_SECONDS = 0.5, 1800.0
+"""Time between looks at the engines, and the longest wait for one to be started again."""
+_CPU_CONNECTOR = Path(guard.__file__).with_name("vllm_cpu_connector.py")
+"""Module that vLLM's CPU build imports, without headstart."""
+
+
+@contextmanager
+def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> Iterator[ServedStates]:
+    """Yield a client of the servers of data.states_server, which may be engines that run as long as the context.
+
+    Every rank of a training calls this. The first rank of each machine starts engines and restarts them when they die.
+
+    Raises:
+        UserError: an engine does not start.
+    """
+    data = run.recipe.data
+    assert data.states_source is not None, "there is a server"
+    urls, recover = list(data.states_source), None
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    command = extraction_command(run, model, aux_layers)
+    remedy = f"Start it so, and run the same command again, which goes on from here: {command}"
+    with ExitStack() as stack:
+        if "://" not in urls[0]:
+            began: tuple[list[str], Path] | None = None
+            with raise_on_all_ranks():
+                if ranks == 1 or PartialState().is_local_main_process:
+                    began = stack.enter_context(_engines(run, model, aux_layers))
+            here = socket.gethostname()
+            everywhere = gather_object([(here, began)]) if ranks > 1 else [(here, began)]
+            urls, folder = next(found for name, found in everywhere if name == here and found is not None)
+            recover = partial(_wait_for_restart, folder)
+            remedy = f"See {run.folder / LOGS}, and run the same command again: it goes on from here."
+        requests = data.server_requests or REQUESTS * len(urls)
+        yield ServedStates(urls, model, aux_layers, max(1, requests // ranks), remedy, recover)
+
+
+def extraction_command(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> str:
+    """Return the command of a vLLM server that writes the run's hidden states."""
+    files = extraction_arguments(model, aux_layers, (run.folder / "vllm-states").resolve())
+    return shlex.join(["vllm", "serve", loadable_folder(run.recipe.target.spec), *files])
+
+
+@contextmanager
+def _engines(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> Iterator[tuple[list[str], Path]]:
+    """Run engines that write states to a private folder; yield their addresses and the folder."""
+    with _private_folder(run, aux_layers, model) as folder, ExitStack() as stack:
+        connector, environment = None, dict[str, str]()
+        if not torch.cuda.is_available():  # vLLM's own connector copies through CUDA streams
+            shutil.copy(_CPU_CONNECTOR, folder)
+            connector = {"kv_connector": "CpuHiddenStates", "kv_connector_module_path": _CPU_CONNECTOR.stem}
+            environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+        def arguments(number: int) -> list[str]:
+            share = _share_of_memory(run)
+            return share + extraction_arguments(model, aux_layers, folder / str(number), connector)
+
+        servers = engines(run, "vllm", "vllm-states", arguments, environment)
+        fleet, stop = Fleet(servers), threading.Event()
+        with run.console.status(f"starting vllm for hidden states; its log is in {escape(str(run.folder / LOGS))}"):
+            stack.enter_context(fleet)
+        threading.Thread(target=_watch, args=(fleet, servers, folder, stop), daemon=True).start()
+        stack.callback(stop.set)
+        yield fleet.urls, folder
+
+
+def _watch(fleet: Fleet, servers: Sequence[Server], folder: Path, stop: threading.Event) -> None:
+    """Start engines again when they die, until one dies too often."""
+    while not stop.wait(_WATCH_SECONDS):
+        for number, server in enumerate(servers):
+            if server.has_died:
+                remove(folder / str(number))  # files of its unanswered requests
+                try:
+                    fleet.recover(server.url)
+                except UserError as error:
+                    if not stop.is_set():
+                        write_json(folder / _FAULT, [error.problem, error.remedy])
+                    return
+
+
+def _wait_for_restart(folder: Path, url: str) -> bool:
+    """Wait until an engine answers; returns whether it did not before."""
+    with closing(Endpoint(url)) as endpoint:
+        until, has_died = time.monotonic() + _RESTART_SECONDS, False
+        while time.monotonic() < until:
+            if (folder / _FAULT).is_file():
+                raise UserError(*read_json(folder / _FAULT))
+            with suppress(RetryableError):
+                if endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success:
+                    return has_died
+            has_died = True
+            time.sleep(_WATCH_SECONDS)
+        return False
+
+
+def _share_of_memory(run: Run) -> list[str]:
+    """Return arguments that leave training a part of the GPU that it shares with an engine."""
+    shared = run.recipe.data.online and torch.cuda.is_available() and not os.environ.get("HEADSTART_ENGINE_GPUS")
+    option = "--gpu-memory-utilization"
+    is_given = any(name == option for name, _ in option_values(run.recipe.data.server_arguments))
+    return [option, "0.5"] if shared and not is_given else []
+
+
+@contextmanager
+def _private_folder(run: Run, aux_layers: Sequence[int], model: FrozenModel) -> Iterator[Path]:
+    """Yield a locked folder for the engines' files: in memory where they fit, else in the run's folder."""
+    data = run.recipe.data
+    longest = min(model.max_length, data.max_prompt_tokens + data.max_new_tokens)
+    count = data.server_requests or REQUESTS * len(gpu_groups(data.server_arguments))
+    needed = count * longest * len(aux_layers) * model.hidden_size * model.dtype.itemsize
+    place = _MEMORY if _MEMORY.is_dir() and free_disk(_MEMORY) > 2 * needed else run.folder
+    need_disk(place, needed, "Writing hidden states", "or lower data.server_requests")
+    _sweep(place)
+    folder = Path(mkdtemp(prefix=_FILES, dir=place))
+    try:
+        with locked(folder):
+            yield folder
+    finally:
+        remove(folder)
+
+
+def _sweep(place: Path) -> None:
+    """Delete the folders that killed processes left."""
+    for folder in place.glob(f"{_FILES}*"):
+        try:
+            if folder.stat().st_uid == os.getuid() and folder.stat().st_mtime < time.time() - _NEW:
+                with locked(folder):
+                    remove(folder)
+        except (Busy, OSError):
+            continue
