@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -460,4 +461,6 @@ def main() -> None:
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")
     warnings.showwarning = show_warning
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # as Ctrl-C: temporary files are deleted
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     app(prog_name="headstart")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic, perf_counter, sleep
 from typing import Any, Self
 
@@ -129,8 +130,11 @@ class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
-    engine's own, `gpus` sets CUDA_VISIBLE_DEVICES, and `environment` adds variables. The engine gets its `measuring` options for this number of
-    concurrent `requests`; with `many`, its `generating` options instead.
+    engine's own, `gpus` sets CUDA_VISIBLE_DEVICES, and `environment` adds variables. The engine gets its `measuring`
+    options for this number of concurrent `requests`; with `many`, its `generating` options instead.
+
+    Attributes:
+        model: name of the target in requests, which no other program at the port has.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; quotes its log.
@@ -155,6 +159,7 @@ class Server(RunningEngine):
         self._environment = without_launcher() | dict(environment or {})
         if gpus:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
+        self.model = f"headstart-{token_hex(4)}"
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_option,
@@ -162,12 +167,13 @@ class Server(RunningEngine):
             *drafting,
             *(engine.generating if many else (word.format(requests=requests) for word in engine.measuring)),
             *shlex.split(options),
-            *engine.identity,
+            engine.identity,
+            self.model,
         ]
         self._port = 0  # chosen by the first start
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # of this process in the log, in bytes
-        super().__init__(engine.name, Endpoint(f"http://{_HOST}"), engine.dialect, engine.model, f"Its log is {log}.")
+        super().__init__(engine.name, Endpoint(f"http://{_HOST}"), engine.dialect, self.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
         try:
@@ -234,19 +240,19 @@ class Server(RunningEngine):
         """Wait until the engine answers."""
         process = self._process
         assert process is not None, "started"
-        until, answers = monotonic() + self._seconds, False
-        while answers or monotonic() < until:
+        until = monotonic() + self._seconds
+        while monotonic() < until:
             if (code := process.poll()) is not None:
                 cause = self.log_excerpt()
                 remedy = self._remedy
                 if "memory" in cause.lower() and self.engine.two_at_a_time:
                     remedy += f" {_MEMORY_REMEDY if self._many else self.engine.two_at_a_time}"
                 raise UserError(f"{self.engine.name} ended with {code}: {cause}", remedy)
-            if answers:
-                return
             with suppress(RetryableError):
-                answers = self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success
-            sleep(_POLL_SECONDS)  # then check once more: if the engine has exited, another program answered
+                ready = self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success
+                if ready and self.model in self._endpoint.send("/v1/models", seconds=_HEALTH_SECONDS).text:
+                    return  # another program at the port would name other models
+            sleep(_POLL_SECONDS)
         problem = f"did not answer within {self._seconds:.0f} seconds: {self.log_excerpt()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)
 

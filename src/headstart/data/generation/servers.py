@@ -30,13 +30,14 @@ _MAX_REFUSED = 64, 8
 class Servers:
     """A `TextGenerator` on servers of the target: vLLM-compatible ones or llama-server.
 
-    `requests` bounds the concurrent requests over all of them; None derives it from the servers. `recover` restarts the
-    server of an address if it has died, see `headstart.servers.fleet`.
+    `urls` may be a function that starts them, called when they are first needed. `requests` bounds the concurrent
+    requests over all of them; None derives it from the servers. `recover` restarts the server of an address if it has
+    died, see `headstart.servers.fleet`.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Sequence[str] | Callable[[], Sequence[str]],
         target: Target,
         requests: int | None = None,
         recover: Callable[[str], bool] = lambda _: False,
@@ -46,13 +47,18 @@ class Servers:
         self._answered = False
         self._refused = (0, 0)  # consecutive refused rows and batches since the last answer
         self._requests = requests
-        self._pool = Pool(
-            urls,
-            requests,
+        remedy = (
             "See whether the server runs and data.server is its address; then the same command goes on from there: "
-            "finished batches are kept.",
-            recover,
+            "finished batches are kept."
         )
+        if callable(urls):
+            self._connect = lambda: Pool(urls(), requests, remedy, recover)
+        else:
+            self._pool = Pool(urls, requests, remedy, recover)
+
+    @cached_property
+    def _pool(self) -> Pool:
+        return self._connect()
 
     @cached_property
     def window(self) -> int:
@@ -62,10 +68,11 @@ class Servers:
     @cached_property
     def requests(self) -> int:
         """Concurrent requests over all servers: by default twice the slots of a llama-server, `REQUESTS` for others."""
+        pool = self._pool
         if self._requests is None:
             per_server = max(2 * served.slots if served.slots else REQUESTS for served in self._models)
-            self._pool.requests = self._pool.requests // REQUESTS * per_server
-        return self._pool.requests
+            pool.requests = pool.requests // REQUESTS * per_server
+        return pool.requests
 
     @cached_property
     def _models(self) -> list[ServedModel]:
