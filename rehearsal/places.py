@@ -259,12 +259,9 @@ def set_up(folder: Path, engines: Engines) -> Place:
         values = {"extends": extended, "name": recipe, "target": toy_target, **sizes}
         (folder / "recipes" / f"{recipe}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     tuning = "--engine-drafts 3 --engine-prompts 2 --engine-tokens 24"
-    connector = '"ExampleHiddenStatesConnector"'
-    if engines.vllm is not None:
-        connector = '"CpuHiddenStates", "kv_connector_module_path": "states_connector"'
     words = {port: free_port() for port in PORTS} | {
         "place": str(folder), "recipes": str(folder / "recipes"), "toy": toy_target,
-        "target": target, "gguf": gguf, "tuning": tuning, "examples": str(ROOT / "examples"), "connector": connector,
+        "target": target, "gguf": gguf, "tuning": tuning, "examples": str(ROOT / "examples"),
         "tuning_llama": "--engine-command llama-server" + f" --engine-target {gguf}",
     }  # fmt: skip
     _programs(folder / "bin", engines, words)
@@ -324,9 +321,8 @@ def _programs(folder: Path, engines: Engines, words: Mapping[str, str]) -> None:
         dtype = str(pick_dtype("auto", pick_device("cpu"))).removeprefix("torch.")  # our own decoder's
         small = f"--max-model-len 512 --max-num-seqs 8 --kv-cache-memory-bytes {1 << 28} --enforce-eager"
         options = f"{small} --no-enable-prefix-caching --dtype {dtype} {node}"
-        connector = f"PYTHONPATH={ROOT}/benchmarks/vllm_cpu"
         two = "VLLM_ENABLE_V1_MULTIPROCESSING=0"  # processes, not three, that each take 10 seconds to import vLLM
-        vllm = f'env {connector} {two} {shlex.join(engines.vllm)} --model "$2" {options} "${{@:3}}"'
+        vllm = f'env {two} {shlex.join(engines.vllm)} --model "$2" {options} "${{@:3}}"'
     if engines.llama_server is not None:
         llama = f'{shlex.join(engines.llama_server)} -c 1024 -t 2 {llama_port} "$@"'
     for name, started in (("vllm", vllm), ("llama-server", llama)):

@@ -296,39 +296,17 @@ def written_by_several_processes(
 
 @part(
     "states",
-    "headstart data import-states eagle3-8b data.states=stored",
-    "headstart data import-states eagle3-8b http://localhost:8000",
-    "headstart train eagle3-8b data.states=stored",
+    "headstart data build eagle3-8b data.states_server=vllm",
+    "headstart run eagle3-8b data.states_server=vllm",
     short=False,
 )
-def states_written_by_vllm(place: Place, show: Command, take: Command, train: Command) -> None:
-    command = printed_server(place.run(show), place)
-    # The page assumes conversations without states, as a plain server leaves them; writing them here stored states.
-    place.run(f"headstart data build {place.words['recipes']}/eagle3-8b.yaml data.states=stored")
-    for shard in place.here.glob("runs/artifacts/states/*/shard-*"):
-        shard.unlink()
-    with place.serving(command, "8000"):
-        text = place.run(take)
-    taken = re.search(r"Imported the states of [1-9]\d* conversations", text)
-    place.check(taken is not None, f"states are taken: {text}")
-    place.run(train)
-
-
-@part("states", "headstart data import-states eagle3-8b /shared/vllm-states", short=False)
-def states_of_a_folder(place: Place, take: Command) -> None:
-    """The server of the previous part writes the files, as for another client."""
-    recipe = f"{place.words['recipes']}/eagle3-8b.yaml data.states=stored heads.aux_layers=[1,3,6]"
-    command = printed_server(place.run(f"headstart data import-states {recipe}"), place)
-    files = place.folder / "shared/vllm-states"
-    command = re.sub(r'"shared_storage_path": "[^"]*"', f'"shared_storage_path": "{files}"', command)
-    rows = [json.loads(line) for line in (place.here / "runs/eagle3-8b/data/conversations/train.jsonl").open()]
-    with place.serving(command, "8000"):
-        for row in rows[:3]:
-            body = {"model": place.words["toy"], "prompt": row["tokens"], "max_tokens": 1, "temperature": 0}
-            asked = f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-            place.run(f"curl -sf http://localhost:{place.words['8000']}/v1/completions {asked}")
-    taken = Command(take.page, take.line, take.text + " heads.aux_layers=[1,3,6]")
-    place.check("Imported the states of 3 conversations" in place.run(taken), "the files of the folder are taken")
+def states_computed_by_vllm(place: Place, build: Command, run: Command) -> None:
+    text = place.run(build)
+    place.check("hidden states of" in text and "not loaded" in text, "states are stored, and the target is not loaded")
+    shutil.rmtree(place.here / "runs")
+    text = place.run(run)
+    place.check("training streams them" in text and "is not loaded: its LM head" in text, "states are streamed")
+    place.check(not list(place.here.glob("runs/artifacts/states/*/shard-*")), "no states are stored")
 
 
 @part(
@@ -502,15 +480,6 @@ def without_target(place: Place) -> Iterator[None]:
         yield
     finally:
         there.with_name("away").rename(there)
-
-
-def printed_server(text: str, place: Place) -> str:
-    """Return the command that headstart printed to start vLLM, with this build's connector."""
-    return (
-        text[text.index("vllm serve") :]
-        .splitlines()[0]
-        .replace('"kv_connector": "ExampleHiddenStatesConnector"', f'"kv_connector": {place.words["connector"]}')
-    )
 
 
 def installed() -> Engines:

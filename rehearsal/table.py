@@ -65,7 +65,6 @@ SUBSTITUTIONS = (
     ("--out DIR --engine vllm", "--out out/engine --limit 4 --max-new-tokens 8 --engine  vllm"),
     ("--engine vllm", "--engine vllm {tuning}"),
     ("--engine-command ~/llama.cpp/build/bin/llama-server", "{tuning} {tuning_llama}"),
-    ('"kv_connector": "ExampleHiddenStatesConnector"', '"kv_connector": {connector}'),
     # placeholders for the reader
     ("export RUN --format vllm --out FOLDER", "export runs/eagle3-70b --format vllm --out served"),
     ("RUNS/heads", "{place}/shared/runs/heads"),

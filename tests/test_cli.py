@@ -26,7 +26,7 @@ from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
-    "run", "plan", "data", "data build", "data show", "data import-states", "train", "tune", "eval", "audit",
+    "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "audit",
     "generate", "chat", "race", "export", "import", "push", "runs", "gc", "recipes", "recipes show", "doctor", "report",
     "report diff",
 )  # fmt: skip

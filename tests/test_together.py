@@ -90,7 +90,7 @@ def test_left_out_texts_count_in_the_byte_budget_of_all_processes(
     help_with_data(run, {"conversations"})
     helped = set(states.glob("shard-*"))
     stores = both_stores(run)
-    assert (stores["validation"].not_finite, stores["train"].dropped) == ({0: validation[0].id, 1: validation[1].id}, 2)
+    assert (stores["validation"].left_out, stores["train"].dropped) == ({0: validation[0].id, 1: validation[1].id}, 2)
     assert {file.name for store in stores.values() for file in store.files} == {file.name for file in helped}
 
 

@@ -1,116 +1,115 @@
-"""Importing hidden states from vLLM: they match our own, and each bad file or server is refused with its reason."""
+"""Hidden states from vLLM servers: they match our own, and each bad file or server is refused with its reason."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.states import shards
-from headstart.data.states.shards import StateKind, build_store
+from headstart.data.states.served import (
+    ServedStates,
+    StreamedStates,
+    engine_layers,
+    extraction_arguments,
+    final_norm,
+)
+from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
-from headstart.data.states.vllm_files import Import, engine_layers, final_norm, import_from_servers, serve_command
 from headstart.errors import UserError
+from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
+from headstart.model.teacher import TeacherModel, load_teacher, save_teacher
 from headstart.replay.patch import FINAL
 from headstart.servers import client
-from tests.data.http_server import Reply, http_server
 from tests.data.loading import some_conversations
-from tests.spies import spy
+from tests.states_server import StatesServer, serving
 from tests.tiny import KINDS, tiny_model
 
 AUX_LAYERS = (2, 1, FINAL)
-Change = Callable[[dict[str, torch.Tensor]], None]
 
 
-def write(
-    folder: Path,
-    target: Target,
-    tokens: Sequence[int],
-    layers: Sequence[int] = (1, 2, 3),
-    name: str = "",
-    change: Change | None = None,
-) -> Path:
-    """Write the file of one request as vLLM 0.32 does: no metadata, an empty lock file, here in the target's dtype."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (states,) = target.hidden_states([tokens], layers)
-    tensors = {
-        "hidden_states": torch.stack([states[layer] for layer in layers], dim=1).contiguous(),
-        "token_ids": torch.tensor(list(tokens), dtype=torch.int64),
-    }
-    if change is not None:
-        change(tensors)
-    file = folder / f"cmpl-{name or len(list(folder.iterdir()))}-0-ba6c21d6.safetensors"
-    save_file(tensors, file)
-    file.with_name(file.name + ".lock").touch()
-    return file
+@pytest.fixture(scope="module")
+def teacher(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> TeacherModel:
+    folder = save_teacher(tmp_path_factory.mktemp("teacher"), tiny_target)
+    assert folder is not None
+    return load_teacher(folder, torch.device("cpu"))
 
 
-def importing(tmp_path: Path, target: Target, given: Sequence[Conversation]) -> Import:
-    return Import(tmp_path / "shards", StateKind(target, AUX_LAYERS), given)
+Serve = Callable[..., StatesServer]
 
 
-def stored(
-    tmp_path: Path, target: Target, given: Sequence[Conversation], monkeypatch: pytest.MonkeyPatch
-) -> tuple[StateStore, int]:
-    """Return the store over the shards, and the number of conversations it had to compute."""
-    with monkeypatch.context() as patched:
-        rows = spy(patched, target, "hidden_states", lambda some, _: len(some))
-        built = build_store(
-            tmp_path / "store", given, target, AUX_LAYERS, budget_bytes=10**9, shards=tmp_path / "shards"
-        )
-    return built, sum(rows)
+@pytest.fixture
+def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Serve]:
+    """Start a server; the first completion request of a client is the one that compares states."""
+    with ExitStack() as running:
+
+        def start(*faults: Any, **options: Any) -> StatesServer:
+            options = {"target": tiny_target, **options}
+            server = StatesServer(folder=tmp_path / "files" / str(next(numbers)), faults=list(faults), **options)
+            running.enter_context(serving(server))
+            return server
+
+        numbers = count()
+        yield start
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.0)
+
+
+def connected(model: FrozenModel, *servers: StatesServer, requests: int = 1) -> ServedStates:
+    return ServedStates([server.url for server in servers], model, AUX_LAYERS, requests, "Start it so: vllm serve")
+
+
+def built(tmp_path: Path, target: Target, given: Sequence[Conversation], source: ServedStates) -> StateStore:
+    return build_store(tmp_path / "store", given, target, AUX_LAYERS, budget_bytes=10**9, compute=source.states)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10**9], ids=["a shard each", "one shard"])
-def test_imported_states_match_computed_ones(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+def test_states_of_servers_are_stored_as_computed_ones(
+    tiny_target: Target,
+    teacher: TeacherModel,
+    tmp_path: Path,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    shard_bytes: int,
 ) -> None:
     given = some_conversations(tiny_target, 5)
-    for item in given:
-        write(tmp_path / "files", tiny_target, item.tokens)
     monkeypatch.setattr(shards, "SHARD_BYTES", (shard_bytes, shard_bytes))
-    work = importing(tmp_path, tiny_target, [*given, given[0]])
-    seen: list[tuple[int, int]] = []
-    work.read_folder(tmp_path / "files", lambda done, total: seen.append((done, total)))
-    assert (work.imported, work.known, work.waiting, work.left_out) == (5, 0, [], {})
-    assert seen == [(number, 5) for number in range(1, 6)]
-    assert len(list((tmp_path / "shards").glob("shard-*"))) == (5 if shard_bytes == 1 else 1)
-    built, computed = stored(tmp_path, tiny_target, given, monkeypatch)
-    assert not computed
+    servers = [serve(), serve()]
+    store = built(tmp_path, tiny_target, [*given, given[0]], connected(teacher, *servers, requests=3))
+    assert len(list((tmp_path / "store").glob("shard-*"))) == (5 if shard_bytes == 1 else 1)
     for index, item in enumerate(given):
-        sample = built.get(index)
+        sample = store.get(index)
         assert sample.tokens_T.tolist() == list(item.tokens)
         (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
-    assert importing(tmp_path, tiny_target, given).known == 5, "a second import finds everything"
+    asked = sorted(servers[0].asked + servers[1].asked)
+    assert len(asked) == 5 + sum(bool(server.asked) for server in servers), "one more for each server's comparison"
+    assert {tuple(tokens) for tokens in asked} == {tuple(item.tokens) for item in given}
+    assert not list((tmp_path / "files").rglob("*.*")), "read files are deleted"
+    built(tmp_path, tiny_target, given, connected(teacher, servers[0]))
+    assert sorted(servers[0].asked + servers[1].asked) == asked, "a second build finds everything"
 
 
-def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = some_conversations(tiny_target, 2)
-    build_store(tmp_path / "one", given, tiny_target, (1,), budget_bytes=10**9, shards=tmp_path / "shards")
-    (before,) = (tmp_path / "shards").glob("shard-*")
-    for item in given:
-        write(tmp_path / "files", tiny_target, item.tokens)
-    work = importing(tmp_path, tiny_target, given)
-    work.read_folder(tmp_path / "files")
-    assert work.imported == 2
-    (added,) = set((tmp_path / "shards").glob("shard-*")) - {before}
+def test_only_missing_layers_are_kept(tiny_target: Target, teacher: TeacherModel, tmp_path: Path, serve: Serve) -> None:
+    given, folder = some_conversations(tiny_target, 2), tmp_path / "store"
+    build_store(folder, given, tiny_target, (1,), budget_bytes=10**9)
+    (before,) = folder.glob("shard-*")
+    built(tmp_path, tiny_target, given, connected(teacher, serve()))
+    (added,) = set(folder.glob("shard-*")) - {before}
     assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers, the first one had one"
-    assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,18 +121,18 @@ def test_final_norm_of_every_architecture(kind: str) -> None:
     assert not torch.equal(states[target.num_layers], states[FINAL])
 
 
-def test_serve_command_names_the_layers_before_the_norm(tiny_target: Target, tmp_path: Path) -> None:
-    words = shlex.split(serve_command("user/model", tiny_target, (FINAL, 0, 2), tmp_path))
+def test_arguments_name_the_layers_before_the_norm(tiny_target: Target, tmp_path: Path) -> None:
+    words = extraction_arguments(tiny_target, (FINAL, 0, 2), tmp_path, {"kv_connector": "Other"})
     settings = {name: json.loads(words[words.index(name) + 1]) for name in words if name.endswith("-config")}
     wanted = settings["--speculative-config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert wanted == [0, 2, 3] == engine_layers((FINAL, 0, 2), tiny_target)
-    assert settings["--kv-transfer-config"]["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path)}
-    assert words[:3] == ["vllm", "serve", "user/model"]
-    assert words[words.index("--dtype") + 1] == "float32"
+    stored = settings["--kv-transfer-config"]
+    assert stored["kv_connector_extra_config"] == {"shared_storage_path": str(tmp_path)}
+    assert stored["kv_connector"] == "Other" and words[words.index("--dtype") + 1] == "float32"
     assert engine_layers((3, FINAL), tiny_target) == [3], "both come from the last layer"
 
 
-# -- bad files ---------------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------------
 
 
 def half(tensors: dict[str, torch.Tensor]) -> None:
@@ -164,196 +163,99 @@ def other_ids(tensors: dict[str, torch.Tensor]) -> None:
     tensors["token_ids"][1] += 1
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (half, "its states are bfloat16 and those of the run float32: start vLLM with --dtype float32"),
-        (nan, "it has states that are not finite"),
-        (never_written, "it has states that were never written"),
-        (other_names, "no hidden_states and token_ids"),
-        (fewer, r"its states are \[\d+, 3, 64\] and not \[\d+, 3, 64\]"),
-        (fewer_layers, r"and not \[\d+, 3, 64\] .*: vLLM was not started with the layers 1, 2, 3"),
-        (other_ids, "its token ids are of no conversation that lacks states"),
-        ("cut", "cut short or no safetensors file"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_bad_file_is_left_out_with_its_reason(tiny_target: Target, tmp_path: Path, change: Any, said: str) -> None:
-    given = some_conversations(tiny_target, 3)
-    for number, item in enumerate(given):
-        file = write(
-            tmp_path / "files",
-            tiny_target,
-            item.tokens,
-            name=f"{number}",
-            change=change if number == 1 and change != "cut" else None,
-        )
-        if number == 1 and change == "cut":
-            file.write_bytes(file.read_bytes()[:-100])
-    work = importing(tmp_path, tiny_target, given)
-    work.read_folder(tmp_path / "files")
-    assert (work.imported, len(work.waiting)) == (2, 1)
-    ((reason, files),) = work.left_out.items()
-    assert files == ["cmpl-1-0-ba6c21d6.safetensors"]
-    assert re.search(said, reason), reason
+def test_passing_faults_are_retried(tiny_target: Target, teacher: TeacherModel, tmp_path: Path, serve: Serve) -> None:
+    given = some_conversations(tiny_target, 5)
+    server = serve("drop", 503, "junk", 429, None, "lost", "cut", never_written)
+    assert len(built(tmp_path, tiny_target, given, connected(teacher, server))) == 5
+    assert not server.faults and not list((tmp_path / "files").rglob("*.*"))
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"),
-    [((0, 1, 2), "layer 2 holds layer 1: off by one"), ((1, 1, 3), "layer 2 holds layer 1: off by one")],
+    ("fault", "reason"),
+    [(400, "the server refuses its tokens"), (nan, "not finite"), (fewer, r"vLLM wrote the states of \d+")],
 )
-def test_wrong_layers_are_refused(tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str) -> None:
-    given = some_conversations(tiny_target, 5)
-    for item in given:
-        write(tmp_path / "files", tiny_target, item.tokens, layers)
-    with pytest.raises(UserError, match=f"{said}.*1, 2, 3"):
-        importing(tmp_path, tiny_target, given).read_folder(tmp_path / "files")
-    assert not list((tmp_path / "shards").glob("*"))
-
-
-def test_states_of_another_model_are_refused(tiny_target: Target, tmp_path: Path) -> None:
-    other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
-    given = some_conversations(tiny_target, 5)
-    for item in given:
-        write(tmp_path / "files", other, item.tokens)
-    with pytest.raises(UserError, match="holds no state that tiny has on these tokens"):
-        importing(tmp_path, tiny_target, given).read_folder(tmp_path / "files")
-
-
-def test_folder_without_files_is_refused(tiny_target: Target, tmp_path: Path) -> None:
-    work = importing(tmp_path, tiny_target, some_conversations(tiny_target, 5))
-    with pytest.raises(UserError, match=r"nowhere holds no .safetensors files.*shared_storage_path"):
-        work.read_folder(tmp_path / "nowhere")
-
-
-# -- a server --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Fake:
-    """A vLLM server that writes hidden states. Each completion request consumes one fault until none is left.
-
-    Faults: a number is an HTTP status; `drop` closes the connection, `junk` replies without JSON, `none` writes no
-    states, `short` echoes fewer tokens, `lost` and `unlocked` name a missing file, `cut` truncates the file, and a
-    function changes its tensors.
-    """
-
-    target: Target
-    folder: Path
-    faults: list[Any] = field(default_factory=list)
-    asked: list[list[int]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    url: str = ""
-
-    def reply(self, path: str, _headers: object, body: dict[str, Any] | None) -> Reply | None:
-        if body is None:
-            return Reply(200, {"data": [{"id": "fake"}]})
-        assert (path, body["model"], body["max_tokens"]) == ("/v1/completions", "fake", 1)
-        with self.lock:
-            fault = self.faults.pop(0) if self.faults else None
-        if fault == "drop":
-            return None
-        if isinstance(fault, int):
-            return Reply(fault, "no")
-        return Reply(200, "junk" if fault == "junk" else self.completion(body["prompt"], fault))
-
-    def completion(self, tokens: list[int], fault: Any) -> dict[str, Any]:
-        with self.lock:
-            number = len(self.asked)
-            self.asked.append(tokens)
-            change = fault if callable(fault) else None
-            file = write(self.folder, self.target, tokens, name=f"{number}", change=change)
-        if fault == "cut":
-            file.write_bytes(file.read_bytes()[:-9])
-        if fault in ("lost", "unlocked"):
-            file.unlink()
-        if fault == "unlocked":
-            file.with_name(file.name + ".lock").unlink()
-        params = None if fault == "none" else {"hidden_states_path": str(file)}
-        choice = {"text": "", "token_ids": [1], "prompt_token_ids": tokens[:-1] if fault == "short" else tokens}
-        return {"choices": [choice], "kv_transfer_params": params}
-
-
-Serve = Callable[..., Fake]
-
-
-@pytest.fixture
-def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Serve]:
-    with ExitStack() as running:
-
-        def start(*faults: Any) -> Fake:
-            fake = Fake(tiny_target, tmp_path / "files" / str(next(numbers)), list(faults))
-            fake.url = running.enter_context(http_server(fake.reply))
-            return fake
-
-        numbers = count()
-        yield start
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.0)
-
-
-@pytest.mark.parametrize("requests", [1, 3])
-def test_each_conversation_is_requested_once(
-    tiny_target: Target, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, requests: int
+def test_bad_conversation_is_left_out(
+    tiny_target: Target, teacher: TeacherModel, tmp_path: Path, serve: Serve, fault: Any, reason: str
 ) -> None:
     given = some_conversations(tiny_target, 5)
-    fakes = [serve(), serve()]
-    work = importing(tmp_path, tiny_target, given)
-    import_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
-    assert (work.imported, work.waiting) == (5, [])
-    assert sorted(fakes[0].asked + fakes[1].asked) == sorted(list(item.tokens) for item in given)
-    assert fakes[0].asked and fakes[1].asked
-    assert not list((tmp_path / "files").rglob("*.*")), "imported files are deleted"
-    assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
-
-
-def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
-    given = some_conversations(tiny_target, 5)
-    fake = serve("drop", 503, "junk", 429, "lost")
-    work = importing(tmp_path, tiny_target, given)
-    import_from_servers([fake.url], work, 1)
-    assert work.imported == 5
-
-
-def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
-    given = some_conversations(tiny_target, 5)
-    with pytest.raises(UserError, match="answered 404"):
-        import_from_servers([serve(*[None] * 3, 404).url], importing(tmp_path, tiny_target, given), 1)
-    again = importing(tmp_path, tiny_target, given)
-    assert (again.known, len(again.waiting)) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"), [(400, "the server refuses its tokens"), (nan, "its states are not finite")]
-)
-def test_bad_text_is_skipped(tiny_target: Target, tmp_path: Path, serve: Serve, fault: Any, reason: str) -> None:
-    """The longest is requested first, and may exceed the server's context."""
-    work = importing(tmp_path, tiny_target, some_conversations(tiny_target, 5))
-    longest = work.waiting[0]
-    import_from_servers([serve(fault).url], work, 1)
-    assert work.imported == 4 and work.waiting == [longest]
-    assert work.left_out == {reason: [longest.id]}
+    longest = max(range(5), key=lambda index: len(given[index].tokens))
+    store = built(tmp_path, tiny_target, given, connected(teacher, serve(None, fault)))
+    assert len(store) == 4 and store.left_out == {longest: given[longest].id}, "the longest is requested first"
+    (said,) = store.reasons
+    assert re.search(reason, said) and said in store.notice
     assert not list((tmp_path / "files").rglob("*.*"))
 
 
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
-        ([500] * 10, r"did not answer: 500 no \(10 tries\).*goes on from there"),
+        ([500] * 10, r"did not answer: 500 no \(10 tries\).*vllm serve"),
         ([400] * 5, "answered 400: no"),
+        ([None, *[404]], "answered 404: no"),
         (["none"], "writes no hidden states"),
         (["short"], "did not read the token ids that it was sent"),
         (["unlocked"], "there is no such file here.*both see"),
-        (["cut"], "cut short"),
-        ([other_ids], "of other token ids than were asked for"),
-        ([fewer_layers], "not started with the layers 1, 2, 3"),
+        (["silent"], "returns no prompt_logprobs"),
+        ([*["cut"] * 10], r"wrote only a part of .*full \(10 tries\)"),
+        ([None, other_ids], "the states of other token ids than it was sent"),
+        (
+            [None, fewer_layers],
+            r"states of \[2, 64\] a token and not \[3, 64\].*the layers 1, 2, 3.*vllm serve",
+        ),
+        ([None, half], "states in bfloat16, and the run's are in float32"),
+        ([None, other_names], "files without hidden_states and token_ids"),
     ],
-    ids=["500", "400", "none", "short", "unlocked", "cut", "other ids", "fewer layers"],
+    ids=lambda value: None if isinstance(value, list) else value.split()[1],
 )
-def test_faults_are_named(tiny_target: Target, tmp_path: Path, serve: Serve, faults: list[Any], said: str) -> None:
-    fake = serve(*faults)
+def test_faults_are_named(
+    tiny_target: Target, teacher: TeacherModel, tmp_path: Path, serve: Serve, faults: list[Any], said: str
+) -> None:
+    source = connected(teacher, serve(*faults))
     with pytest.raises(UserError, match=said):
-        import_from_servers([fake.url], importing(tmp_path, tiny_target, some_conversations(tiny_target, 5)), 1)
+        built(tmp_path, tiny_target, some_conversations(tiny_target, 5), source)
+    assert not list((tmp_path / "store").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("layers", [(1, 2, 2), (1, 2, 0)], ids=["one before the last", "the embeddings"])
+def test_wrong_last_layer_is_refused_without_the_target(
+    tiny_target: Target, teacher: TeacherModel, serve: Serve, layers: Sequence[int]
+) -> None:
+    source = connected(teacher, serve(layers=layers))
+    with pytest.raises(UserError, match=r"other states than those of tiny: .* last layer are \d+% off.*1, 2, 3"):
+        source.states([item.tokens for item in some_conversations(tiny_target, 1)], AUX_LAYERS)
+
+
+def test_another_model_is_refused_without_the_target(tiny_target: Target, teacher: TeacherModel, serve: Serve) -> None:
+    other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
+    source = connected(teacher, serve(target=other))
+    with pytest.raises(UserError, match=r"% off those that the server reports"):
+        source.states([item.tokens for item in some_conversations(tiny_target, 1)], AUX_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [((0, 1, 2), "layer 1 holds the embeddings: off by one"), ((1, 1, 3), "layer 2 holds layer 1: off by one")],
+)
+def test_every_layer_is_compared_with_a_loaded_target(
+    tiny_target: Target, serve: Serve, layers: Sequence[int], said: str
+) -> None:
+    source = connected(tiny_target, serve(layers=layers))
+    with pytest.raises(UserError, match=said):
+        source.states([item.tokens for item in some_conversations(tiny_target, 1)], AUX_LAYERS)
+
+
+def test_streamed_sample_without_states_teaches_nothing(
+    tiny_target: Target, teacher: TeacherModel, tmp_path: Path, serve: Serve
+) -> None:
+    given = some_conversations(tiny_target, 3)
+    server = serve(changes={tuple(given[1].tokens): nan})
+    streamed = StreamedStates(tmp_path, given, teacher, AUX_LAYERS)
+    streamed.client = connected(teacher, server)
+    with pytest.warns(UserWarning, match=r"Conversation 1 .*\(1 so far\): its hidden states are not finite") as caught:
+        samples = streamed.samples([0, 1, 2]) + streamed.samples([1])
+    assert sum("left out" in str(warning.message) for warning in caught) == 1 and streamed.left_out == [1]
+    assert [bool(sample.supervised_T.any()) for sample in samples] == [True, False, True, False]
+    assert not any(sample.states[layer].any() for sample in samples[1::2] for layer in AUX_LAYERS)
+    (expected,) = tiny_target.hidden_states([given[2].tokens], AUX_LAYERS)
+    for layer in AUX_LAYERS:
+        torch.testing.assert_close(samples[2].states[layer], expected[layer], rtol=1e-5, atol=1e-6)

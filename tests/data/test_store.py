@@ -296,7 +296,7 @@ def test_not_finite_conversations_are_left_out_by_name(
     poison(tiny_target, monkeypatch, taken[2].tokens, taken[5].tokens)
     for _ in range(2):  # existing shards do not list them
         store = build(tmp_path, tiny_target, taken, states_dtype=states_dtype)
-        assert (len(store), store.dropped, store.not_finite) == (5, 0, {2: "c2", 5: "c5"})
+        assert (len(store), store.dropped, store.left_out) == (5, 0, {2: "c2", 5: "c5"})
         assert "2 conversations are left out" in store.notice and "'c2', 'c5'" in store.notice
         assert [store.number_of(index) for index in range(8)] == [0, 1, None, 2, 3, None, 4, None]
         for index, item in enumerate(taken):
@@ -305,7 +305,7 @@ def test_not_finite_conversations_are_left_out_by_name(
                 assert sample.tokens_T.tolist() == list(item.tokens)
                 assert sample.supervised_T.tolist() == list(item.supervised)
                 assert all(state_TE.isfinite().all() for state_TE in sample.states.values())
-    with pytest.raises(UserError, match="not finite in any of 1 conversations"):
+    with pytest.raises(UserError, match=r"None of 1 conversations has hidden states: .* not finite"):
         build(tmp_path / "other", tiny_target, taken[2:3])
     assert not (tmp_path / "other" / "manifest.json").exists()
 
@@ -492,7 +492,7 @@ class TestRefusals:
             build(tmp_path, tiny_target, some_conversations(tiny_target, 1), aux_layers=(9,))
 
     def test_unknown_format(self, tmp_path: Path) -> None:
-        (tmp_path / "manifest.json").write_text('{"format": 4}')
+        (tmp_path / "manifest.json").write_text('{"format": 0}')
         with pytest.raises(UserError, match="another format"):
             StateStore(tmp_path)
         (tmp_path / "manifest.json").write_text('{"format"')

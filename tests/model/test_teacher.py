@@ -89,7 +89,7 @@ def test_teacher_from_the_files_equals_that_of_the_loaded_target(kind: str, dtyp
         assert other.is_meta == weight.is_meta and (weight.is_meta or torch.equal(other, weight)), name
 
 
-def test_targets_whose_files_are_read_otherwise_have_no_teacher(
+def test_weights_that_loading_changes_are_not_read_from_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_target(tmp_path / "target")

@@ -66,10 +66,10 @@ def test_not_finite_states_are_named_and_teach_nothing(
     tiny_target: Target, online: Online, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(tiny_target, monkeypatch, conversations(24, 0, tiny_target.vocab_size)[7].tokens)
-    with pytest.warns(UserWarning, match="conversation 7 .* not finite") as caught:
+    with pytest.warns(UserWarning, match="Conversation 7 .* not finite") as caught:
         result = run(tmp_path, train_on=online[0], validate_on=online[1], epochs=2)
     assert sum("not finite" in str(warning.message) for warning in caught) == 1, "once"
-    assert online[0].not_finite == [7]
+    assert online[0].left_out == [7]
     assert all(weight.isfinite().all() for weight in weights(result.last_folder).values())
 
 

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from headstart.train import batches, trainer
 from headstart.train.batches import count_predictions, epoch_batches, epoch_steps, read_batch
 from headstart.train.training_artifact import training_artifact
 from tests.forks import Forks
+from tests.states_server import StatesServer, engine_command, serving
 from tests.test_pipeline import quiet
 from tests.train import ranks
 from tests.train.conftest import Workplace, clean_environment
@@ -68,6 +70,13 @@ def together(forks: Forks) -> Ranks:
         return [Ended(fork.wait(), fork.out.read_text() + fork.err.read_text()) for fork in begun]
 
     return run
+
+
+@pytest.fixture
+def running() -> Iterator[ExitStack]:
+    """Contexts that end with the test."""
+    with ExitStack() as stack:
+        yield stack
 
 
 def assert_codes(ended: list[Ended], *codes: int) -> None:
@@ -203,13 +212,21 @@ def test_packed_on_two_processes_matches_unpacked_on_one(
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
 
-def test_online_on_two_processes_matches_the_store(together: Ranks, workplace: Workplace) -> None:
-    """Also with a sharded target. The states differ by the order of sums, and so do initial weights solved for from
+def test_online_on_two_processes_matches_the_store(
+    together: Ranks, workplace: Workplace, tiny_target_folder: Path, tmp_path: Path, running: ExitStack
+) -> None:
+    """Also with a sharded target, and with states streamed from an engine that dies twice.
+
+    The states differ by the order of sums, and so do initial weights solved for from
     them in directions that barely depend on the states: compare the movement from the start. A sharded target adds a
     part of each sum on each process."""
     file, run = workplace(heads=HEADS["eagle3"], steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2)
     online = "data.states=online"
     settings = {"stored": ["data.states=stored"], "whole": [online], "parts": [online, "train.shard_target=true"]}
+    server = StatesServer(load_target(str(tiny_target_folder), "float32", "cpu"), tmp_path / "files")
+    running.enter_context(serving(server))
+    command = engine_command(tmp_path / "engine", server, deaths=2, answers=20)
+    settings["streamed"] = [online, "data.states_server=vllm", f"data.server_command={command}"]
     # Separate folders of runs, else the last two would share one training.
     folders = {how: run.parent.with_name(how) / "run" for how in settings}
     for how, folder in folders.items():
@@ -218,21 +235,24 @@ def test_online_on_two_processes_matches_the_store(together: Ranks, workplace: W
         assert_codes(ended, 0, 0)
         assert "Training on 2 processes" in ended[0].text
         assert ("Each process holds a part of the weights" in ended[0].text) == (how == "parts")
+        assert ("is not loaded: its LM head" in ended[0].text) == (how in ("stored", "streamed"))
+    lives = [int(line) for line in (tmp_path / "engine" / "lives").read_text().split()]
+    assert len(lives) == 3 and not [pid for pid in lives if Path(f"/proc/{pid}").exists()]
     lengths = [len(text.tokens) for text in read_conversations(run / "data/conversations/validation.jsonl")]
     assert len(epoch_batches(lengths, 64, seed=0, epoch=0)) % COUNT == 1, "one process validates less than the other"
     assert StateStore(folders["stored"] / "data" / "states" / "train").bytes > 0
-    for how in ("whole", "parts"):
+    for how in ("whole", "parts", "streamed"):
         assert not list((folders[how] / "data" / "states").iterdir()) and "states" not in references(folders[how])
 
     start = {how: weights(folder / "train" / "start-0") for how, folder in folders.items()}
     last = {how: weights(folder / "train" / "last") for how, folder in folders.items()}
     ways = {how: {name: last[how][name] - start[how][name] for name in last[how]} for how in folders}
     nowhere = {name: torch.zeros_like(tensor) for name, tensor in ways["whole"].items()}
-    for how in ("stored", "parts"):
+    for how in ("stored", "parts", "streamed"):
         assert load_heads(folders[how] / "train" / "last").config == load_heads(folders["whole"] / "train/last").config
         assert_moved_alike(nowhere, ways["whole"], ways[how], within=1e-3)
     rows = {how: last_row(folder / "train") for how, folder in folders.items()}
-    for how in ("stored", "parts"):
+    for how in ("stored", "parts", "streamed"):
         assert rows[how]["loss"] == pytest.approx(rows["whole"]["loss"], rel=1e-5)
         assert rows[how]["predictions"] == rows["whole"]["predictions"]
 

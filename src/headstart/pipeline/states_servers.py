@@ -45,7 +45,7 @@ _NEW = 600.0
 _HEALTH_SECONDS = 5.0
 _WATCH_SECONDS, _RESTART_SECONDS = 0.5, 1800.0
 """Time between looks at the engines, and the longest wait for one to be started again."""
-_CPU_CONNECTOR = Path(guard.__file__).with_name("vllm_cpu_connector.py")
+_CPU_CONNECTOR = Path(guard.__file__).parent / "templates" / "vllm_cpu_connector.py"
 """Module that vLLM's CPU build imports, without headstart."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
@@ -93,6 +94,7 @@ class ServedStates:
         # A teacher's on the CPU: on a GPU it would wait for the training step.
         self._norm = norm if isinstance(model, Target) else deepcopy(norm).cpu()
         self._restarts, self._has_answered = recover is not None, False
+        self._meeting = threading.Lock()
         self._pool = Pool(urls, requests, remedy, recover or (lambda _: False))
 
     def states(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[dict[int, Tensor] | str]:
@@ -115,7 +117,8 @@ class ServedStates:
         return [found[number] for number in range(len(rows))]
 
     def _ask(self, endpoint: Endpoint, tokens: Sequence[int], layers: Sequence[int]) -> dict[int, Tensor] | str:
-        served = endpoint.cached(lambda endpoint: self._meet(endpoint, tokens))
+        with self._meeting:  # once for each server, also with many requests at the start
+            served = endpoint.cached(lambda endpoint: self._meet(endpoint, tokens))
         _, states_TLE = self._request(endpoint, served, tokens)
         if len(states_TLE) != len(tokens):
             return f"it has {len(tokens)} tokens, and vLLM wrote the states of {len(states_TLE)}"

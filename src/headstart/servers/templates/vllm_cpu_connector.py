@@ -1,9 +1,6 @@
 """Hidden-states connector for vLLM's CPU build, which lacks the CUDA streams of the stock connector.
 
-vLLM imports this module; it does not import headstart. Usage:
-
-    PYTHONPATH=benchmarks/vllm_cpu vllm serve TARGET ... --kv-transfer-config '{"kv_connector": "CpuHiddenStates",
-        "kv_connector_module_path": "states_connector", ...}'
+vLLM imports a copy of this module in its own environment; nothing of headstart imports it (see `states_servers`).
 """
 
 from __future__ import annotations
