@@ -88,9 +88,9 @@ def _target_settings(run: Run) -> dict[str, Any]:
 def check_formats(run: Run, target: FrozenModel) -> list[str]:
     """Return remarks on the formats of `export.formats` and `eval.engine`; a UserError where one cannot hold the
     heads."""
-    formats, engine = dict.fromkeys(run.recipe.export.formats), ENGINES.get(run.recipe.eval.engine or "")
+    formats, engine = list[str](run.recipe.export.formats), ENGINES.get(run.recipe.eval.engine or "")
     if engine is not None:
-        formats |= {engine.format: None}
+        formats = [*dict.fromkeys((*formats, engine.format))]
         if engine.needs_gguf and gguf_file(run.recipe.target.spec) is None:
             problem = f"eval.engine={engine.name} needs a GGUF file, and {run.recipe.target.spec} is none."
             raise UserError(problem, "Set eval.engine=vllm or null.")

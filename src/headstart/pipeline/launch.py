@@ -9,7 +9,7 @@ from subprocess import Popen
 from time import monotonic, sleep
 
 import torch
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from headstart.errors import UserError
 from headstart.pipeline.run import Run
@@ -55,7 +55,7 @@ def launch_training(run: Run) -> None:
         KeyboardInterrupt: a signal arrived, and the ranks have written a checkpoint.
     """
     run.release()
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # the ranks meet here: no port to lose
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # the ranks meet here: no port to lose
     words = [sys.executable, "-m", "headstart.train", str(run.folder / "recipe.yaml"), "--run-dir", str(run.folder)]
     ranks: list[Popen[bytes]] = []
     with Interrupt() as interrupt:

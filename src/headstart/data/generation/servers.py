@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from headstart.data.generation.generator import CANDIDATES, Continuation
@@ -25,6 +25,12 @@ _PROBE = "A bicycle stays upright while it moves, and nobody has to think about 
 
 _MAX_REFUSED = 64, 8
 """Maximum consecutive refused rows and batches once some rows were answered."""
+
+
+def _pool_of(
+    urls: Sequence[str] | Callable[[], Sequence[str]], requests: int | None, remedy: str, recover: Callable[[str], bool]
+) -> Pool:
+    return Pool(urls() if callable(urls) else urls, requests, remedy, recover)
 
 
 class Servers:
@@ -51,10 +57,9 @@ class Servers:
             "See whether the server runs and data.server is its address; then the same command goes on from there: "
             "finished batches are kept."
         )
-        if callable(urls):
-            self._connect = lambda: Pool(urls(), requests, remedy, recover)
-        else:
-            self._pool = Pool(urls, requests, remedy, recover)
+        self._connect = partial(_pool_of, urls, requests, remedy, recover)
+        if not callable(urls):
+            self._pool = self._connect()
 
     @cached_property
     def _pool(self) -> Pool:
