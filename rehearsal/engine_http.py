@@ -7,14 +7,22 @@ file needs nothing but Python.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from typing import Any
 
 
 class Refused(Exception):
     """A request that the server answers with 400, and with this text."""
+
+
+def named() -> str:
+    """Return the model's name in this process's command line."""
+    words = ["", *sys.argv]
+    return next((word for option, word in pairwise(words) if option in ("--served-model-name", "--alias")), "target")
 
 
 @dataclass
@@ -36,7 +44,7 @@ class StandIn:
     kind: str
     answer: Callable[[list[int], int, dict[str, Any]], tuple[list[int], dict[str, Any]]]
     drafts: int = 0
-    model: str = "target"
+    model: str = field(default_factory=named)
     window: int | None = None
     tokenize: Callable[[str], list[int]] | None = None
     render: tuple[Callable[[list[dict[str, str]]], list[int]], Callable[[Sequence[int]], str]] | None = None

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument("-m", dest="target", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--served-model-name")
+    parser.add_argument("--served-model-name", "--alias", dest="name")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--speculative-config", type=json.loads, default={})
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kind,
         writer.answer,
         drafts=drafts,
-        model=options.served_model_name or options.target,
+        model=options.name or options.target,
         window=options.max_model_len or target.max_length,
         tokenize=lambda text: target.tokenizer(text, add_special_tokens=False)["input_ids"],
         render=(writer.chat, lambda tokens: str(target.tokenizer.decode(tokens, skip_special_tokens=True))),

@@ -136,7 +136,7 @@ def test_a_recipe_needs_heads(tmp_path: Path) -> None:
             r"'data\.server' has \{'url': 'http://a:1'\}\. Write vllm or",
         ),
         ("data.server_arguments='-tp 2'", r"data\.server_arguments is for an engine that the run starts\. Set data"),
-        ("data.server=banana", r"'data\.server' has 'banana'\. Write vllm or llama.cpp, an address"),
+        ("data.server=banana", r"'data\.server' has 'banana'\. Write vllm or llama.cpp or auto, an address"),
         ("train.minutes=", r"'train\.minutes=' gives 'train\.minutes' no value\. .*or train\.minutes=null"),
         ("train.lr=1e400", r"'train\.lr' is inf: input should be a finite number"),
         ("train.minutes=.inf", r"'train\.minutes' is inf: input should be a finite number"),

@@ -28,6 +28,7 @@ SHAPES = {
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": (24, 49152),
     "meta-llama/Llama-3.1-8B-Instruct": (32, 128256),
     "meta-llama/Llama-3.3-70B-Instruct": (80, 128256),
+    "Qwen/Qwen3-30B-A3B": (48, 151936),
 }
 """Layers and vocabulary of the recipes' targets, from their config.json."""
 

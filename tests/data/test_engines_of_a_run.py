@@ -68,6 +68,17 @@ def test_engine_that_keeps_dying_ends_the_run(tiny_target_folder: Path, tmp_path
     assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()]
 
 
+def test_no_engine_starts_for_conversations_that_exist(tiny_target_folder: Path, tmp_path: Path) -> None:
+    run = engine_run(tmp_path, tiny_target_folder, deaths=0)
+    execute(run, stages_until("conversations"))
+    execute(run, stages_until("conversations"), again={"conversations"})
+    assert len(lives(tmp_path)) == 1
+    longer = tiny_recipe(tmp_path, tiny_target_folder, data={**run.recipe.data.model_dump(), "conversations": 14})
+    execute(Run(longer, run.folder, run.console), stages_until("conversations"))
+    assert len(lives(tmp_path)) == 2
+    assert len((run.folder / "data" / "conversations" / "train.jsonl").read_text().splitlines()) == 14
+
+
 def test_missing_engine_is_named(tiny_target_folder: Path, tmp_path: Path) -> None:
     changes = {"server": "vllm", "server_command": "no-such-engine serve", "states": "online"}
     run = Run(tiny_recipe(tmp_path, tiny_target_folder, data=changes), tmp_path / "run", Console(file=StringIO()))

@@ -40,6 +40,7 @@ from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
 from tests.engines.conftest import Made
 from tests.eval.test_report import measured as measured_report
+from tests.forks import Forks
 from tests.test_benchmarks import script
 from tests.test_cli import refused, works
 
@@ -102,6 +103,54 @@ def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, text
     write_engine_tuning(heads, paying(measured, 0))
     served = works("export", heads, "--format", ENGINES[name].format, "--out", tmp_path / "served").stdout
     assert "No number of drafts pays" in " ".join(served.split())
+
+
+def test_one_server_at_a_time_where_two_do_not_fit(
+    heads: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.pipeline.in_engine.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (10**9, 10**9))
+    running, most, start, stop = set[Server](), list[int](), Server.start, Server.stop
+
+    def started(server: Server) -> None:
+        running.add(server)
+        most.append(len(running))
+        start(server)
+
+    def stopped(server: Server) -> None:
+        stop(server)
+        running.discard(server)
+
+    monkeypatch.setattr(Server, "start", started)
+    monkeypatch.setattr(Server, "stop", stopped)
+    works(*tune(heads, texts, "--engine-drafts", "1,3", "--engine-tokens", 9, "--engine-requests", "1,2"))
+    measured = read_engine_tunings(heads)["vllm"]
+    assert [(row.requests, row.drafts) for row in measured.rows] == [(1, 1), (2, 1), (1, 3), (2, 3)]
+    assert measured.same_texts == (14, 14) and all(row.accepted == 1 for row in measured.rows)
+    asked, started_by = tmp_path / "asked.jsonl", ("--engine", "vllm", "--engine-command", command("vllm"))
+    asked.write_text('{"turns": ["one two", "more"]}\n{"turns": ["three"]}\n')
+    sizes = ("--max-new-tokens", 9, "--sweep-batch", 2, "--multi-turn")
+    works("eval", heads, "--questions", asked, "--out", tmp_path / "out", *started_by, *sizes)
+    results = read_json(tmp_path / "out" / "results.json")
+    drafted, plain = results["compare"]
+    assert (drafted["tokens_per_round"], plain["tokens_per_round"]) == (2, None)
+    assert drafted["ttft_ms"]["count"] == 3 and results["batches"][0]["tokens_per_round"] == 2
+    assert results["settings"]["servers"] == "one after the other, without heads first"
+    assert most == [1] * 5
+
+
+def test_terminated_command_leaves_no_files(heads: Path, texts: Path, tmp_path: Path, forks: Forks) -> None:
+    waits = shlex.join([sys.executable, "-c", "import time; time.sleep(60)"])
+    place = tmp_path / "tmp"
+    place.mkdir()
+    code = f"import tempfile; tempfile.tempdir = {str(place)!r}; from headstart.cli.app import main; main()"
+    fork = forks.start("-c", code, *map(str, tune(heads, texts)[:-1]), waits)
+    while not list(place.glob("headstart-engine-*/logs/plain.log")):
+        assert fork.poll() is None, fork.err.read_text()
+        time.sleep(0.02)
+    fork.send_signal(signal.SIGTERM)
+    assert fork.wait() == 130
+    assert not list(place.iterdir())
 
 
 def paying(measured: EngineTuning, drafts: int) -> EngineTuning:
@@ -327,6 +376,16 @@ def test_another_program_at_the_port_is_no_engine(tmp_path: Path, monkeypatch: p
     with socket.create_server(("127.0.0.1", server._port)), pytest.raises(UserError, match="another program uses"):
         server.start()
     server.stop()
+
+
+def test_another_program_that_answers_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine itself is still loading."""
+    loads = shlex.join([sys.executable, "-c", "import time; time.sleep(60)"])
+    with started(tmp_path / "other") as other:
+        monkeypatch.setattr(serving, "_free_port", lambda *_: other._port)
+        server = Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=loads, start_seconds=1.0)
+        with pytest.raises(UserError, match="did not answer within 1 seconds"), server:
+            pass
 
 
 def test_restart_ends_with_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

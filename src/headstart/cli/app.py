@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from headstart.cli.options import (
     JsonFile,
     Loading,
     Overrides,
+    Processes,
     RecipeName,
     RunDir,
     TrustOption,
@@ -68,12 +70,14 @@ app.add_typer(recipes_app, name="recipes")
 
 
 @app.command()
-def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None, processes: Processes = None) -> None:
     """Train and measure heads: write data, train, tune, export, report.
 
     Finished stages are skipped; an interrupted run continues where it stopped.
 
     Example: headstart run quickstart minutes=60
+
+    Example: headstart run eagle3-8b target=path/to/model --processes 8
     """
     from headstart.eval.report import show_results
     from headstart.pipeline.run import HEADS, REPORT
@@ -83,10 +87,10 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"headstart run works in one process, and a launcher started {os.environ['WORLD_SIZE']}.",
-            "Run headstart data build first, then launch training alone: -m headstart.train RECIPE (with a dot).",
+            "Start it without a launcher: --processes says how many processes train.",
         )
     began = perf_counter()
-    work = open_run(recipe, overrides, run_dir)
+    work = open_run(recipe, overrides, run_dir, processes)
     worked, now = _execute(work, STAGES), perf_counter() - began
     every = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
     if not worked:
@@ -243,20 +247,23 @@ def data_show(
 
 
 @app.command()
-def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
+def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None, processes: Processes = None) -> None:
     """Train heads. Missing data is written first.
 
-    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE.
+    On several machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE on each.
 
     Example: headstart train quickstart train.minutes=3
     """
+    from headstart.pipeline.launch import is_part_of
     from headstart.pipeline.run import TRAIN
     from headstart.pipeline.together import train_together
     from headstart.train.processes import exit_together
 
     with exit_together():
-        work = open_run(recipe, overrides, run_dir)
+        work = open_run(recipe, overrides, run_dir, processes)
         train_together(work)
+    if is_part_of(work):
+        return
     say(
         work.console,
         ("Heads", work.folder / TRAIN / "best"),
@@ -454,4 +461,6 @@ def main() -> None:
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")
     warnings.showwarning = show_warning
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # as Ctrl-C: temporary files are deleted
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     app(prog_name="headstart")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
@@ -34,13 +35,31 @@ Overrides = Annotated[
 RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<name of the recipe>")]
 
 
-def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
-    """Return the run of a recipe, by default in runs/<its name>."""
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Training processes to start on this machine.", show_default="one per GPU"),
+]
+
+
+def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, processes: int | None = None) -> Run:
+    """Return the run of a recipe, fitted to this machine, by default in runs/<its name>.
+
+    `processes` None is `training_processes`.
+    """
+    from headstart.pipeline.fit import fit_recipe
+    from headstart.pipeline.launch import training_processes
     from headstart.pipeline.run import Run
     from headstart.recipes.recipe import load_recipe
+    from headstart.recipes.values import given_keys
 
-    loaded = load_recipe(recipe, overrides or [])
-    return Run(loaded, run_dir or Path("runs") / loaded.name, Console())
+    loaded, console = load_recipe(recipe, overrides or []), Console()
+    folder = run_dir or Path("runs") / loaded.name
+    loaded = fit_recipe(loaded, given_keys(recipe, overrides or []), folder, console)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and processes:
+        raise UserError(f"A launcher has started {ranks} processes.", "Leave out --processes, or the launcher.")
+    count = 1 if ranks > 1 else processes or training_processes(loaded)
+    return Run(loaded, folder, console, processes=count)
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------

@@ -37,11 +37,15 @@ def environment(target: Target, drafters: Sequence[Any] = ()) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Return the machine, the version of headstart, and the current time."""
     return {
-        "cpu": cpu_model(),
-        "cores": core_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **machine_facts(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "headstart": headstart.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return the processors that timings depend on."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": cpu_model(), "cores": core_count(), "gpu": gpu}

@@ -137,6 +137,14 @@ def measure_methods(
     }
 
 
+def ask_first(
+    target: FrozenModel, questions: Sequence[Question], options: EvalOptions, plain: Method, console: Console
+) -> None:
+    """Ask plain decoding all that `measure_methods` asks it."""
+    _measure(target, questions, options, {PLAIN: plain}, console)
+    _batches(target, questions, options, {PLAIN: plain}, console)
+
+
 def _predicted(source: Source, options: EvalOptions) -> float | None:
     """Return tuning's predicted speed-up over plain, if it applies: the heads alone with the tree that tuning chose,
     greedy, batch size 1, same dtype."""

@@ -148,6 +148,7 @@ def _setting(results: Mapping[str, Any]) -> str:
         ("{} threads", machine.get("threads")),
         ("on one {}", machine.get("gpu")),
         ("on {}", machine.get("cpu") if machine.get("gpu") is None else None),
+        ("{}", machine.get("engine")),
         ("torch {}", machine.get("torch")),
         ("transformers {}", machine.get("transformers")),
         ("headstart {}", machine.get("headstart")),

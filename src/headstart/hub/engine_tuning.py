@@ -1,7 +1,8 @@
 """Tuning of the number of drafts in a serving engine, stored with the heads.
 
 Engines draft chains of a length that is fixed at start, or per number of concurrent requests. Two servers, with heads
-and without, answer the same prompts alternately, so that changes in machine speed favour neither. The time of a round
+and without, answer the same prompts alternately, so that changes in machine speed favour neither; where memory holds
+one server only, the one without heads answers first. The time of a round
 is nearly the same for all texts, acceptance is not: the latter comes from the heads' calibration, which covers more
 texts.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, cycle, islice
 from operator import eq, mul
@@ -20,7 +22,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, Valida
 
 from headstart.errors import UserError
 from headstart.servers.completions import CompletionRequest
-from headstart.servers.process import EngineAnswer, Server
+from headstart.servers.process import EngineAnswer, Recorded, RunningEngine, Server
 from headstart.support.files import write_json
 
 FILE = "engines.json"
@@ -126,47 +128,63 @@ def tune_engine(
     drafts: Sequence[int],
     workload: EngineWorkload,
     progress: Callable[[str], None],
+    at_once: bool = True,
 ) -> tuple[str, list[Comparison]]:
     """Time plain decoding and chains of each length in a serving engine; returns its version and the measurements.
 
-    `drafting` returns the arguments that add heads for a number of drafts. A UserError without prompts, or where the
-    engine does not start, answer or draft.
+    `drafting` returns the arguments that add heads for a number of drafts; `at_once` says that memory holds two
+    servers. A UserError without prompts, or where the engine does not start, answer or draft.
     """
     if not workload.prompts:
         raise UserError("There are no prompts to ask the engine.", "Give conversations with questions.")
     comparisons = []
     progress("starting the engine")
-    with start((), "plain") as plain:
+    with ExitStack() as stack:
+        server = stack.enter_context(start((), "plain"))
+        version, plain = server.version(), server if at_once else Recorded(server)
+        if not at_once:
+            progress(f"asking {server.engine.name} without drafts")
+            for batch in (batch for requests in workload.requests for batch in _batches(workload, requests)):
+                plain.answers(batch)
+            stack.close()
         for count in sorted(set(drafts)):
-            progress(f"starting {plain.engine.name} with {count} drafts")
+            progress(f"starting {server.engine.name} with {count} drafts")
             with start(drafting(count), f"drafts-{count}") as drafted:
-                progress(f"asking {plain.engine.name} with {count} drafts")
+                progress(f"asking {server.engine.name} with {count} drafts")
                 comparisons += [
                     measure_drafts(plain, drafted, count, workload, requests) for requests in workload.requests
                 ]
-        return plain.version(), comparisons
+        return version, comparisons
 
 
-def measure_drafts(
-    plain: Server, drafted: Server, drafts: int, workload: EngineWorkload, requests: int = 1
-) -> Comparison:
-    """Send both servers the same prompts, alternating which goes first; a UserError if nothing is drafted.
+def _batches(workload: EngineWorkload, requests: int) -> list[list[CompletionRequest]]:
+    """Return the batches of concurrent requests: one of short answers to warm up, then the measured ones.
 
-    Always `requests` are concurrent: the last batch is filled up with prompts from the start.
+    The last batch is filled up with prompts from the start.
     """
-    servers = (plain, drafted)
     prompts = list(islice(cycle(workload.prompts), -(-len(workload.prompts) // requests) * requests))
     asked = [CompletionRequest(prompt, workload.max_new_tokens) for prompt in prompts]
     warm_up = [replace(each, max_new_tokens=min(8, each.max_new_tokens)) for each in asked[:requests]]
+    return [warm_up, *(asked[first : first + requests] for first in range(0, len(asked), requests))]
+
+
+def measure_drafts(
+    plain: RunningEngine, drafted: Server, drafts: int, workload: EngineWorkload, requests: int = 1
+) -> Comparison:
+    """Send both servers the same prompts, `requests` at a time, alternating which goes first; a UserError if nothing is
+    drafted."""
+    servers = (plain, drafted)
+    warm_up, *batches = _batches(workload, requests)
     for server in servers:
         server.answers(warm_up)
     counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
-    for first in range(0, len(asked), requests):
-        for which in (0, 1) if first // requests % 2 else (1, 0):
+    for number, batch in enumerate(batches):
+        for which in (0, 1) if number % 2 else (1, 0):
             before = servers[which].counters()
-            answers[which].extend(servers[which].answers(asked[first : first + requests]))
+            answers[which].extend(servers[which].answers(batch))
             counted += servers[which].counters() - before
+    asked = sum(map(len, batches))
     if not counted["drafts"] or not counted["draft_tokens"]:
         raise drafted.drafted_nothing()
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
@@ -174,10 +192,10 @@ def measure_drafts(
     plain_ms, drafted_ms = (sum(each.decoding_ms for each in given) for given in answers)
     if not plain_ms or not drafted_ms:
         raise UserError("The engine ends its answers after a token.", "Give conversations with longer answers.")
-    plain_ms /= max(1, plain_tokens - len(prompts))
+    plain_ms /= max(1, plain_tokens - asked)
     # Each forward after prefill yields one token plus the accepted drafts. Drafts accepted beyond the end of an answer
     # are cut off, and a forward may draft nothing: the larger count is right.
-    rounds = max(counted["drafts"], tokens - len(prompts) - counted["accepted_tokens"])
+    rounds = max(counted["drafts"], tokens - asked - counted["accepted_tokens"])
     round_ms = drafted_ms / rounds
     row = DraftsRow(
         requests=requests,

@@ -25,6 +25,7 @@ from headstart.heads.base import family, make_config
 from headstart.hub.engines.export import check_heads
 from headstart.hub.engines.facts import facts_of_target
 from headstart.model.frozen import FrozenModel
+from headstart.model.loading import gguf_file
 from headstart.model.model import Target
 from headstart.model.teacher import save_teacher, teacher_folder, teacher_problem
 from headstart.pipeline.generation_servers import generation_servers
@@ -43,6 +44,7 @@ from headstart.pipeline.run import (
 from headstart.pipeline.states_servers import served_states
 from headstart.pipeline.workload import counted_lengths
 from headstart.replay.patch import FINAL
+from headstart.servers.engines import ENGINES
 from headstart.support.artifacts import Artifact, add_reference, artifact, forget, lock_artifact, read_note, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
@@ -84,8 +86,14 @@ def _target_settings(run: Run) -> dict[str, Any]:
 
 
 def check_formats(run: Run, target: FrozenModel) -> list[str]:
-    """Return remarks on `export.formats`; a UserError where one of them cannot hold the heads."""
-    formats = run.recipe.export.formats
+    """Return remarks on the formats of `export.formats` and `eval.engine`; a UserError where one cannot hold the
+    heads."""
+    formats, engine = list[str](run.recipe.export.formats), ENGINES.get(run.recipe.eval.engine or "")
+    if engine is not None:
+        formats = [*dict.fromkeys((*formats, engine.format))]
+        if engine.needs_gguf and gguf_file(run.recipe.target.spec) is None:
+            problem = f"eval.engine={engine.name} needs a GGUF file, and {run.recipe.target.spec} is none."
+            raise UserError(problem, "Set eval.engine=vllm or null.")
     if not formats:
         return []
     config = make_config(run.recipe.heads, target)
@@ -97,7 +105,9 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
         try:
             remarks += check_heads(name, heads.publish(), facts)
         except UserError as error:
-            raise UserError(error.problem, f"{error.remedy} Or leave {name} out of export.formats.") from None
+            raise UserError(
+                error.problem, f"{error.remedy} Or leave {name} out of export.formats and eval.engine."
+            ) from None
     return remarks
 
 

@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from rich.markup import escape
-
 from headstart.data.generation.servers import Servers
 from headstart.errors import UserError
 from headstart.model.loading import gguf_file, loadable_folder
@@ -15,6 +13,7 @@ from headstart.pipeline.run import Run
 from headstart.servers.engines import ENGINES
 from headstart.servers.fleet import Fleet, gpu_groups
 from headstart.servers.process import Server
+from headstart.support.terminal import tell
 
 LOGS = "logs"
 """Folder of the engines' logs, in the folder of the run."""
@@ -22,10 +21,8 @@ LOGS = "logs"
 
 @contextmanager
 def generation_servers(run: Run) -> Iterator[Servers | None]:
-    """Yield the servers of the recipe, or None to generate in this process; engines run as long as the context.
-
-    A UserError where an engine does not start.
-    """
+    """Yield the servers of the recipe, or None to generate in this process; engines start when a conversation is
+    missing, and end with the context."""
     data, target = run.recipe.data, run.described
     if not data.server or not data.own_answers:
         yield None
@@ -33,9 +30,13 @@ def generation_servers(run: Run) -> Iterator[Servers | None]:
         yield Servers(data.server, target, data.server_requests)
     else:
         with ExitStack() as stack:
-            with run.console.status(f"starting {data.engine}; its log is in {escape(str(run.folder / LOGS))}"):
-                fleet = stack.enter_context(Fleet(engines(run, data.engine)))
-            yield Servers(fleet.urls, target, data.server_requests, fleet.recover)
+            fleet = Fleet(engines(run, data.engine))
+
+            def start() -> list[str]:
+                tell(run.console, f"    Starting {data.engine}; its log is in {run.folder / LOGS}", style="dim")
+                return stack.enter_context(fleet).urls
+
+            yield Servers(start, target, data.server_requests, fleet.recover)
 
 
 def engines(

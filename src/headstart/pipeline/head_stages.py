@@ -18,6 +18,7 @@ from headstart.model.model import Target
 from headstart.model.teacher import TeacherModel, teach
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import aux_layers, check_formats, conversation_files, conversations, kept_stores
+from headstart.pipeline.launch import launch_training, must_launch
 from headstart.pipeline.run import (
     CONVERSATIONS,
     TRAIN,
@@ -33,7 +34,7 @@ from headstart.pipeline.run import (
     where,
 )
 from headstart.pipeline.states_servers import served_states
-from headstart.support.artifacts import add_reference, artifact, lock_artifact
+from headstart.support.artifacts import add_reference, artifact, lock_artifact, referred
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
 from headstart.train.processes import broadcast_from_main, count_processes, is_main, on_main, raise_on_all_ranks
@@ -52,6 +53,9 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 def _train(run: Run) -> Outcome:
     # Runs on every rank; the main process writes.
+    if must_launch(run):
+        launch_training(run)
+        return _trained(run)
     with raise_on_all_ranks():
         target, stores = _frozen_and_stores(run)
         made = training_artifact(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
@@ -67,9 +71,16 @@ def _train(run: Run) -> Outcome:
             with _states_of(run, target, stores):
                 train(run.recipe, target, *stores, made.folder, run.console)
     with raise_on_all_ranks():
-        result = read_json(made.folder / RESULT) if is_main() else None
-    result = broadcast_from_main(result)
-    return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
+        trained = _trained(run) if is_main() else Outcome("")
+    return trained
+
+
+def _trained(run: Run) -> Outcome:
+    """Describe the finished training of a run."""
+    folder = referred(run.folder, "train")
+    assert folder is not None, "training adds its reference"
+    result = read_json(folder / RESULT)
+    return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=folder.name)
 
 
 def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:

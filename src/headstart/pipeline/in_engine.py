@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
@@ -20,7 +21,7 @@ from headstart.decode.options import EngineOptions, ServingOptions
 from headstart.errors import UserError, nearest
 from headstart.eval.divergence import compare_texts
 from headstart.eval.environment import machine
-from headstart.eval.evaluate import measure_methods, select_questions
+from headstart.eval.evaluate import ask_first, measure_methods, select_questions
 from headstart.eval.labels import HEADS, PLAIN
 from headstart.eval.options import EvalOptions
 from headstart.eval.served import Served
@@ -37,11 +38,18 @@ from headstart.model.outline import unloaded
 from headstart.pipeline.actions import add_engines_to_report, validation_file
 from headstart.pipeline.run import HEADS as HEADS_FOLDER
 from headstart.servers.engines import ENGINES, ServingEngine
-from headstart.servers.fleet import gpu_groups
-from headstart.servers.names import split_words
-from headstart.servers.process import Server
+from headstart.servers.fleet import gpu_groups, parallel_size, visible_gpus
+from headstart.servers.names import option_values, split_words
+from headstart.servers.process import Recorded, Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
+
+_UTILIZATION = "--gpu-memory-utilization"
+_USED = 0.9
+"""Fraction of free GPU memory that two servers may take."""
+_WORKING = 3e9
+"""Memory of a server for anything but weights."""
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 def served_with(engine: ServingEngine, exported: Exported, drafts: Mapping[int, int]) -> list[str]:
@@ -55,12 +63,14 @@ def served_with(engine: ServingEngine, exported: Exported, drafts: Mapping[int, 
 
 @dataclass(frozen=True)
 class _Servable:
-    """Heads exported for an engine; `start` takes drafting arguments and a log's name, and creates a server."""
+    """Heads exported for an engine; `start` takes drafting arguments and a log's name, and creates a server. `at_once`
+    says that memory holds two."""
 
     engine: ServingEngine
     exported: Exported
     target: str
     start: Callable[[Sequence[str], str], Server]
+    at_once: bool
 
 
 def _engine_named(name: str) -> ServingEngine:
@@ -90,6 +100,11 @@ def _exported(folder: Path, target: str | None, options: ServingOptions, request
             )
 
         plain = [] if engine.needs_gguf else exported.facts.server_options
+        at_once, arguments = True, options.engine_arguments
+        if len(groups) == 1 and (visible := visible_gpus()):
+            free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(len(visible))]
+            room = min(free) * parallel_size(arguments)
+            at_once, arguments = fits_twice(engine, arguments, _bytes(served, place / "heads"), room)
 
         def start(drafting: Sequence[str], name: str) -> Server:
             return Server(
@@ -98,12 +113,39 @@ def _exported(folder: Path, target: str | None, options: ServingOptions, request
                 drafting or plain,
                 place / "logs" / f"{name}.log",
                 command=options.engine_command,
-                options=options.engine_arguments,
+                options=arguments,
                 gpus=gpus[bool(drafting)],
                 requests=requests,
             )
 
-        yield _Servable(engine, exported, served, start)
+        yield _Servable(engine, exported, served, start, at_once)
+
+
+def fits_twice(engine: ServingEngine, arguments: str, weights: int | None, room: int) -> tuple[bool, str]:
+    """Return whether two servers fit into this many bytes of GPU memory, and the arguments with which they do.
+
+    vLLM takes a fraction of the memory: what the arguments say, else less than half for each of two. Weights of unknown
+    size (None) do not fit.
+
+    >>> vllm = ENGINES["vllm"]
+    >>> fits_twice(vllm, "", 16 * 10**9, 80 * 10**9), fits_twice(vllm, "", 16 * 10**9, 24 * 10**9)
+    ((True, '--gpu-memory-utilization 0.45'), (False, ''))
+    """
+    given = [float(value) for option, value in option_values(arguments) if option == _UTILIZATION]
+    if given:
+        return given[-1] <= 0.5, arguments
+    fits = weights is not None and 2 * (weights + _WORKING) <= _USED * room
+    share = "" if engine.needs_gguf or not fits else f"{_UTILIZATION} {_USED / 2:.2f}"
+    return fits, f"{arguments} {share}".strip()
+
+
+def _bytes(*paths: str | Path) -> int | None:
+    """Return the bytes of weights in files and folders; None if one is not here."""
+    places = [Path(path).expanduser() for path in paths]
+    if not all(place.exists() for place in places):
+        return None
+    files = [file for place in places for file in (place.iterdir() if place.is_dir() else [place])]
+    return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)
 
 
 def tune_in_engine(
@@ -136,6 +178,7 @@ def tune_in_engine(
             drafts or drafts_to_try(exported.published, DRAFTS),
             workload,
             progress=status.update,
+            at_once=servable.at_once,
         )
     tuning = EngineTuning(
         engine=engine.name,
@@ -164,7 +207,8 @@ def evaluate_in_engine(
 ) -> dict[str, Any]:
     """Measure heads in a serving engine on questions, against the engine without them, through its API.
 
-    Two servers answer in turns, one request at a time and as many as `sweep_batch` says. The number of drafts is that
+    Two servers answer in turns, one request at a time and as many as `sweep_batch` says; where memory holds one server
+    only, the one without heads answers first. The number of drafts is that
     of `tune_in_engine`, or else of the format.
 
     Returns the content of results.json, see `headstart.eval.evaluate`. A UserError for options of headstart's own loop.
@@ -191,18 +235,27 @@ def evaluate_in_engine(
         questions = select_questions(reads, tokenizer, questions, options, console)
         drafting = served_with(engine, exported, exported.drafts.get(engine.name, {}))
         status.update(f"starting {engine.name}")
-        with servable.start((), "plain") as plain, servable.start(drafting, "heads") as drafted:
+        templated = reads.with_tokenizer(tokenizer)
+        with ExitStack() as stack:
+            server = stack.enter_context(servable.start((), "plain"))
+            plain = Served(server if servable.at_once else Recorded(server), options, has_heads=False)
+            if not servable.at_once:
+                status.stop()
+                ask_first(templated, questions, options, plain, console)
+                stack.close()
+                status.start()
+            drafted = stack.enter_context(servable.start(drafting, "heads"))
             status.stop()
             method = Served(drafted, options, has_heads=True)
-            methods = {HEADS: method, PLAIN: Served(plain, options, has_heads=False)}
-            templated = reads.with_tokenizer(tokenizer)
+            methods = {HEADS: method, PLAIN: plain}
             results = measure_methods(templated, questions, options, methods, compare_texts, console)
             if not method.drafts:
                 raise drafted.drafted_nothing()
-            environment = {"engine": f"{engine.name} {plain.version()}".strip(), "command": shlex.join(drafted.words)}
+            environment = {"engine": f"{engine.name} {drafted.version()}".strip(), "command": shlex.join(drafted.words)}
     results["settings"] |= {
         "heads": {"family": kind_of(published), "drafts in a row": str(published.steps)},
         "served": Path(servable.target).name,
+        **({} if servable.at_once else {"servers": "one after the other, without heads first"}),
     }
     # Counters do not tell the order of rounds within an answer, which these need.
     return {**results, "places": [], "replays": [], "environment": {**environment, **machine()}}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ from transformers import AutoTokenizer
 from headstart.api import load
 from headstart.data.conversations.records import each_conversation
 from headstart.data.prompts.chat import with_template_kwargs
-from headstart.data.prompts.questions import read_questions
+from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.states.store import StateStore
+from headstart.decode.options import ServingOptions
 from headstart.drafters.memory import CONTEXT
 from headstart.errors import UserError
+from headstart.eval.environment import machine_facts
 from headstart.eval.options import EvalOptions
+from headstart.eval.report import write_report
 from headstart.heads.io import CONFIG
 from headstart.hub.card import write_card
 from headstart.hub.engines.importing import untuned
@@ -25,6 +30,7 @@ from headstart.model.teacher import TeacherModel
 from headstart.pipeline.actions import add_engines_to_report, keeping_engine_tunings, report
 from headstart.pipeline.data_stages import conversation_files, conversations
 from headstart.pipeline.head_stages import trained_heads
+from headstart.pipeline.in_engine import evaluate_in_engine
 from headstart.pipeline.run import (
     HEADS,
     QUESTIONS,
@@ -171,6 +177,26 @@ def _eval_settings(run: Run) -> dict[str, Any]:
     return {**flat("eval", section), **where(run), "the questions' file": content(section.questions)}
 
 
+def _measure(run: Run, heads: Path, questions: Sequence[Question], out: Path) -> None:
+    """Measure exported heads as the recipe says, in an engine or in this process, and write the report."""
+    section, data, facts = run.recipe.eval, run.recipe.data, _training_facts(run)
+    name = "held out" if section.questions == "heldout" else Path(section.questions).name
+    chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature"})
+    options = EvalOptions(**chosen, heads_name=run.recipe.name, questions_name=name)
+    if section.engine is None:
+        options = replace(options, compare=section.compare)
+        report(load(heads, run.target), questions, options, out, run.console, facts)
+        return
+    run.release()
+    command, arguments = section.engine_command, section.engine_arguments
+    if section.engine == data.engine:
+        command, arguments = command or data.server_command, arguments or data.server_arguments
+    serving = ServingOptions(section.engine, command, engine_arguments=arguments)
+    results = evaluate_in_engine(heads, questions, options, serving, None, run.console)
+    results["settings"]["heads"] |= facts
+    write_report(results, out)
+
+
 def _eval(run: Run) -> Outcome:
     refuse_foreign_code(run.folder / REPORT, _REPORT_FILES)
     section, source = run.recipe.eval, run.recipe.eval.questions
@@ -181,22 +207,14 @@ def _eval(run: Run) -> Outcome:
         "heads": exported.name,
         **_eval_settings(run),
         "questions": content(file),
-        "conditions": conditions(run),
+        "conditions": machine_facts() if section.engine else conditions(run),
     }
     made = artifact(run.folder, "reports", run.recipe.heads.family, identity)
     with lock_artifact(made, run.console) as folder, lock_artifact(exported, run.console):
         add_reference(run.folder, "eval", made)
         if not (folder / REPORT / "results.json").is_file():
-            chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
-            name = "held out" if source == "heldout" else Path(source).name
-            options = EvalOptions(**chosen, heads_name=run.recipe.name, questions_name=name)
-            # Load the exported folder: the report covers what users load.
-            decoder = load(exported.folder / HEADS, run.target)
-            questions = read_questions(file)
-
-            def measure(partial: Path) -> None:
-                report(decoder, questions, options, partial, run.console, _training_facts(run))
-
+            # Measure the exported folder: the report covers what users load.
+            measure = partial(_measure, run, exported.folder / HEADS, read_questions(file))
             write_atomic(folder / REPORT, measure)
         results = read_json(folder / REPORT / "results.json")
         name = "held-out prompts" if source == "heldout" else Path(source).stem
@@ -211,7 +229,8 @@ def _eval(run: Run) -> Outcome:
         recipe.train, trained, recipe.name, run.folder / REPORT, summary, lambda text: tell(run.console, f"    {text}")
     )
     speedup = summary["speedup_vs_plain"]
-    measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
+    where = f" in {recipe.eval.engine}" if recipe.eval.engine else ""
+    measured = f"{speedup['mean']:.2f}x over plain decoding{where}, measured; " if speedup else ""
     prompts = len(results["per_prompt"])
     return Outcome(f"{measured}τ {summary['tokens_per_round']:.2f} on {prompts} prompts", identity=made.name)
 

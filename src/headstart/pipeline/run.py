@@ -8,6 +8,7 @@ leads to the same artifact leaves later stages done.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -57,7 +58,7 @@ class NoTarget(UserError):
 @dataclass
 class Run:
     """One recipe in one folder. Stages in `again` are redone even if done; `device` overrides the recipe's on a rank
-    of a distributed training."""
+    of a distributed training, which the stage `train` starts if there are several `processes`."""
 
     recipe: Recipe
     folder: Path
@@ -65,6 +66,7 @@ class Run:
     again: Collection[str] = ()
     earlier: Record | None = None
     device: str | None = None
+    processes: int = 1
 
     @cached_property
     def target(self) -> Target:
@@ -159,6 +161,15 @@ class Run:
         except UserError:  # the states stage rewrites it
             return None
         return teacher if teacher.whole_identity == record.identity else None
+
+    def release(self) -> None:
+        """Free the memory of the loaded target."""
+        if vars(self).pop("target", None) is not None:
+            vars(self).pop("described", None)
+            gc.collect()
+            import torch
+
+            torch.cuda.empty_cache()
 
     def record_file(self, stage: str) -> Path:
         return self.folder / "stages" / f"{stage}.json"

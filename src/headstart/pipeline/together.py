@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import help_with_data
+from headstart.pipeline.launch import is_part_of
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
 from headstart.support.lock import Busy
@@ -43,12 +44,16 @@ def execute_together(run: Run, stages: Sequence[Stage]) -> None:
 def train_together(run: Run) -> None:
     """Bring a run up to date through training; called on every rank.
 
-    A single process writes missing data first; several only train. A UserError on one rank is raised on all.
+    A single process writes missing data first; several only train. A UserError on one rank is raised on all. Ranks that
+    the run's own command started leave its lock, its data and its records to that command.
     """
     *data, training = stages_until("train")
     check_inputs(run.recipe, [training])
     run.device = join_processes(run.recipe.target.device)
     run.console.quiet |= not is_main()
+    if is_part_of(run):
+        training.do(run)
+        return
     with raise_on_all_ranks():
         unfinished = left_to_do(run, data) if is_main() else {}
         check_inputs(run.recipe, [stage for stage in data if stage.name in unfinished])

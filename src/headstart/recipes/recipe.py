@@ -27,6 +27,13 @@ class Recipe(Section):
         "data.minutes, data.conversations, data.cache_gigabytes, train.minutes and eval.limit go before them where "
         "they are given.",
     )
+    fit: bool = Field(
+        False,
+        description="Fit the run to the machine's GPUs, if there are any: choose target.device, data.states, "
+        "data.batch_size, data.cache_gigabytes, data.server_arguments, train.batch_tokens, "
+        "train.gradient_accumulation_steps and train.gradient_checkpointing, except those that a recipe of yours or "
+        "the command sets.",
+    )
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
     heads: HeadSettings = Field(description="Family and its settings.")

@@ -145,7 +145,7 @@ class DataSection(Section):
         None,
         description=f"Server that writes the conversations: an engine that the run starts and stops ({ENGINES}), or "
         "the address of a vLLM server or llama-server with this target, or several with commas between them; null "
-        "writes them in this process.",
+        "writes them in this process, and auto is vllm where its command is found, else null.",
     )
     states_server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
         None,
@@ -172,17 +172,17 @@ class DataSection(Section):
     def _addresses(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None:
             return None
+        engines = (*(ENGINES if info.field_name == "server" else STATES_ENGINES).split(", "), "auto")
         given = value.split(",") if isinstance(value, str) else value
         parts = list(given) if isinstance(given, list | tuple) else [given]
         addresses = [address for part in parts if (address := part.strip() if isinstance(part, str) else part) != ""]
-        names = ENGINES if info.field_name == "server" else STATES_ENGINES
         for address in addresses:
-            is_engine = len(addresses) == 1 and address in names.split(", ")
+            is_engine = len(addresses) == 1 and address in engines
             if not is_engine and not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
                 raise UserError(
                     f"Recipe key 'data.{info.field_name}' has {address!r}.",
-                    f"Write {names.replace(', ', ' or ')}, an address such as http://localhost:8000, several with "
-                    "commas between them, or null.",
+                    f"Write {' or '.join(engines)}, an address such as http://localhost:8000, several with commas "
+                    "between them, or null.",
                 )
         return tuple(addresses) or None
 
@@ -392,8 +392,25 @@ class EvalSection(Section):
     max_new_tokens: int = Field(128, ge=1, description="Longest answer in tokens, its end token included.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy; above 0 the target's distribution is sampled.")
     compare: tuple[str, ...] = Field(
-        ("heads+ngram",), description="Other drafters in the same report; see `headstart eval --compare`."
+        ("heads+ngram",),
+        description="Other drafters in the same report, without an engine; see `headstart eval --compare`.",
     )
+    engine: Literal["vllm", "llama.cpp", "auto"] | None = Field(
+        None,
+        description=f"Measure in a serving engine that the run starts ({ENGINES}), with and without heads; auto is the "
+        "engine that data.server starts, if it can serve the heads, and null measures headstart's own decoding.",
+    )
+    engine_command: Annotated[str, Role.RUNTIME] = Field(
+        "", description="Command that starts it; empty for data.server_command."
+    )
+    engine_arguments: str = Field("", description="More arguments for it; empty for data.server_arguments.")
+
+    @model_validator(mode="after")
+    def _options_of_an_engine(self) -> Self:
+        for name in ("engine_command", "engine_arguments"):
+            if split_words(getattr(self, name), f"eval.{name}") and self.engine is None:
+                raise UserError(f"eval.{name} is for an engine that the run starts.", f"Set eval.engine: {ENGINES}.")
+        return self
 
 
 class ExportSection(Section):

@@ -17,6 +17,7 @@ from headstart.errors import UserError, nearest
 from headstart.heads.settings import HeadSettings, Section, depends_on
 from headstart.recipes.sections import DataSection, TargetSection
 
+_PACKAGED = Path(str(resources.files("headstart") / "recipes"))
 _WRITING = 0.58
 """Fraction of the data and training minutes spent on writing conversations: new text beats a fourth epoch."""
 _AT_LEAST = 0.77
@@ -68,8 +69,7 @@ def _without_shares(values: dict[str, Any]) -> dict[str, Any]:
 
 def packaged_recipes() -> dict[str, Path]:
     """Return the packaged recipes by name, the zoo last."""
-    folder = Path(str(resources.files("headstart") / "recipes"))
-    return {file.stem: file for pattern in ("*.yaml", "zoo/*.yaml") for file in sorted(folder.glob(pattern))}
+    return {file.stem: file for pattern in ("*.yaml", "zoo/*.yaml") for file in sorted(_PACKAGED.glob(pattern))}
 
 
 def read_values(
@@ -80,7 +80,7 @@ def read_values(
     given, over, values = list(map(_parse_override, overrides)), dict[str, Any](), dict[str, Any]()
     for override in given:
         _put(over, *override)
-    for level in _levels(name, Path(), []):
+    for _, level in _levels(name, Path(), []):
         values = _merge(_without_stale(values, level, families or {}), level)
     values = _without_stale(values, over, families or {})
     for override in given:
@@ -88,12 +88,21 @@ def read_values(
     return values
 
 
+def given_keys(name: str, overrides: Iterable[str] = ()) -> set[str]:
+    """Return the dotted keys that overrides and the user's own recipe files set, but not the packaged ones."""
+    given = {".".join(path) for _, path, _ in map(_parse_override, overrides)}
+    for path, level in _levels(name, Path(), []):
+        if not path.is_relative_to(_PACKAGED):
+            given |= {f"{section}.{key}" for section, held in level.items() if isinstance(held, dict) for key in held}
+    return given
+
+
 def are_minutes(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 < value < inf
 
 
-def _levels(name: str, folder: Path, seen: list[str]) -> list[dict[str, Any]]:
-    """Read the recipes that a recipe extends, and then itself; a path in `extends` is relative to its file."""
+def _levels(name: str, folder: Path, seen: list[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """Read the recipes that a recipe extends, and then itself, each with its file: a path in `extends` starts there."""
     known = packaged_recipes()
     path = known.get(name) or folder / Path(name).expanduser()
     if not path.is_file():
@@ -114,7 +123,7 @@ def _levels(name: str, folder: Path, seen: list[str]) -> list[dict[str, Any]]:
     if isinstance(target := values.get("target"), str):
         values["target"] = {"spec": target}
     parent = values.pop("extends", None)
-    return [*(_levels(str(parent), path.parent, [*seen, resolved]) if parent else ()), values]
+    return [*(_levels(str(parent), path.parent, [*seen, resolved]) if parent else ()), (path, values)]
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,9 @@ class ServingEngine:
         command: start command, followed by `target_option`, the target and further options.
         measuring: options for benchmarks: counters on, prefix caching off.
         generating: options for many concurrent requests.
-        identity: options that the requests rely on.
+        identity: option that names the model in its replies.
         version_path: path and JSON key of the running engine's version.
         needs_gguf: whether it loads only GGUF targets.
-        model: name of the target in requests; empty if none is needed.
         drafts_by_load: whether the draft length depends on the number of concurrent requests.
         two_at_a_time: remedy if two of them do not fit in memory, as a sentence.
     """
@@ -32,11 +31,10 @@ class ServingEngine:
     dialect: Dialect
     measuring: tuple[str, ...]
     generating: tuple[str, ...]
-    identity: tuple[str, ...]
+    identity: str
     version_path: tuple[str, str]
     target_option: tuple[str, ...] = ()
     needs_gguf: bool = False
-    model: str = ""
     drafts_by_load: bool = False
     two_at_a_time: str = ""
 
@@ -52,9 +50,8 @@ _VLLM = ServingEngine(
     dialect=OpenAI(),
     measuring=("--no-enable-prefix-caching",),  # a hit would be timed as a full prefill
     generating=(),
-    identity=("--served-model-name", "target"),
+    identity="--served-model-name",
     version_path=("/version", "version"),
-    model="target",
     drafts_by_load=True,
     two_at_a_time="Two servers run at a time: leave memory for both with "
     '--engine-arguments "--gpu-memory-utilization 0.4" (on a CPU a fraction of main memory).',
@@ -66,7 +63,7 @@ _LLAMA_CPP = ServingEngine(
     dialect=LlamaServer(),
     measuring=("--metrics", "--parallel", "{requests}", "--kv-unified"),
     generating=("--parallel", "8", "--kv-unified"),
-    identity=(),
+    identity="--alias",
     version_path=("/props", "build_info"),
     target_option=("-m",),
     needs_gguf=True,

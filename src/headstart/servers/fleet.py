@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from typing import Self
 
 import torch
@@ -16,7 +17,9 @@ from headstart.servers.process import Server
 
 _RESTARTS = 5
 """Restarts of one engine before it counts as broken."""
-_PARALLEL_SIZE_OPTIONS = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
+ENGINE_GPUS = "HEADSTART_ENGINE_GPUS"
+"""Environment variable with the GPUs that engines may use, in the form of CUDA_VISIBLE_DEVICES."""
+_PARALLEL_SIZES = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
 """Options that multiply the number of GPUs vLLM uses."""
 
 
@@ -82,14 +85,34 @@ class Fleet:
 
 
 def gpu_groups(arguments: str) -> list[str]:
-    """Split the visible GPUs into a group for each engine, of the size that its arguments ask for.
+    """Split `engine_gpus` into a group for each engine, of the size that its arguments ask for.
 
-    Returns the groups as values of CUDA_VISIBLE_DEVICES; [""] (one engine sees all GPUs) if fewer than two fit.
+    Returns the groups as values of CUDA_VISIBLE_DEVICES; [""] (an engine sees all visible GPUs) if fewer than two fit.
     """
-    size = 1
-    for option, count in option_values(arguments):
-        size *= int(count) if option in _PARALLEL_SIZE_OPTIONS and count.isdigit() else 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = visible.split(",")[: torch.cuda.device_count()]
+    gpus, size = engine_gpus(), parallel_size(arguments)
     groups = [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
-    return groups if len(groups) > 1 else [""]
+    if len(groups) < 2 and gpus == visible_gpus():
+        return [""]
+    return groups or [",".join(gpus)]
+
+
+def parallel_size(arguments: str) -> int:
+    """Return the number of GPUs that an engine with these arguments uses.
+
+    >>> parallel_size("-tp 4 --pipeline-parallel-size=2"), parallel_size("")
+    (8, 1)
+    """
+    counts = [int(count) for option, count in option_values(arguments) if option in _PARALLEL_SIZES and count.isdigit()]
+    return prod(counts)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
+
+
+def engine_gpus() -> list[str]:
+    """Return the GPUs that engines may use: those of HEADSTART_ENGINE_GPUS, by default the visible ones."""
+    named = os.environ.get(ENGINE_GPUS, "")
+    return named.split(",") if named else visible_gpus()

@@ -1,9 +1,10 @@
 """Run a command, and end its process group when standard input closes: also if the caller is killed.
 
-    python guard.py COMMAND ARGUMENTS...
+    python guard.py SECONDS COMMAND ARGUMENTS...
 
-A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too. Exits with the command's code when its process group
-is gone, or after `KILL_SECONDS`. Needs nothing but Python.
+A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too: by SIGTERM, after these seconds or at a further signal
+by SIGKILL. Exits with the command's code when its process group is gone, or after `KILL_SECONDS`. Needs nothing but
+Python.
 """
 
 import ctypes
@@ -12,15 +13,43 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
-STOP_SECONDS = 20.0
-"""Time from SIGTERM to SIGKILL."""
 KILL_SECONDS = 10.0
 """Longest wait for killed processes, which free GPU memory as they exit."""
 _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def start(words: Sequence[str], seconds: float, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a guarded command that ends with this process; `options` are of `subprocess.Popen`."""
+    guarded = [sys.executable, __file__, str(seconds), *words]
+    return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, **options)
+
+
+def ask(process: subprocess.Popen[bytes]) -> None:
+    """Let a guarded command end, without waiting for it."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """End a guarded command, within these seconds by SIGKILL."""
+    try:
+        process.communicate(b"\n", seconds)  # a byte, since a forked child may keep the pipe open
+    except subprocess.TimeoutExpired:
+        with suppress(OSError):
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            for child in children.split():
+                os.killpg(int(child), signal.SIGKILL)
+        process.kill()
+        process.wait()
 
 
 def main(words: list[str]) -> int:
@@ -30,7 +59,7 @@ def main(words: list[str]) -> int:
     # Adopt workers that outlive the command: the first process of a container often reaps none.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     command = subprocess.Popen(
-        words,
+        words[1:],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # against SIGKILL of the guard
@@ -38,8 +67,9 @@ def main(words: list[str]) -> int:
     while command.poll() is None and not received and not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
         pass
     _send(command.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        command.wait(STOP_SECONDS)
+    begun, until = len(received), monotonic() + float(words[0])
+    while command.poll() is None and len(received) == begun and monotonic() < until:
+        sleep(_POLL_SECONDS)
     _send(command.pid, signal.SIGKILL)
     code, until = command.wait(), monotonic() + KILL_SECONDS
     while _send(command.pid, signal.SIGKILL) and monotonic() < until:

@@ -6,16 +6,15 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic, perf_counter, sleep
 from typing import Any, Self
 
@@ -29,7 +28,9 @@ _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
 _METRICS_SECONDS = 60.0
-_STOP_SECONDS = guard.STOP_SECONDS + guard.KILL_SECONDS + 5.0
+_TERM_SECONDS = 20.0
+"""Time from SIGTERM to SIGKILL."""
+_STOP_SECONDS = _TERM_SECONDS + guard.KILL_SECONDS + 5.0
 _LAST_LINES = 6
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -109,12 +110,31 @@ class RunningEngine:
             raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
 
 
+class Recorded(RunningEngine):
+    """An engine without heads that answers each batch of requests once; known answers outlive it."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+        self._known: dict[str, list[EngineAnswer]] = {}
+
+    def answers(self, requests: Sequence[CompletionRequest]) -> list[EngineAnswer]:
+        if (key := repr(requests)) not in self._known:
+            self._known[key] = self._engine.answers(requests)
+        return self._known[key]
+
+    def counters(self) -> Counter[str | int]:
+        return Counter()
+
+
 class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
     `drafting` are the arguments that add heads, `options` further ones as a command line. `command` replaces the
     engine's own, `gpus` sets CUDA_VISIBLE_DEVICES, and `environment` adds variables. The engine gets its `measuring`
     options for this number of concurrent `requests`; with `many`, its `generating` options instead.
+
+    Attributes:
+        model: name of the target in requests, which no other program at the port has.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; quotes its log.
@@ -136,9 +156,10 @@ class Server(RunningEngine):
         start_seconds: float = 900.0,
     ) -> None:
         self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
-        self._environment = _without_launcher() | dict(environment or {})
+        self._environment = without_launcher() | dict(environment or {})
         if gpus:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
+        self.model = f"headstart-{token_hex(4)}"
         self.words = [
             *shlex.split(command or engine.command),
             *engine.target_option,
@@ -146,12 +167,13 @@ class Server(RunningEngine):
             *drafting,
             *(engine.generating if many else (word.format(requests=requests) for word in engine.measuring)),
             *shlex.split(options),
-            *engine.identity,
+            engine.identity,
+            self.model,
         ]
         self._port = 0  # chosen by the first start
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # of this process in the log, in bytes
-        super().__init__(engine.name, Endpoint(f"http://{_HOST}"), engine.dialect, engine.model, f"Its log is {log}.")
+        super().__init__(engine.name, Endpoint(f"http://{_HOST}"), engine.dialect, self.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
         try:
@@ -204,46 +226,33 @@ class Server(RunningEngine):
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab" if self.has_died else "wb") as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, guard.__file__, *self.words],
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.PIPE,
-                start_new_session=True,
+            self._process = guard.start(
+                self.words, _TERM_SECONDS, env=self._environment, stdout=log, stderr=subprocess.STDOUT
             )
 
     def stop(self) -> None:
         """End the engine and all processes that it started."""
         process, self._process = self._process, None
         if process is not None:
-            try:
-                process.communicate(b"\n", _STOP_SECONDS)  # a byte, since a forked child may keep the pipe open
-            except subprocess.TimeoutExpired:
-                with suppress(OSError):
-                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-                    for child in children.split():
-                        os.killpg(int(child), signal.SIGKILL)
-                process.kill()
-                process.wait()
+            guard.stop(process, _STOP_SECONDS)
 
     def wait(self) -> None:
         """Wait until the engine answers."""
         process = self._process
         assert process is not None, "started"
-        until, answers = monotonic() + self._seconds, False
-        while answers or monotonic() < until:
+        until = monotonic() + self._seconds
+        while monotonic() < until:
             if (code := process.poll()) is not None:
                 cause = self.log_excerpt()
                 remedy = self._remedy
                 if "memory" in cause.lower() and self.engine.two_at_a_time:
                     remedy += f" {_MEMORY_REMEDY if self._many else self.engine.two_at_a_time}"
                 raise UserError(f"{self.engine.name} ended with {code}: {cause}", remedy)
-            if answers:
-                return
             with suppress(RetryableError):
-                answers = self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success
-            sleep(_POLL_SECONDS)  # then check once more: if the engine has exited, another program answered
+                ready = self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success
+                if ready and self.model in self._endpoint.send("/v1/models", seconds=_HEALTH_SECONDS).text:
+                    return  # another program at the port would name other models
+            sleep(_POLL_SECONDS)
         problem = f"did not answer within {self._seconds:.0f} seconds: {self.log_excerpt()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)
 
@@ -275,7 +284,7 @@ def read_counters(text: str) -> Counter[str | int]:
     return sums
 
 
-def _without_launcher() -> dict[str, str]:
+def without_launcher() -> dict[str, str]:
     """Return the environment without torchrun's and accelerate's variables."""
     kept = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
     if "TORCHELASTIC_RUN_ID" in os.environ and kept.get("OMP_NUM_THREADS") == "1":

@@ -279,17 +279,24 @@ class _SplitBuilder:
     def batches(self) -> Iterator[ConversationBatch]:
         """Generate missing batches, and yield all in order until the split is complete."""
         build, pending, running = self._build, self._pending, self._running
+        while build.missing(self._split) > 0:  # existing ones first: they need no worker, and no server
+            if (new := self._plan()) is None:
+                return
+            pending.append(new)
+            if new.batch is None:
+                break
+            if (batch := self._next()) is None:
+                return
+            yield batch
+        else:
+            return
         with build.generator.workers(self._count) as workers:
             while build.missing(self._split) > 0:
                 for number in [number for number, future in running.items() if future.done()]:
                     running.pop(number).result()
                 if pending and (pending[0].batch is not None or self._exists(pending[0])):
-                    planned = pending.popleft()
-                    batch = planned.batch or ConversationBatch.read(planned.file)
-                    self._start = max(self._start, batch.prompts[1])  # another process may have another batch size
-                    if not self._clock.admit(batch, is_new=planned.batch is None):
+                    if (batch := self._next()) is None:
                         return
-                    build.select(self._split, batch)
                     yield batch
                 elif len(running) < workers.count and self._begin(workers):
                     continue
@@ -299,6 +306,16 @@ class _SplitBuilder:
                     time.sleep(POLL_SECONDS)
                 else:
                     return
+
+    def _next(self) -> ConversationBatch | None:
+        """Select the first pending batch, which exists; None if the time is over."""
+        planned = self._pending.popleft()
+        batch = planned.batch or ConversationBatch.read(planned.file)
+        self._start = max(self._start, batch.prompts[1])  # another process may have another batch size
+        if not self._clock.admit(batch, is_new=planned.batch is None):
+            return None
+        self._build.select(self._split, batch)
+        return batch
 
     def _begin(self, workers: Workers) -> bool:
         """Begin the first planned batch that is unclaimed, else plan another; return False if none is left."""

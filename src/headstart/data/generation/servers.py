@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from headstart.data.generation.generator import CANDIDATES, Continuation
@@ -27,16 +27,23 @@ _MAX_REFUSED = 64, 8
 """Maximum consecutive refused rows and batches once some rows were answered."""
 
 
+def _pool_of(
+    urls: Sequence[str] | Callable[[], Sequence[str]], requests: int | None, remedy: str, recover: Callable[[str], bool]
+) -> Pool:
+    return Pool(urls() if callable(urls) else urls, requests, remedy, recover)
+
+
 class Servers:
     """A `TextGenerator` on servers of the target: vLLM-compatible ones or llama-server.
 
-    `requests` bounds the concurrent requests over all of them; None derives it from the servers. `recover` restarts the
-    server of an address if it has died, see `headstart.servers.fleet`.
+    `urls` may be a function that starts them, called when they are first needed. `requests` bounds the concurrent
+    requests over all of them; None derives it from the servers. `recover` restarts the server of an address if it has
+    died, see `headstart.servers.fleet`.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Sequence[str] | Callable[[], Sequence[str]],
         target: Target,
         requests: int | None = None,
         recover: Callable[[str], bool] = lambda _: False,
@@ -46,13 +53,17 @@ class Servers:
         self._answered = False
         self._refused = (0, 0)  # consecutive refused rows and batches since the last answer
         self._requests = requests
-        self._pool = Pool(
-            urls,
-            requests,
+        remedy = (
             "See whether the server runs and data.server is its address; then the same command goes on from there: "
-            "finished batches are kept.",
-            recover,
+            "finished batches are kept."
         )
+        self._connect = partial(_pool_of, urls, requests, remedy, recover)
+        if not callable(urls):
+            self._pool = self._connect()
+
+    @cached_property
+    def _pool(self) -> Pool:
+        return self._connect()
 
     @cached_property
     def window(self) -> int:
@@ -62,10 +73,11 @@ class Servers:
     @cached_property
     def requests(self) -> int:
         """Concurrent requests over all servers: by default twice the slots of a llama-server, `REQUESTS` for others."""
+        pool = self._pool
         if self._requests is None:
             per_server = max(2 * served.slots if served.slots else REQUESTS for served in self._models)
-            self._pool.requests = self._pool.requests // REQUESTS * per_server
-        return self._pool.requests
+            pool.requests = pool.requests // REQUESTS * per_server
+        return pool.requests
 
     @cached_property
     def _models(self) -> list[ServedModel]:

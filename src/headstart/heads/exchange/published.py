@@ -215,7 +215,10 @@ _ROUNDED = 0.01
 
 
 def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return {
+        name: tensor if tensor.is_meta else tensor.detach().cpu().clone().contiguous()
+        for name, tensor in tensors.items()
+    }
 
 
 def nearly_equal(published_VE: Tensor | None, own_VE: Tensor) -> bool:

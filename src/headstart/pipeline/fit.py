@@ -1,0 +1,219 @@
+"""Settings that depend on the machine: engines where they are installed, sizes and states by the GPUs found.
+
+A run keeps what its first command chose: its recipe.yaml holds the choices.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.heads.base import DraftHead, family, make_config
+from headstart.hub.engines.export import check_heads
+from headstart.hub.engines.facts import facts_of_target
+from headstart.model.model import Target
+from headstart.model.outline import Outline, outline
+from headstart.pipeline.workload import Speeds, Workload, assumed_lengths
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.replay.patch import FINAL
+from headstart.servers.engines import ENGINES
+from headstart.servers.fleet import parallel_size
+from headstart.servers.names import split_words
+from headstart.support.files import format_bytes, free_disk
+from headstart.support.terminal import tell
+
+_USED = 0.9
+"""Usable fraction of a GPU's memory."""
+_WORKING = 2e9
+"""Memory beside the target's weights, of an engine or of this process: KV cache, activations, CUDA graphs."""
+_LEAST_TOKENS = 4096
+"""Smallest batch of training: smaller ones cost time and save little memory."""
+_AUTO = ("data.server", "data.states_server", "eval.engine")
+_FITTED = (
+    *("target.device", "data.states", "data.batch_size", "data.cache_gigabytes", "data.server_arguments"),
+    *("train.batch_tokens", "train.gradient_accumulation_steps", "train.gradient_checkpointing"),
+)
+
+
+def fit_recipe(recipe: Recipe, given: Collection[str], folder: Path, console: Console) -> Recipe:
+    """Replace `auto` engines and, for recipes with `fit`, settings that are not `given`; print what was chosen."""
+    autos = [key for key in _AUTO if _value(recipe, key) in ("auto", ("auto",))]
+    if not autos and not recipe.fit:
+        return recipe
+    if (kept := _kept(recipe, folder)) is not None:
+        fitted = {key: _value(kept, key) for key in (*autos, *(_FITTED if recipe.fit else ())) if key not in given}
+        return _with(recipe, fitted)
+    gpus = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+    fits, (recipe, chosen) = recipe.fit, _with_engines(recipe, autos)
+    if fits and gpus and recipe.target.device in ("auto", "cuda"):
+        section = recipe.target
+        target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
+        fitted = fit_to_gpus(recipe, target, gpus, given, free_disk(folder))
+        recipe, chosen = _with(recipe, fitted), chosen | fitted
+        if (takes := training_bytes(recipe, target)) > (room := _USED * min(gpus)):
+            tell(console, f"Training takes about {format_bytes(takes)} and has {format_bytes(room)}: it may not fit.")
+    found = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
+    words = ", ".join(f"{key}={'null' if value is None else value}" for key, value in chosen.items())
+    if any(chosen.values()):
+        tell(console, f"Chosen for this machine ({found}): {words}. Settings that you give replace these.")
+    return recipe
+
+
+def _kept(recipe: Recipe, folder: Path) -> Recipe | None:
+    """Return the recipe that a run of the same target began with."""
+    file = folder / "recipe.yaml"
+    try:
+        kept = load_recipe(str(file)) if file.is_file() else None
+    except UserError:  # the run's first stage rewrites it
+        return None
+    return kept if kept is not None and kept.target.spec == recipe.target.spec else None
+
+
+def _with_engines(recipe: Recipe, autos: Collection[str]) -> tuple[Recipe, dict[str, Any]]:
+    """Replace `auto` engines: vllm if it is installed and serves the target, and reads the heads to measure them."""
+    chosen = dict[str, Any]()
+    data, target = recipe.data, recipe.target
+    command = split_words(data.server_command, "data.server_command") or ENGINES["vllm"].command.split()
+    serves = not target.adapter and target.quantization == "none" and not target.spec.endswith(".gguf")
+    # A command that the user names, and that is missing, is an error of the engine's start.
+    is_here = serves and (bool(data.server_command) or shutil.which(command[0]) is not None)
+    if "data.server" in autos:
+        chosen["data.server"] = "vllm" if is_here else None
+        if not is_here:
+            chosen |= {f"data.{name}": "" for name in ("server_command", "server_arguments") if getattr(data, name)}
+    server = chosen.get("data.server", data.engine)
+    if "data.states_server" in autos:
+        chosen["data.states_server"] = "vllm" if server == "vllm" else None
+    if "eval.engine" in autos:
+        chosen["eval.engine"] = server if server and _can_serve(recipe, server) else None
+        if not chosen["eval.engine"]:
+            names = ("engine_command", "engine_arguments")
+            chosen |= {f"eval.{name}": "" for name in names if getattr(recipe.eval, name)}
+    return _with(recipe, chosen), chosen
+
+
+def _can_serve(recipe: Recipe, engine: str) -> bool:
+    """Whether an engine serves heads like the recipe's."""
+    section = recipe.target
+    target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
+    heads = heads_of(recipe, target)
+    try:
+        check_heads(ENGINES[engine].format, heads.publish(), facts_of_target(target))
+    except UserError:
+        return False
+    return True
+
+
+def heads_of(recipe: Recipe, target: Outline) -> DraftHead:
+    """Build the recipe's heads without memory for their weights."""
+    shapes = cast(Target, target)
+    config = make_config(recipe.heads, shapes)
+    with torch.device("meta"):
+        heads = family(config.family)(config)
+    heads.draft_to_target_D = torch.arange(config.draft_width)  # publishing reads it
+    heads.bind(shapes)
+    return heads
+
+
+def fit_to_gpus(
+    recipe: Recipe, target: Outline, gpus: Sequence[int], given: Collection[str], disk: int
+) -> dict[str, Any]:
+    """Choose settings for GPUs of these bytes by the memory that `headstart plan` estimates; `disk` bytes are free.
+
+    An engine spans GPUs until the target's weights fit. States are streamed from it if other GPUs are left to train on,
+    else stored: engine and training take turns. Without an engine, training computes them where the target fits beside.
+    """
+    memory, data, chosen = _USED * min(gpus), recipe.data, dict[str, Any]()
+
+    def choose(key: str, value: Any) -> None:
+        if key not in given and _value(recipe, key) != value:
+            chosen[key] = value
+
+    weights = target.parameters * target.dtype.itemsize
+    size = parallel_size(data.server_arguments)
+    if "vllm" in (data.engine, *(data.states_source or ())) and size == 1 and "data.server_arguments" not in given:
+        while size < len(gpus) and weights / size + _WORKING > memory:
+            size *= 2
+        if size > 1:
+            choose("data.server_arguments", f"{data.server_arguments} --tensor-parallel-size {size}".strip())
+    if weights + _WORKING > memory and len(gpus) > 1:
+        choose("target.device", "all")
+
+    online = _with(recipe, {"data.states": "online"})
+    streams = data.states_source is not None
+    if streams:
+        choose("data.states", "online" if len(gpus) > size else "stored")
+    else:
+        fits = weights + _WORKING < memory and training_bytes(online, target) <= memory
+        choose("data.states", "online" if fits else "stored")
+    recipe = _with(recipe, chosen)
+    if not recipe.data.online and 1e9 * data.cache_gigabytes > 0.8 * disk:
+        choose("data.cache_gigabytes", max(1.0, math.floor(0.8e-9 * disk)))
+
+    section = recipe.train
+    fixed = "train.batch_tokens" in given or "train.gradient_accumulation_steps" in given
+    batches = 1 if fixed else 1 + max(0, int(math.log2(section.batch_tokens / _LEAST_TOKENS)))
+    again = (section.gradient_checkpointing,) if "train.gradient_checkpointing" in given else (False, True)
+    for recompute, halvings in ((recompute, halvings) for recompute in again for halvings in range(batches)):
+        smaller = {
+            "train.batch_tokens": section.batch_tokens >> halvings,
+            "train.gradient_accumulation_steps": section.gradient_accumulation_steps << halvings,
+            "train.gradient_checkpointing": recompute,
+        }
+        if training_bytes(_with(recipe, smaller), target) <= memory:
+            break
+    for key, value in smaller.items():
+        choose(key, value)
+    if not data.server:
+        halves = (data.batch_size >> count for count in range(data.batch_size.bit_length()))
+        choose("data.batch_size", next((rows for rows in halves if writing_bytes(recipe, target, rows) <= memory), 1))
+    return chosen
+
+
+def training_bytes(recipe: Recipe, target: Outline) -> int:
+    """Estimate the memory of a training process; states computed elsewhere leave the target out."""
+    elsewhere = recipe.data.online and recipe.data.states_source is not None
+    return _workload(_with(recipe, {"data.states": "stored"}) if elsewhere else recipe, target).memory()["train"]
+
+
+def writing_bytes(recipe: Recipe, target: Outline, rows: int) -> int:
+    """Estimate the memory of writing batches of these `rows` in this process."""
+    return _workload(_with(recipe, {"data.batch_size": rows}), target).memory()["conversations"]
+
+
+def _workload(recipe: Recipe, target: Outline) -> Workload:
+    heads, lengths, section = heads_of(recipe, target), assumed_lengths(recipe.data, target.max_length), recipe.train
+    layers = sorted({*heads.aux_layers, FINAL})
+    tables = (heads.config.draft_width, target.vocab_size)
+    matrices = [weight for weight in heads.parameters() if weight.dim() == 2 and not {*weight.shape} & {*tables}]
+    # Of each matrix, the backward needs input and output at every drafted position; of a recomputed layer its input.
+    position = sum(map(sum, (weight.shape for weight in matrices)))
+    if section.gradient_checkpointing:
+        position = 4 * target.hidden_size
+    drafted = heads.draft_steps * min(1.0, (section.anchors or math.inf) / lengths.tokens)
+    saved = int(section.batch_tokens * drafted * position * target.dtype.itemsize)
+    weights = target.parameters * target.dtype.itemsize
+    work = Workload(recipe, target, heads, layers, lengths, Speeds(batch_bytes=saved), bytes_with_target=weights)
+    return replace(work, conversations=1.0, train_tokens=1, validation_tokens=1)
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def _with(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Change settings by dotted key, and mark the recipe as fitted."""
+    values = recipe.model_dump(mode="json")
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        values[section][name] = value
+    return parse_recipe({**values, "fit": False})

@@ -1,0 +1,103 @@
+"""`headstart run --processes 2`: the command starts the ranks itself, and ends them with itself."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headstart.recipes.values import recipe_text
+from tests.forks import Forks
+from tests.test_pipeline import tiny_recipe
+from tests.train.conftest import clean_environment
+
+FAKE = Path(__file__).with_name("engines") / "fake_engine.py"
+Command = list[str | Path]
+
+
+@pytest.fixture
+def command(tmp_path: Path, tiny_target_folder: Path) -> Command:
+    """The words of a run that trains in two processes."""
+    file = tmp_path / "tiny.yaml"
+    file.write_text(recipe_text(tiny_recipe(tmp_path, tiny_target_folder)))
+    return ["-m", "headstart", "run", file, "--run-dir", tmp_path / "run", "--processes", "2"]
+
+
+def test_one_command_from_nothing_to_the_report_of_an_engine(command: Command, forks: Forks, tmp_path: Path) -> None:
+    engine = shlex.join([sys.executable, str(FAKE), "vllm", "none"])
+    words = [
+        *command,
+        "data.server=vllm",
+        "eval.engine=vllm",
+        f"data.server_command={engine}",
+        "heads={family: eagle3, draft_steps: 2, aux_layers: [1,2,3]}",
+    ]
+    done = forks.run(*words, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Training on 2 processes") == done.stdout.count("4/7 train") == 1
+    assert "over plain decoding in vllm, measured" in done.stdout
+    report = tmp_path / "run" / "report"
+    results = json.loads((report / "results.json").read_text())
+    assert results["environment"]["engine"] == "vllm 0.0" and results["summary"]["tokens_per_round"] == 2
+    assert "training conversations" in results["settings"]["heads"]
+    assert "vllm 0.0" in (report / "report.html").read_text()
+    assert "vllm 0.0" in (tmp_path / "run" / "heads" / "README.md").read_text()
+    again = forks.run(*words, env=clean_environment())
+    assert again.returncode == 0 and "Nothing was left to do" in again.stdout
+
+
+def test_ended_command_ends_its_ranks_and_resumes(command: Command, forks: Forks, tmp_path: Path) -> None:
+    folder, environment = tmp_path / "run", clean_environment()
+    long = [*command, "train.steps=300", "train.save_every=10", "train.epochs=1000"]
+    for ending, code in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
+        fork, before = forks.start(*long, env=environment), _last_checkpoint(folder)
+        while _last_checkpoint(folder) == before:
+            assert fork.poll() is None, fork.err.read_text()
+            time.sleep(0.02)
+        fork.send_signal(ending)
+        assert fork.wait() == code
+        _assert_ranks_end(folder)
+        assert not (folder / "train" / "result.json").exists()
+        assert ("Stopped. Continue with" in fork.err.read_text()) == (code == 130)
+    done = forks.run(*long, env=environment)
+    assert done.returncode == 0 and "Training on 2 processes" in done.stdout, done.stderr
+    steps = [json.loads(line)["step"] for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 300
+    assert steps == sorted(set(steps)), "no step was repeated"
+
+
+def test_error_of_ranks_is_shown_once(command: Command, forks: Forks, tmp_path: Path) -> None:
+    done = forks.run(*command, env={**clean_environment(), "ACCELERATE_USE_FSDP": "true"})
+    assert done.returncode == 2
+    assert done.stderr.count("Heads train whole on every process (DDP)") == 1 == done.stderr.count("Error:")
+    assert "Traceback" not in done.stderr
+    _assert_ranks_end(tmp_path / "run")
+
+
+def _last_checkpoint(folder: Path) -> str:
+    return max((path.name for path in folder.glob("train/checkpoints/*")), default="")
+
+
+def _assert_ranks_end(folder: Path) -> None:
+    """Wait until no process carries the mark of a rank of this run."""
+    until = time.monotonic() + 60
+    while _ranks(folder):
+        assert time.monotonic() < until, _ranks(folder)
+        time.sleep(0.1)
+
+
+def _ranks(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HEADSTART_PART_OF") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            pass
+    return found
