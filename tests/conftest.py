@@ -191,3 +191,10 @@ def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def costs_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the stored costs of heads, so that no test depends on this machine's speed; a module may override this."""
     monkeypatch.setattr("headstart.decoder.with_local_costs", lambda tuning, *_: tuning)
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let flex attention run uncompiled on a CPU. torch refuses gradients there, although its reference has them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    monkeypatch.setattr("headstart.heads.base.compile_region", lambda function: function)
