@@ -195,6 +195,13 @@ def costs_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let flex attention run uncompiled on a CPU. torch refuses gradients there, although its reference has them."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr("headstart.heads.base.compile_region", lambda function: function)
+    """Let flex attention run on a CPU, uncompiled. torch refuses gradients there, although its reference has them."""
+    from torch.nn.attention import flex_attention
+
+    from headstart.heads.base import DraftHead
+    from headstart.support import regions
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", {"flex_attention_performance"})
+    monkeypatch.setattr(regions, "compile_region", lambda function: function)
+    monkeypatch.setattr(DraftHead, "uses_flex", property(lambda heads: heads.compiled and heads.training))

@@ -36,21 +36,20 @@ def test_golden_run_on_a_device(name: str, run: Train, tmp_path: Path, monkeypat
     assert losses == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)
 
 
-WAITS = {"medusa": 9, "hydra": 9, "eagle": 23, "eagle3": 23, "mtp": 23, "dflash": 13, "dspark": 13}
-"""Upper bounds per step; they may only go down."""
-
-
+@pytest.mark.parametrize("settings", [{}, {"anchors": 3, "packing": True}, {"position_weight": "subsampled"}], ids=str)
 @pytest.mark.parametrize("name", HEADS)
-def test_device_waits_per_training_step(name: str, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for the loss, one for the gradient norm, and some for the number of positions per draft step; batches never
-    wait."""
+def test_training_steps_do_not_wait_for_the_device(
+    name: str, settings: dict[str, Any], run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for losses nor for numbers of positions. The only wait is not one on a GPU: clipping looks up the
+    gradients' device in C++, where a stand-in tensor is on the CPU."""
     monkeypatch.setattr(Accelerator, "device", property(lambda _: CUDA))
     counts = spy(monkeypatch, trainer._Trainer, "_step", lambda *_: device.counts)
-    settings: dict[str, Any] = {"steps": 5, "eval_every": 100, "save_every": 100, "lr": 1e-3}
     with StandIn() as device:
-        run(tmp_path, target=on_device(), heads=HEADS[name], **settings)
+        rare = {"eval_every": 100, "save_every": 100}
+        run(tmp_path, target=on_device(), heads=HEADS[name], steps=5, lr=1e-3, **rare, **settings)
     steps = [after - before for before, after in pairwise(counts)]
     assert len(steps) == 4
     for step in steps:
-        events = "\n".join(f"{event.where} {event.operation}" for event in device.events[-80:])
-        assert step.slow_uploads == 0 and step.waits <= WAITS[name], events
+        waits = [f"{event.where} {event.operation}" for event in device.events if event.kind == "wait"]
+        assert step.slow_uploads == 0 and step.waits == 1, waits

@@ -90,3 +90,7 @@ def test_packing_changes_the_training_identity(run: Train, tmp_path: Path) -> No
     run(tmp_path, steps=5)
     with pytest.raises(UserError, match=r"trained with train.packing = False, and now it is True"):
         run(tmp_path, steps=6, packing=True)
+
+
+def padded_row(batch: HeadBatch, width: int) -> HeadBatch:
+    return batch

@@ -15,8 +15,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from types import MethodType
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
@@ -34,6 +33,7 @@ from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from headstart.support.regions import call_compiled
 from headstart.support.uploads import upload
 from headstart.tree.tree import Committed, Request, Tree, TreeShape
 
@@ -317,14 +317,14 @@ class DraftHead(nn.Module, ABC):
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.trainable_rows().items()}
 
     @property
-    def runs_compiled(self) -> bool:
-        """Whether this forward runs compiled regions."""
-        return self.compiled and self.training
+    def uses_flex(self) -> bool:
+        """Whether this forward attends by flex attention, which has no gradients on a CPU."""
+        return self.compiled and self.training and self.draft_to_target_D.device.type != "cpu"
 
     def run_region(self, function: Callable[..., R], *inputs: Any) -> R:
         """Call a deterministic function, compiled with `compiled`, and recompute it in the backward pass with
         `gradient_checkpointing`."""
-        run: Callable[..., R] = partial(call_compiled, function) if self.runs_compiled else function
+        run: Callable[..., R] = partial(call_compiled, function) if self.compiled and self.training else function
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return run(*inputs)
         output: R = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -446,19 +446,6 @@ def host_origins(batch: HeadBatch, step: int) -> Tensor:
     if batch.subsampled_steps_BT is None:
         return origin_M
     return origin_M[batch.subsampled_steps_BT.flatten()[origin_M] > step]
-
-
-@cache
-def compile_region(function: Callable[..., R]) -> Callable[..., R]:
-    """Compile a function, once in this process."""
-    return torch.compile(function)
-
-
-def call_compiled(function: Callable[..., R], *inputs: Any) -> R:
-    """Call a function or method, compiled. The layers of all heads share the code of a method."""
-    if isinstance(function, MethodType):
-        return compile_region(function.__func__)(function.__self__, *inputs)
-    return compile_region(function)(*inputs)
 
 
 _FAMILIES: dict[str, type[DraftHead]] = {}

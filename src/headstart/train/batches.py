@@ -138,21 +138,27 @@ class ReadBatch:
         return dataclasses.replace(batch, states={layer: state_BTE.to(dtype) for layer, state_BTE in states.items()})
 
 
-def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False) -> ReadBatch:
-    """Read conversations from the store, padded on the right or packed into one row.
+def read_batch(
+    store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False, width: int = 0
+) -> ReadBatch:
+    """Read conversations from the store, padded on the right or packed into one row of at least `width` tokens.
 
     Positions and attention restart with each packed conversation, and its first token is not supervised: no draft
-    crosses a boundary. Online stores compute the states of a batch together.
+    crosses a boundary. Padding is one more conversation. Online stores compute the states of a batch together.
     """
     samples = store.samples(batch, aux_layers)
+    lengths = [len(sample.tokens_T) for sample in samples]
+    padding = max(0, width - sum(lengths))
 
     def join(rows: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(rows))[None] if packed else torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        if not packed:
+            return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        return torch.cat([*rows, rows[0].new_zeros(padding, *rows[0].shape[1:])])[None]
 
     supervised_BT = join([sample.supervised_T for sample in samples])
     starts_BT = None
     if packed:
-        lengths_N = torch.tensor([len(sample.tokens_T) for sample in samples])
+        lengths_N = torch.tensor([*lengths, padding] if padding else lengths)
         starts_N = lengths_N.cumsum(0) - lengths_N
         supervised_BT[0, starts_N] = False
         starts_BT = starts_N.repeat_interleave(lengths_N)[None]

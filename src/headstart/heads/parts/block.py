@@ -306,7 +306,7 @@ class Blocks:
         host_index_BA, real_BA = by_row(origin_M, tokens_BT.shape, tokens_BT.device.type, slots)
         self._real_M = upload(real_BA.flatten().nonzero()[:, 0], tokens_BT.device)
         self.visible = {
-            layer.window: VisibleRange.of_origins(host_index_BA, batch, (layer.window, slots), heads.runs_compiled)
+            layer.window: VisibleRange.of_origins(host_index_BA, batch, (layer.window, slots), heads.uses_flex)
             for layer in heads.layers
         }
         index_BA, starts_BA = next((visible.index_BA, visible.starts_BA) for visible in self.visible.values())

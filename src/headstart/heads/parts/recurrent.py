@@ -146,7 +146,7 @@ class RecurrentHead(GraphedHead):
                 return
             if text is None:
                 feedback_BTE = self.project(self.select_states(batch.states))
-                text = UnrolledText(self.layers, feedback_BTE, batch, origin_M, self.runs_compiled)
+                text = UnrolledText(self.layers, feedback_BTE, batch, origin_M, self.uses_flex)
             else:
                 text.select(origin_M)
             tokens, positions = text.entries(step)

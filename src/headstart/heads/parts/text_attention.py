@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from headstart.heads.base import HeadBatch, call_compiled
+from headstart.heads.base import HeadBatch
+from headstart.support.regions import call_compiled
 from headstart.support.uploads import upload
 
 Kernel = Callable[..., Tensor]
