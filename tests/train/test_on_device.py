@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from headstart.errors import UserError
+from headstart.heads.base import HeadBatch
 from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.support.files import read_jsonl
 from headstart.train import trainer
 from tests.spies import spy
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.train.conftest import Train
+from tests.train.conftest import Train, on_read
 from tests.train.test_golden import GOLDEN, HEADS
 
 
@@ -53,3 +57,20 @@ def test_training_steps_do_not_wait_for_the_device(
     for step in steps:
         waits = [f"{event.where} {event.operation}" for event in device.events if event.kind == "wait"]
         assert step.slow_uploads == 0 and step.waits == 1, waits
+
+
+def test_not_finite_steps_are_named_later(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are read rarely, but before anything learned from them is validated or saved."""
+    monkeypatch.setattr(Accelerator, "device", property(lambda _: CUDA))
+
+    def poison(indices: list[int], batch: HeadBatch) -> None:
+        if 7 in indices:
+            batch.states[FINAL][indices.index(7)] = math.nan
+
+    on_read(monkeypatch, "train", poison)
+    rare = {"eval_every": 100, "save_every": 100, "log_every": 100}
+    with StandIn(), pytest.raises(UserError, match=r"not finite at step \d .*conversations .*\b7\b") as raised:
+        run(tmp_path, target=on_device(), steps=9, **rare)
+    assert "step 9" not in str(raised.value), "other steps followed"
+    assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "last").exists()
+    assert len(list(read_jsonl(tmp_path / "metrics.jsonl"))) == 1

@@ -321,10 +321,11 @@ class DraftHead(nn.Module, ABC):
         """Whether this forward attends by flex attention, which has no gradients on a CPU."""
         return self.compiled and self.training and self.draft_to_target_D.device.type != "cpu"
 
-    def run_region(self, function: Callable[..., R], *inputs: Any) -> R:
+    def run_region(self, function: Callable[..., R], *inputs: Any, compiles: bool = True) -> R:
         """Call a deterministic function, compiled with `compiled`, and recompute it in the backward pass with
         `gradient_checkpointing`."""
-        run: Callable[..., R] = partial(call_compiled, function) if self.compiled and self.training else function
+        compiled = compiles and self.compiled and self.training
+        run: Callable[..., R] = partial(call_compiled, function) if compiled else function
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return run(*inputs)
         output: R = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -321,7 +321,8 @@ def chain_attention(
     scores = scores.masked_fill(hidden_BAS[:, None, None], float("-inf"))
     drafted = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd in chain[::2]]
     text = keys_BNSd.shape[2]
-    weights = torch.cat([scores, *drafted], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    scores = torch.cat([scores, *drafted], dim=-1)
+    weights = _softmax(scores).to(values_BNSd.dtype)
     output = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
     for step, values_BNAd in enumerate(chain[1::2]):
         output = output + weights[..., text + step, None] * values_BNAd[:, :, None]
@@ -344,10 +345,14 @@ def block_attention(
         later_RK = _later(slots, queries_BNARd).repeat(shape[3] // slots, 1)
         of_block_BNARK = of_block_BNARK.masked_fill(later_RK, float("-inf"))
     scores = torch.cat([scores_BNAGKS.view(*shape[:4], text), of_block_BNARK], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    weights = _softmax(scores).to(values_BNSd.dtype)
     output = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
     out: Tensor = output + weights[..., text:] @ own_values_BNAKd
     return out
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
 
 
 def _later(slots: int, like: Tensor) -> Tensor:
