@@ -283,7 +283,7 @@ def training(bench: Bench) -> None:
     states = target.hidden_states(tokens_BT.tolist(), sorted({*heads.aux_layers, FINAL}))
     stacked = {layer: torch.stack([row[layer] for row in states]) for layer in states[0]}
     supervised_BT = (torch.arange(length) >= length // 4).expand(rows, length)
-    batch = HeadBatch(tokens_BT.to(target.device), supervised_BT.to(target.device), stacked)
+    batch = HeadBatch(tokens_BT.to(target.device), supervised_BT, stacked)
     optimizers, teacher = make_optimizers(heads, section), Teacher(target, heads.draft_to_target_D)
     spent, losses = list[float](), list[float]()
 

@@ -191,3 +191,17 @@ def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def costs_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the stored costs of heads, so that no test depends on this machine's speed; a module may override this."""
     monkeypatch.setattr("headstart.decoder.with_local_costs", lambda tuning, *_: tuning)
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let flex attention run on a CPU, uncompiled. torch refuses gradients there, although its reference has them."""
+    from torch.nn.attention import flex_attention
+
+    from headstart.heads.base import DraftHead
+    from headstart.support import regions
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", {"flex_attention_performance"})
+    monkeypatch.setattr(regions, "compile_region", lambda function: function)
+    monkeypatch.setattr(DraftHead, "uses_flex", property(lambda heads: heads.compiled and heads.training))

@@ -193,7 +193,7 @@ def training_batch(host: Target, heads: DraftHead, device: str) -> HeadBatch:
     batch = batch_of(host, heads, LESSONS, prompt=3)
     final = batch_of(host, build("medusa", host), LESSONS, prompt=3).states
     states = {layer: state.to(device) for layer, state in (final | batch.states).items()}
-    return HeadBatch(batch.tokens_BT.to(device), batch.supervised_BT.to(device), states)
+    return HeadBatch(batch.tokens_BT.to(device), batch.supervised_BT, states)
 
 
 @pytest.mark.parametrize("name", CASES)

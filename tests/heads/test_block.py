@@ -90,16 +90,17 @@ def test_blocks_equal_a_version_by_hand(name: str, target: Target) -> None:
 
 
 @pytest.mark.parametrize(("packed", "window", "causal"), [(False, 0, False), (True, 0, True), (True, 7, False)])
-@pytest.mark.parametrize("kernel", [text_attention.block_attention, text_attention.block_attention_fused])
-def test_parts_equal_one_table(
-    monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool, window: int, causal: bool
+@pytest.mark.parametrize("flex", [False, True])
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_attention_equals_one_table(
+    monkeypatch: pytest.MonkeyPatch, flex: bool, packed: bool, window: int, causal: bool
 ) -> None:
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
     visible = VisibleRange(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None, (window, SLOTS))
     torch.manual_seed(0)
     count = index_BA.shape[1]
     shapes = [
-        (ROWS, KV_HEADS, count, GROUPS * SLOTS),
+        (ROWS, KV_HEADS, GROUPS, count, SLOTS),
         *[(ROWS, KV_HEADS, LENGTH)] * 2,
         *[(ROWS, KV_HEADS, count, SLOTS)] * 2,
     ]
@@ -110,8 +111,8 @@ def test_parts_equal_one_table(
     gradients = torch.autograd.grad((wanted * weights).sum(), every)
     monkeypatch.setattr(text_attention, "_MAX_SCORES", 0)
     monkeypatch.setattr(text_attention, "_MAX_ROWS", 5 * GROUPS * SLOTS)
-    monkeypatch.setattr(text_attention, "block_attention", kernel)
     assert len(visible.parts(KV_HEADS, GROUPS * SLOTS)) == 5
+    visible.flex = flex
     found = attend_blocks(queries, keys, values, visible, (own[0], own[1]), causal)
     torch.testing.assert_close(found, wanted, **SINGLE)
     for one, other in zip(torch.autograd.grad((found * weights).sum(), every), gradients, strict=True):

@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import weakref
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
@@ -26,6 +27,7 @@ from headstart.heads.parts.residual import head_hidden
 from headstart.model.loading import load_target
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from headstart.support import regions
 from headstart.train import trainer
 from headstart.train.batches import count_predictions, read_batch
 from headstart.train.fused_loss import Teacher, batch_loss, sum_losses_plain
@@ -289,3 +291,29 @@ def test_the_live_line_shows_steps_loss_and_time_left(run: Train, tmp_path: Path
     run(tmp_path, Console(file=written, width=200, force_terminal=True))
     for part in ("Training on 1 process", "step 0", "tau", "loss", "lr", "tok/s", "left", "covers"):
         assert part in written.getvalue()
+
+
+def test_compiled_steps_learn_the_same(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounter()
+    for module in (regions, trainer):
+        monkeypatch.setattr(module, "compile_region", cache(partial(torch.compile, backend=counter)))
+    heads = {"family": "eagle", "draft_steps": 2}
+    for compile in (False, True):
+        run(tmp_path / str(compile), heads=heads, steps=3, packing=True, compile=compile)
+        assert bool(counter.frame_count) is compile
+    eager, compiled = (metrics(tmp_path / name)[-1] for name in ("False", "True"))
+    assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-6) and compiled["tau"] == eager["tau"]
+
+
+def test_failing_compilation_is_explained(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no working C compiler")
+
+    for module in (regions, trainer):
+        monkeypatch.setattr(module, "compile_region", lambda function: refuse)
+    settings = {"heads": {"family": "eagle", "draft_steps": 2}, "steps": 3}
+    for compile in (False, True):
+        run(tmp_path / str(compile), compile=compile, **settings)
+    assert_same(tmp_path / "False" / "last", tmp_path / "True" / "last")
+    log = (tmp_path / "True" / "log.txt").read_text()
+    assert "torch.compile failed (RuntimeError: no working C compiler)" in log and "train.compile=false" in log

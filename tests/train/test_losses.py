@@ -191,7 +191,7 @@ def test_empty_step_has_zero_loss_and_gradients() -> None:
 def test_source_without_a_supervised_successor_is_refused() -> None:
     teacher_logits = TeacherLogits(torch.randn(1, 5), torch.zeros(1, 1), torch.tensor([-1, 0]))
     prediction = _predicted(torch.zeros(1, 3), torch.zeros(5, 3), torch.tensor([0]))
-    with pytest.raises(AssertionError, match="supervised"):
+    with pytest.raises(RuntimeError, match="supervised"):
         sum_losses(losses.soft_ce, prediction, teacher_logits, torch.ones(1))
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from headstart.data.states.store import Sample
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, origins
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.train.batches import count_predictions, read_batch
+from headstart.support import regions
+from headstart.train.batches import count_predictions, read_batch, sample_anchors, subsample
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
@@ -90,3 +93,47 @@ def test_packing_changes_the_training_identity(run: Train, tmp_path: Path) -> No
     run(tmp_path, steps=5)
     with pytest.raises(UserError, match=r"trained with train.packing = False, and now it is True"):
         run(tmp_path, steps=6, packing=True)
+
+
+FAMILIES = ["medusa", "hydra", "eagle", "eagle3-deep-normed", "mtp", "dflash-sliding", "dspark-deep"]
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["all origins", "anchors of subsampled steps"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_flex_attention_of_padded_packed_rows_matches(name: str, drawn: bool, target: Target) -> None:
+    """Compiled training, in float64 and without the compiler: only the order of sums differs."""
+    heads = shake(build(name, target)).double()
+    store, layers = store_of(target, heads, [23, 2, 40, 1, 9, 17]), sorted({*heads.aux_layers, FINAL})
+    batches = []
+    for packed, width in ((True, 100), (True, 0), (False, 0)):
+        batch = read_batch(store, range(6), layers, packed, width).on(CPU, torch.float64)
+        if drawn and packed:
+            batch = sample_anchors(subsample(batch, 0.7, [1]), 9, [1])
+        batches.append(batch)
+    assert batches[0].tokens_BT.shape == (1, 100)
+    wanted = learn(target, heads, batches[1] if drawn else batches[2])
+    heads.compiled = True
+    found = learn(target, heads, batches[0])
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-10, atol=0)
+    for weight, gradient in wanted[1].items():
+        torch.testing.assert_close(found[1][weight], gradient, rtol=0, atol=1e-9 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["eagle-published", "dflash"])
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_packed_rows_compile_once(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once code for any number of origins exists, no step compiles again."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    monkeypatch.setattr(regions, "compile_region", cache(partial(torch.compile, backend=counter)))
+    heads = shake(build(name, target))
+    heads.compiled, compiled = True, list[int]()
+    for lengths in ([23, 2, 40], [30, 5, 44], [60, 20], [70, 22]):
+        store, layers = store_of(target, heads, lengths), sorted({*heads.aux_layers, FINAL})
+        batch = read_batch(store, range(len(lengths)), layers, True, 100).on(CPU, torch.float32)
+        found = learn(target, heads, batch)
+        compiled.append(counter.frame_count)
+    assert 0 < compiled[0] < compiled[2] == compiled[3], compiled
+    heads.compiled = False
+    assert_same_step(found, learn(target, heads, batch))

@@ -150,7 +150,7 @@ def _unroll(target: Target, heads: DraftHead, item: Conversation, states: dict[i
     """Compute the training unroll's logits, at origins that have all steps."""
     batch = HeadBatch(
         torch.tensor([list(item.tokens)], device=target.device),
-        torch.tensor([list(item.supervised)], dtype=torch.bool, device=target.device),
+        torch.tensor([list(item.supervised)], dtype=torch.bool),
         states,
     )
     origins = set(_origins(item))

@@ -14,7 +14,8 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
@@ -32,6 +33,8 @@ from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from headstart.support.regions import call_compiled
+from headstart.support.uploads import upload
 from headstart.tree.tree import Committed, Request, Tree, TreeShape
 
 R = TypeVar("R")
@@ -67,6 +70,9 @@ class HeadConfig(HeadSettings):
 class HeadBatch:
     """A batch of conversations with the target's hidden states, padded on the right.
 
+    Tokens and states are on the device of the heads. Masks and starts stay on the host, which plans the origins of all
+    steps from them without waiting for the device.
+
     Attributes:
         supervised_BT: the loss mask, true for tokens that the target generated.
         states: {layer: [B, T, E]}; state t is the target's after reading token t.
@@ -82,13 +88,9 @@ class HeadBatch:
     starts_BT: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> HeadBatch:
-        optional = (self.subsampled_steps_BT, self.starts_BT)
-        return HeadBatch(
-            change(self.tokens_BT),
-            change(self.supervised_BT),
-            {layer: change(state_BTE) for layer, state_BTE in self.states.items()},
-            *(None if tensor is None else change(tensor) for tensor in optional),
-        )
+        """Change tokens and states, for example their device."""
+        states = {layer: change(state_BTE) for layer, state_BTE in self.states.items()}
+        return replace(self, tokens_BT=change(self.tokens_BT), states=states)
 
 
 @dataclass
@@ -134,6 +136,7 @@ class DraftHead(nn.Module, ABC):
         draft_to_target_D: target token id of each draft token; the identity without a draft vocabulary.
         lm_bias_D, logit_transform: bias and logit post-processing of the target's LM head, for heads that use it.
         gradient_checkpointing: whether training recomputes activations inside layers for the backward pass.
+        compiled: whether training compiles its regions (layers and attention).
     """
 
     family: ClassVar[str]
@@ -141,6 +144,7 @@ class DraftHead(nn.Module, ABC):
     drafts_features: ClassVar[bool] = False
     publishes: ClassVar[Layout | None] = None
     gradient_checkpointing: bool = False
+    compiled: bool = False
     version: str = ""
     config: HeadConfig
     draft_to_target_D: Tensor
@@ -312,11 +316,19 @@ class DraftHead(nn.Module, ABC):
         layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "trainable_rows")]
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.trainable_rows().items()}
 
-    def run_checkpointed(self, function: Callable[..., R], *inputs: Any) -> R:
-        """Call a deterministic function, and recompute it in the backward pass with `gradient_checkpointing`."""
+    @property
+    def uses_flex(self) -> bool:
+        """Whether this forward attends by flex attention, which has no gradients on a CPU."""
+        return self.compiled and self.training and self.draft_to_target_D.device.type != "cpu"
+
+    def run_region(self, function: Callable[..., R], *inputs: Any, compiles: bool = True) -> R:
+        """Call a deterministic function, compiled with `compiled`, and recompute it in the backward pass with
+        `gradient_checkpointing`."""
+        compiled = compiles and self.compiled and self.training
+        run: Callable[..., R] = partial(call_compiled, function) if compiled else function
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
-            return function(*inputs)
-        output: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return run(*inputs)
+        output: R = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
         return output
 
     @abstractmethod
@@ -425,7 +437,12 @@ def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:
 
 
 def origins(batch: HeadBatch, step: int) -> Tensor:
-    """Return a batch's `supervised_origins` that train this step."""
+    """Return a batch's `supervised_origins` that train this step, on the device of the batch."""
+    return upload(host_origins(batch, step), batch.tokens_BT.device)
+
+
+def host_origins(batch: HeadBatch, step: int) -> Tensor:
+    """`origins` on the host, ascending. Those of later steps are among those of earlier ones."""
     origin_M = supervised_origins(batch.supervised_BT, step)
     if batch.subsampled_steps_BT is None:
         return origin_M

@@ -135,7 +135,7 @@ class HydraHead(ResidualHead):
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self.heads):
             origin_M = origins(batch, step)
-            hidden_ME = self.run_checkpointed(head.forward, _head_input(final_XE, embedded_XE, origin_M, step))
+            hidden_ME = self.run_region(head.forward, _head_input(final_XE, embedded_XE, origin_M, step))
             yield self.prediction(hidden_ME, self._lm_head(head), origin_M, step)
 
     def _inputs(self, batch: HeadBatch) -> tuple[Tensor, Tensor]:

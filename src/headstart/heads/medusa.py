@@ -147,7 +147,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
             origin_M = origins(batch, step)
             input_EF, weight_LEE, bias_LE, lm_head_DE = part
             input_MF = self.head_input(final_XE[origin_M], tokens_X[origin_M + 1])
-            hidden_ME = self.run_checkpointed(head_hidden, input_MF, input_EF, weight_LEE, bias_LE)
+            hidden_ME = self.run_region(head_hidden, input_MF, input_EF, weight_LEE, bias_LE)
             yield self.prediction(hidden_ME, lm_head_DE, origin_M, step)
 
     @property

@@ -186,10 +186,11 @@ class MtpHead(FinalStateHead):
 
         def attend_text(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             if first:
-                return causal_attention(queries, keys, values, text.starts_BT)
+                return causal_attention(queries, keys, values, text.complete)
             return attend(queries, *text.kv[0], text.visible, [*text.chains[0], (keys, values)])
 
-        stream, keys, values = self.run_checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
+        inputs = text.feedback_BAE, tokens, rotary, attend_text
+        stream, keys, values = self.run_region(self._run_native, *inputs, compiles=False)
         (text.kv if first else text.chains[0]).append((keys, values))
         return text.gather_origins(stream) if first else stream
 

@@ -108,7 +108,7 @@ class _DryRun:
         target, heads, section = self._target, self._heads, self._recipe.train
         length = min(size, self._length)
         rows, answer = max(1, size // length), max(self.shortest - 1, round(length * self._answers))
-        supervised_BT = torch.zeros(rows, length, dtype=torch.bool, device=target.device)
+        supervised_BT = torch.zeros(rows, length, dtype=torch.bool)
         supervised_BT[:, -answer:] = True
         index_T = torch.arange(length, device=target.device) % self.shortest
         states = {

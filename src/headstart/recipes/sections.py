@@ -302,6 +302,11 @@ class TrainSection(Section):
     gradient_checkpointing: Annotated[bool, Role.RUNTIME] = Field(
         False, description="Recompute activations inside layers for the gradients: less memory, more time."
     )
+    compile: Annotated[bool | Literal["auto"], Role.RUNTIME] = Field(
+        "auto",
+        description="Compile layers, attention and loss with torch.compile, which takes a minute or two at the start; "
+        "auto does so on a GPU. If it fails, training logs why and runs uncompiled.",
+    )
     shard_target: Annotated[bool, Role.RUNTIME] = Field(
         False,
         description="With data.states=online on several processes: each holds a part of the target's weights, by "

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from headstart.data.states.shard_format import decode
 from headstart.data.states.store import States
-from headstart.heads.base import HeadBatch, origins
+from headstart.heads.base import HeadBatch, host_origins
 from headstart.recipes.sections import TrainSection
 from headstart.support.uploads import upload
 from headstart.train.checkpoint import TrainerState
@@ -138,21 +138,27 @@ class ReadBatch:
         return dataclasses.replace(batch, states={layer: state_BTE.to(dtype) for layer, state_BTE in states.items()})
 
 
-def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False) -> ReadBatch:
-    """Read conversations from the store, padded on the right or packed into one row.
+def read_batch(
+    store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False, width: int = 0
+) -> ReadBatch:
+    """Read conversations from the store, padded on the right or packed into one row of at least `width` tokens.
 
     Positions and attention restart with each packed conversation, and its first token is not supervised: no draft
-    crosses a boundary. Online stores compute the states of a batch together.
+    crosses a boundary. Padding is one more conversation. Online stores compute the states of a batch together.
     """
     samples = store.samples(batch, aux_layers)
+    lengths = [len(sample.tokens_T) for sample in samples]
+    padding = max(0, width - sum(lengths))
 
     def join(rows: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(rows))[None] if packed else torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        if not packed:
+            return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        return torch.cat([*rows, rows[0].new_zeros(padding, *rows[0].shape[1:])])[None]
 
     supervised_BT = join([sample.supervised_T for sample in samples])
     starts_BT = None
     if packed:
-        lengths_N = torch.tensor([len(sample.tokens_T) for sample in samples])
+        lengths_N = torch.tensor([*lengths, padding] if padding else lengths)
         starts_N = lengths_N.cumsum(0) - lengths_N
         supervised_BT[0, starts_N] = False
         starts_BT = starts_N.repeat_interleave(lengths_N)[None]
@@ -177,7 +183,7 @@ def subsample(batch: HeadBatch, fraction: float, seed: Sequence[int]) -> HeadBat
         return batch
     uniform_BT = 1 - np.random.default_rng(seed).random(tuple(batch.tokens_BT.shape))  # in (0, 1]
     steps_BT = 1 + np.floor(np.log(uniform_BT) / np.log(fraction)).astype(np.int64)
-    return dataclasses.replace(batch, subsampled_steps_BT=torch.from_numpy(steps_BT).to(batch.tokens_BT.device))
+    return dataclasses.replace(batch, subsampled_steps_BT=torch.from_numpy(steps_BT))
 
 
 def sample_anchors(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
@@ -189,28 +195,27 @@ def sample_anchors(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadB
     rank_M = np.arange(len(origin_M)) - np.searchsorted(ordered_M, ordered_M)
     chosen_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool)
     chosen_X[torch.from_numpy(origin_M[order_M[rank_M < anchors]])] = True
-    chosen_BT = chosen_X.view_as(batch.tokens_BT).to(batch.tokens_BT.device)
-    steps_BT = batch.subsampled_steps_BT
+    chosen_BT, steps_BT = chosen_X.view(batch.tokens_BT.shape), batch.subsampled_steps_BT
     if steps_BT is None:
-        steps_BT = torch.full_like(batch.tokens_BT, batch.tokens_BT.shape[1])
+        steps_BT = torch.full(chosen_BT.shape, batch.tokens_BT.shape[1])
     return dataclasses.replace(batch, subsampled_steps_BT=torch.where(chosen_BT, steps_BT, 0))
 
 
 def count_predictions(batch: HeadBatch, anchors: int | None = None) -> int:
     """Count the predictions of the first draft step: its `origins`, at most `anchors` per conversation."""
     if anchors is None:
-        return len(origins(batch, 0))
+        return len(host_origins(batch, 0))
     _, conversation_M = _origins_by_conversation(batch)
     return int(np.minimum(np.unique(conversation_M, return_counts=True)[1], anchors).sum())
 
 
 def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Flat `origins` of the first draft step, and an id of each one's conversation."""
-    origin_M = origins(batch, 0).cpu().numpy()
+    origin_M = host_origins(batch, 0).numpy()
     width = batch.tokens_BT.shape[1]
     if batch.starts_BT is None:
         return origin_M, origin_M // width
-    return origin_M, origin_M // width * width + batch.starts_BT.flatten().cpu().numpy()[origin_M]
+    return origin_M, origin_M // width * width + batch.starts_BT.flatten().numpy()[origin_M]
 
 
 class BatchSchedule:

@@ -26,6 +26,7 @@ from headstart.heads.base import HeadBatch, StepPrediction
 from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
+from headstart.support.uploads import upload
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
 # Maximum elements of a tensor of logits, on a CPU and on other devices; `_BLOCK_ROWS` rows may exceed `_BLOCK`.
@@ -41,10 +42,10 @@ until their logits fit `_TABLE`."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
-    """Flat positions that precede a supervised token, int64 [S]."""
+    """Flat positions that precede a supervised token, int64 [S], on the device of the batch."""
     before_BT = torch.zeros_like(batch.supervised_BT)
     before_BT[:, :-1] = batch.supervised_BT[:, 1:]
-    return before_BT.flatten().nonzero()[:, 0]
+    return upload(before_BT.flatten().nonzero()[:, 0], batch.tokens_BT.device)
 
 
 class Teacher:
@@ -82,7 +83,8 @@ class Teacher:
     def _counts(self, tokens_S: Tensor) -> Tensor:
         """Count each draft token, [D]."""
         index_S = torch.searchsorted(self._ids_D, tokens_S).clamp_max(len(self._ids_D) - 1)
-        return torch.bincount(index_S[self._ids_D[index_S] == tokens_S], minlength=len(self._ids_D))
+        # bincount would wait for the device.
+        return torch.zeros_like(self._ids_D).index_add_(0, index_S, (self._ids_D[index_S] == tokens_S).long())
 
     @torch.no_grad()
     def _compute(self, final_SE: Tensor, loss_tokens: LossTokens | None = None) -> Tensor:
@@ -137,7 +139,7 @@ class TeacherLogits:
     def rows(self, teacher_M: Tensor) -> Tensor:
         """Rows of the teacher logits for flat positions before supervised tokens."""
         rows_M = self.row_X[teacher_M]
-        assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
+        torch._assert_async((rows_M >= 0).all(), "a step predicts supervised tokens only")
         return rows_M
 
     def table(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +172,7 @@ def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Se
     likely = count - round(_SAMPLED_FRACTION * count)
     rest_R = order_D[likely:]
     random = np.random.default_rng([*seed, count]).choice(len(rest_R), count - likely, replace=False)
-    ids_L = torch.cat([order_D[:likely], rest_R[torch.from_numpy(random).to(rest_R.device)]])
+    ids_L = torch.cat([order_D[:likely], rest_R[upload(random, rest_R.device)]])
     shift_L = torch.zeros(count, device=logits_SD.device)
     shift_L[likely:] = math.log(len(rest_R) / (count - likely))
     return LossTokens(ids_L, shift_L)

@@ -17,8 +17,8 @@ one weight per prediction. Example: a draft of three steps with no shared mass a
 >>> show(dpace(origins, alphas))
 [2.0, 1.0, 0.5]
 
-Shape suffixes: M predictions of one step, D draft vocabulary, E hidden size, K draft steps, O flat positions up
-to the largest origin.
+Shape suffixes: M predictions of one step, D draft vocabulary, E hidden size, K draft steps, O origins of the first
+step.
 """
 
 from __future__ import annotations
@@ -132,12 +132,13 @@ def dpace(origins: Sequence[Tensor], alphas: Sequence[Tensor]) -> list[Tensor]:
     the draft's probability of the token that the target chose; here it is the shared mass, the same if the target's
     distribution is one-hot. A draft that ends early has no terms after its end.
 
-    `alphas` are [M] for each step, in [0, 1]; the weights are float32 [M], up to K at the first step.
+    `origins` ascend, and those of later steps are among the first's. `alphas` are [M] for each step, in [0, 1]; the
+    weights are float32 [M], up to K at the first step.
     """
-    size = 1 + max((int(origin_M.max()) for origin_M in origins if len(origin_M)), default=0)
-    reached_KO = torch.zeros(len(origins), size, device=origins[0].device)
-    for step, (origin_M, alpha_M) in enumerate(zip(origins, alphas, strict=True)):
-        reached_KO[step, origin_M] = (1 - _SMOOTHING) * alpha_M.float() + _SMOOTHING
+    drafts = [torch.searchsorted(origins[0], origin_M) for origin_M in origins]
+    reached_KO = torch.zeros(len(origins), len(origins[0]), device=origins[0].device)
+    for step, (draft_M, alpha_M) in enumerate(zip(drafts, alphas, strict=True)):
+        reached_KO[step, draft_M] = (1 - _SMOOTHING) * alpha_M.float() + _SMOOTHING
     reached_KO = reached_KO.cumprod(0)
     weights_KO = reached_KO.flip(0).cumsum(0).flip(0)
-    return [weights_KO[step, origin_M] for step, origin_M in enumerate(origins)]
+    return [weights_KO[step, draft_M] for step, draft_M in enumerate(drafts)]

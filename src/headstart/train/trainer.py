@@ -18,11 +18,12 @@ from time import monotonic
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.data.states.store import States
 from headstart.errors import UserError
@@ -35,6 +36,7 @@ from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
 from headstart.support.artifacts import link_into_run
 from headstart.support.files import need_disk, read_jsonl, size, write_json, write_jsonl
+from headstart.support.regions import compile_region
 from headstart.support.terminal import format_seconds, progress_bar
 from headstart.train import checkpoint
 from headstart.train.batches import (
@@ -110,6 +112,17 @@ def train(
             AcceleratorState._reset_state()  # the next run of this process may choose another precision
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """An optimiser step's loss sum and gradient norm, not yet read from the device, and the predictions of the first
+    draft step; `group` is its batches over all ranks."""
+
+    number: int
+    group: list[Batch]
+    count: int
+    figures_2: Tensor
+
+
 class _Trainer:
     """One session of training, in the accelerator's project folder; see `train`."""
 
@@ -127,6 +140,9 @@ class _Trainer:
         self.heads = build_heads(recipe, target, self.store, log.say)
         with raise_on_all_ranks():
             self.heads.gradient_checkpointing = self.section.gradient_checkpointing
+            self.heads.compiled = self.section.compile is True or (
+                self.section.compile == "auto" and target.device.type == "cuda"
+            )
             check_store(self.valid_store, target, self.heads)
             self.coverage = draft_coverage(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
             # A checkpoint holds at most four float32 copies of the parameters (heads, best heads, two moments); reserve
@@ -147,11 +163,11 @@ class _Trainer:
         unrolled, rank = Unrolled(self.heads), self.section.lora_rank
         self.low_rank = LowRank(unrolled, rank) if rank else None
         self.trained = self.low_rank or self.heads
-        wrapped, optimizers = self.low_rank or unrolled, make_optimizers(self.trained, self.section)
+        self.wrapped, optimizers = self.low_rank or unrolled, make_optimizers(self.trained, self.section)
         with warnings.catch_warnings():
             # Buffers are equal on all ranks; accelerate cannot pass torch's replacement for the option yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
+            self.model, *self.optimizers = accelerator.prepare(self.wrapped, *optimizers)
         self.teacher = Teacher(target, self.heads.draft_to_target_D, self.section.loss_tokens)
         self.schedule = BatchSchedule(self.store, self.section, self.rank, self.ranks)
         self.validation_batches = self._read_validation_batches()
@@ -159,6 +175,10 @@ class _Trainer:
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.schedule.steps_per_epoch)
         self.trainer_state = TrainerState()
         self.seconds_before = self.grad_norm = 0.0
+        self.unread: list[_Unread] = []
+        self.losses: list[float] = []  # since the last validation
+        # Ranks agree on the host, so that none waits for its GPU.
+        self.host_group = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.records: list[dict[str, Any]] = []
 
     def _settings(self) -> dict[str, Any]:
@@ -216,10 +236,10 @@ class _Trainer:
 
     def _take_steps(self, interrupt: Interrupt, display: Display) -> None:
         """Step, validate and checkpoint until the end or an interruption."""
-        state, losses, interrupted = self.trainer_state, list[float](), False
+        state, interrupted = self.trainer_state, False
         saved = state.step if state.step else -1
         if not self.records:
-            self._validate(display, None)
+            self._validate(display)
         started, predictions = monotonic(), 0
         with closing(
             self.schedule.batches(state, self.total, self._read, self.accelerator.device, self.dtype)
@@ -230,28 +250,32 @@ class _Trainer:
                 fraction = self._fraction(elapsed)
                 if interrupted or fraction >= 1:
                     break
+                if self.heads.compiled and self.loss is LOSSES[self.section.loss]:
+                    self._compile(batches[0])
                 state.lr = learning_rate_now(self.section, fraction, state)
-                loss = self._step(group, batches, count) if count else None
-                if loss is None:  # no predictions on any rank
+                if count:
+                    self._step(group, batches, count)
+                else:  # no predictions on any rank
                     state.skipped += 1
-                else:
-                    losses.append(loss)
                 predictions += count
                 state.advance(count, self.schedule.steps_per_epoch)
+                if logs := state.step % self.section.log_every == 0:
+                    self._read_losses()
+                loss = self.losses[-1] if count and self.losses else None
                 now = monotonic()
                 speed = predictions / (now - started)
                 shown = "none" if loss is None else f"{loss:.3f}"
                 figures = f"step {state.step} · loss {shown} · lr {state.lr:.1e} · {speed:,.0f} tok/s"
                 display.step(self._fraction(self._elapsed()), now - self.started, figures)
-                if loss is not None and state.step % self.section.log_every == 0:
+                if loss is not None and logs:
                     self._log({"loss": loss, "lr": state.lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
                 if state.step % self.section.eval_every == 0:
-                    self._validate(display, losses)
+                    self._validate(display)
                 if state.step % self.section.save_every == 0:
                     self._save()
                     saved = state.step
         if self.records[-1]["step"] != state.step and not interrupted:
-            self._validate(display, losses)
+            self._validate(display)
             saved = -1  # this step's checkpoint does not know this validation's best heads
         # If the clock ended the run, the last checkpoint's `elapsed` is still under the budget, and resuming would
         # train on: save again.
@@ -261,9 +285,9 @@ class _Trainer:
             self.log.say(f"Stopped after step {state.step}; the same command continues from there.")
             raise KeyboardInterrupt
 
-    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int) -> float:
-        """Take one optimiser step. Return the loss summed over all draft steps, batches and ranks, divided by the
-        number of predictions of the first draft step."""
+    def _step(self, group: list[Batch], batches: list[HeadBatch], count: int) -> None:
+        """Take one optimiser step. Its loss is summed over all draft steps, batches and ranks, and divided by `count`,
+        the predictions of the first draft step. A GPU computes it later, see `_read_losses`."""
         for optimizer in self.optimizers:
             for parameters in optimizer.param_groups:
                 parameters["lr"] = self.trainer_state.lr
@@ -272,21 +296,52 @@ class _Trainer:
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss = self._loss(batch, i)
+                loss = self._loss(self.model, batch, i)
                 # The one place that normalises: DDP averages gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             total += loss.detach()
-        self.grad_norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.max_grad_norm))
-        mean = float(self.accelerator.reduce(total, "sum")) / count
-        # With fp16 a gradient may overflow now and then; the scaler skips that step.
-        if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or self.accelerator.mixed_precision == "fp16"):
-            raise not_finite(self.trainer_state.step + 1, mean, group)
+        grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.max_grad_norm)
+        figures = torch.stack([self.accelerator.reduce(total, "sum"), grad_norm])
+        self.unread.append(_Unread(self.trainer_state.step + 1, group, count, figures))
+        if self.accelerator.device.type == "cpu":
+            self._read_losses()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return mean
 
-    def _loss(self, batch: HeadBatch, number: int) -> Tensor:
+    def _read_losses(self) -> None:
+        """Read the losses of the latest steps, waiting for the device once. Raises a UserError at a step that is not
+        finite, before it is validated or saved; on a GPU some more steps may have run."""
+        unread, self.unread = self.unread, []
+        if not unread:
+            return
+        for step, (total, self.grad_norm) in zip(
+            unread, torch.stack([step.figures_2 for step in unread]).tolist(), strict=True
+        ):
+            mean, fp16 = total / step.count, self.accelerator.mixed_precision == "fp16"
+            # With fp16 a gradient may overflow now and then; the scaler skips that step.
+            if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or fp16):
+                raise not_finite(step.number, mean, step.group)
+            self.losses.append(mean)
+
+    def _compile(self, batch: HeadBatch) -> None:
+        """Compile on a first batch. If that fails on any rank, all run uncompiled."""
+        self.loss, failure = compile_region(self.loss), ""
+        try:
+            weights = [weight for weight in self.wrapped.parameters() if weight.requires_grad]
+            torch.autograd.grad(self._loss(self.wrapped, batch, 0), weights, allow_unused=True)
+        except UserError:
+            raise
+        except Exception as error:  # compilers raise anything
+            failure = f" ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        if self._synchronise(bool(failure), False)[0]:
+            self.heads.compiled, self.loss = False, LOSSES[self.section.loss]
+            self.log.say(
+                f"torch.compile failed{failure}, so training runs uncompiled, which is slower. It needs a C compiler, "
+                "and on a GPU a triton that fits this torch; train.compile=false skips it."
+            )
+
+    def _loss(self, model: nn.Module, batch: HeadBatch, number: int) -> Tensor:
         """Summed loss of one batch, with the recipe's random subsampling."""
         seed = self._seed(number)
         consume = partial(
@@ -301,7 +356,7 @@ class _Trainer:
             batch = subsample(batch, self.section.step_weight, seed)
         if self.section.anchors:
             batch = sample_anchors(batch, self.section.anchors, seed)
-        loss: Tensor = self.model(batch, consume)
+        loss: Tensor = model(batch, consume)
         return loss
 
     def _seed(self, number: int) -> list[int]:
@@ -353,8 +408,9 @@ class _Trainer:
         """A context with low-rank updates merged into the heads, for validation and saving."""
         return nullcontext() if self.low_rank is None else self.low_rank.merged()
 
-    def _validate(self, display: Display, losses: list[float] | None) -> None:
+    def _validate(self, display: Display) -> None:
         """Validate the heads, record it, and save them if they are the best so far; empties `losses`."""
+        self._read_losses()
         self.model.eval()
         tally, draft_to_target_D = Tally(self.heads.draft_steps, self.accelerator.device), self.heads.draft_to_target_D
         with self._merged():
@@ -365,9 +421,8 @@ class _Trainer:
             self._join_last_reads()
             tally.counts_KC = self.accelerator.reduce(tally.counts_KC, "sum")
             validation = tally.result()
-            loss = sum(losses) / len(losses) if losses else None
-            if losses is not None:
-                losses.clear()
+            loss = sum(self.losses) / len(self.losses) if self.losses else None
+            self.losses.clear()
             self._record(validation, loss)
             display.show_validation(self.trainer_state.step, self._elapsed(), loss, validation)
             if validation.tau > self.trainer_state.best_tau:
@@ -401,7 +456,9 @@ class _Trainer:
     # -- data, time and checkpoints ------------------------------------------------------------------------------
 
     def _read(self, store: States, batch: Batch, packed: bool = False) -> ReadBatch:
-        return read_batch(store, batch, sorted({*self.heads.aux_layers, FINAL}), packed)
+        # Compiled code is made for a width.
+        width = self.section.batch_tokens if packed and self.heads.compiled else 0
+        return read_batch(store, batch, sorted({*self.heads.aux_layers, FINAL}), packed, width)
 
     def _read_padded(self, store: States, batch: Batch) -> HeadBatch:
         return self._read(store, batch).on(self.accelerator.device, self.dtype)
@@ -419,11 +476,13 @@ class _Trainer:
         elapsed = self._elapsed()
         if self.ranks == 1:
             return count, elapsed, interrupted
-        own = torch.tensor([count, elapsed if self.rank == 0 else 0.0, interrupted], dtype=torch.float64)
-        total = self.accelerator.reduce(own.to(self.accelerator.device), "sum").tolist()
-        return int(total[0]), total[1], total[2] > 0
+        totals = torch.tensor([count, elapsed if self.rank == 0 else 0.0, interrupted], dtype=torch.float64)
+        dist.all_reduce(totals, group=self.host_group)
+        count_of_all, seconds, interruptions = totals.tolist()
+        return int(count_of_all), seconds, interruptions > 0
 
     def _save(self) -> None:
+        self._read_losses()
         state, keep = self.trainer_state, self.section.keep_checkpoints
         # The clock decides whether another checkpoint is due at the end: all ranks must use the same one.
         state.elapsed, state.budget = self._synchronise(0, False)[1], self.budget

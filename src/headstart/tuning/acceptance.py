@@ -106,13 +106,13 @@ def measure_drafts(
         tokens_BT = torch.tensor([list(conversation.tokens)], device=target.device)
         batch = HeadBatch(
             tokens_BT,
-            torch.tensor([list(conversation.supervised)], dtype=torch.bool, device=target.device),
+            torch.tensor([list(conversation.supervised)], dtype=torch.bool),
             {layer: state[None] for layer, state in states.items()},
         )
         p_target_TD = None
         if sampling:  # only after states that a supervised token follows
             p_target_TD = torch.zeros(tokens_BT.shape[1], len(heads.draft_to_target_D), device=target.device)
-            read = batch.supervised_BT[0, 1:].nonzero()[:, 0]
+            read = batch.supervised_BT[0, 1:].nonzero()[:, 0].to(target.device)
             p_target_TD[read] = target.lm_head(states[FINAL][read]).float().softmax(-1)[:, heads.draft_to_target_D]
         tables: list[dict[str, Tensor]] = []
         indices: list[dict[int, int]] = []  # of each step's origins

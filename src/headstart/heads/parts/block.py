@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.base import HeadBatch, StepPrediction, origins
+from headstart.heads.base import HeadBatch, StepPrediction, host_origins
 from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, nearly_equal
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.block_layer import LAYERS, BlockConfig, BlockLayer
@@ -138,28 +138,33 @@ class BlockHead(GraphedHead):
         return self.embed_tokens(tokens, like)
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
-        origin_M = origins(batch, 0)
+        origin_M = host_origins(batch, 0)
         if not len(origin_M):
             return
         hidden_MSE = self.blocks(batch, origin_M)
         for step in range(self.draft_steps):
-            step_M = origins(batch, step)
-            rows_M = torch.searchsorted(origin_M, step_M)
+            step_M = host_origins(batch, step)
+            rows_M, step_M = (upload(x_M, hidden_MSE.device) for x_M in (torch.searchsorted(origin_M, step_M), step_M))
             yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
-        """Return the LM head inputs of the blocks at these origins (ascending), [M, S, E]."""
+        """Return the LM head inputs of the blocks at these origins (ascending, on the host), [M, S, E]."""
         context_BTE = self.fuse_states(batch.states)
-        positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
-        rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
-        text = [self.run_checkpointed(layer.context, context_BTE, rotary) for layer in self.layers]
+        rotary = self.context_rotary(batch, context_BTE)
+        text = [self.run_region(layer.context, context_BTE, rotary) for layer in self.layers]
         outputs = []
         for part_M in [origin_M] if torch.is_grad_enabled() else torch.split(origin_M, _ORIGINS):
             blocks = Blocks(self, batch, part_M, context_BTE)
             for layer, kv in zip(self.layers, text, strict=True):
-                blocks.stream_BXE = self.run_checkpointed(layer.write, blocks.stream_BXE, blocks.attend(layer, *kv))
+                blocks.stream_BXE = self.run_region(layer.write, blocks.stream_BXE, blocks.attend(layer, *kv))
             outputs.append(rms_norm(self.norm, blocks.drafting_slots(blocks.stream_BXE)))
         return torch.cat(outputs)
+
+    def context_rotary(self, batch: HeadBatch, like: Tensor) -> Angles:
+        """Return the rotary positions of all tokens of a batch."""
+        tokens_BT, starts_BT = batch.tokens_BT, batch.starts_BT
+        positions_BT = positions_of(tokens_BT, None if starts_BT is None else upload(starts_BT, tokens_BT.device))
+        return self._rotary.at(positions_BT, like.dtype, tokens_BT.shape[1])
 
     def by_published_name(self) -> dict[str, Tensor]:
         tensors = {
@@ -298,30 +303,28 @@ class Blocks:
 
     def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor, like: Tensor) -> None:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
-        self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape, slots)
-        starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
+        host_index_BA, real_BA = by_row(origin_M, tokens_BT.shape, tokens_BT.device.type, slots)
+        self._real_M = upload(real_BA.flatten().nonzero()[:, 0], tokens_BT.device)
         self.visible = {
-            layer.window: VisibleRange(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))
+            layer.window: VisibleRange.of_origins(host_index_BA, batch, (layer.window, slots), heads.uses_flex)
             for layer in heads.layers
         }
-        first_BA = 1 + (self.index_BA if starts_BA is None else self.index_BA - starts_BA)
+        index_BA, starts_BA = next((visible.index_BA, visible.starts_BA) for visible in self.visible.values())
+        first_BA = 1 + (index_BA if starts_BA is None else index_BA - starts_BA)
         positions_BAK = first_BA[:, :, None] + torch.arange(slots, device=first_BA.device)
         self.rotary = heads._rotary.at(positions_BAK.flatten(1), like.dtype, tokens_BT.shape[1] + slots)
-        self.stream_BXE = heads.block(tokens_BT.gather(1, self.index_BA + 1), like).flatten(1, 2)
+        self.stream_BXE = heads.block(tokens_BT.gather(1, index_BA + 1), like).flatten(1, 2)
 
     def attend(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
         """Return the attention output of every slot in a layer, [B, N, G, X, d]."""
-        queries, own_keys, own_values = self.heads.run_checkpointed(layer.read, self.stream_BXE, self.rotary)
-        slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
-        queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
-        own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))
-        queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
-        visible = self.visible[layer.window]
-        attention_output_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, visible, own, causal=layer.causal)
-        attention_output_BNAGKd = attention_output_BNARd.view(rows, kv_heads, -1, groups, slots, size)
-        return attention_output_BNAGKd.transpose(2, 3).flatten(3, 4)
+        queries_BNGXd, *own = self.heads.run_region(layer.read, self.stream_BXE, self.rotary)
+        slots, visible = self.heads.config.block_size, self.visible[layer.window]
+        own_keys, own_values = (part_BNXd.unflatten(2, (-1, slots)) for part_BNXd in own)
+        queries = queries_BNGXd.unflatten(3, (-1, slots))
+        output = attend_blocks(queries, keys_BNTd, values_BNTd, visible, (own_keys, own_values), layer.causal)
+        return output.flatten(3, 4)
 
     def drafting_slots(self, x_BXF: Tensor) -> Tensor:
         """Select the drafting slots of real (unpadded) origins, [M, S, F]."""
-        x_BAKF = x_BXF.view(*self.index_BA.shape, self.heads.config.block_size, -1)
-        return x_BAKF[:, :, self.heads.first_slot :][self.real_BA]
+        x_YKF = x_BXF.flatten(0, 1).unflatten(0, (-1, self.heads.config.block_size))
+        return x_YKF[:, self.heads.first_slot :][self._real_M]

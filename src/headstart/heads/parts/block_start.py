@@ -30,7 +30,6 @@ from headstart.heads.parts.block_layer import BlockLayer, positional_heads
 from headstart.heads.parts.layer import concat_heads, rms_norm
 from headstart.heads.parts.own_position import solve_matrix_game
 from headstart.heads.parts.residual import embed_normalized, principal_outputs
-from headstart.heads.parts.text_attention import positions_of
 from headstart.replay.patch import FINAL
 
 _MARGIN = 6.0
@@ -60,8 +59,7 @@ class _FitBatch:
     def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor) -> None:
         self.tokens_X, self.origin_M, norm_E = batch.tokens_BT.flatten(), origin_M, heads.norm.weight
         self.context_BTE = heads.fuse_states(batch.states)
-        positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
-        self.rotary = heads._rotary.at(positions_BT, self.context_BTE.dtype, positions_BT.shape[1])
+        self.rotary = heads.context_rotary(batch, self.context_BTE)
         self.blocks = Blocks(heads, batch, origin_M, self.context_BTE)
         self._final_XE = batch.states[FINAL].flatten(0, 1)
         self._scale_E = torch.where(norm_E.abs() < 1e-3, 1.0, norm_E)

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import HeadBatch, StepPrediction, origins
+from headstart.heads.base import HeadBatch, StepPrediction, host_origins
 from headstart.heads.int8_weights import in_panels, linear
 from headstart.heads.parts.cache import Entries, LayerCache, WriteKV, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, IntArray, Level
@@ -141,28 +141,30 @@ class RecurrentHead(GraphedHead):
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         text: UnrolledText | None = None
         for step in range(self.draft_steps):
-            origin_M = origins(batch, step)
+            origin_M = host_origins(batch, step)
             if not len(origin_M):
                 return
             if text is None:
-                text = UnrolledText(self.layers, self.project(self.select_states(batch.states)), batch, origin_M)
+                feedback_BTE = self.project(self.select_states(batch.states))
+                text = UnrolledText(self.layers, feedback_BTE, batch, origin_M, self.uses_flex)
             else:
                 text.select(origin_M)
             tokens, positions = text.entries(step)
             rotary = self._rotary.at(positions, text.feedback_BAE.dtype, batch.tokens_BT.shape[1] + step)
             hidden_BAE, text.feedback_BAE = self.layer_output(self.run_text(text, tokens, rotary))
-            feature_ME = text.feedback_BAE[text.real_BA] if self.drafts_features else None
-            yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
+            feature_ME = text.without_padding(text.feedback_BAE) if self.drafts_features else None
+            origin_M = upload(origin_M, hidden_BAE.device)
+            yield self.prediction(text.without_padding(hidden_BAE), self.lm_head_DE, origin_M, step, feature_ME)
 
     def run_text(self, text: UnrolledText, tokens: Tensor, rotary: Angles) -> Tensor:
         """Run the layers over the next training step of every origin and append keys and values to `text`. Returns the
         last layer's stream, [B, A, E]."""
         first, index_BA = not text.kv, text.visible.index_BA
         inputs = text.feedback_BAE, tokens, rotary, text.trained_qkv[0]
-        queries, keys, values, stream = self.run_checkpointed(self._read_first_layer, *inputs)
+        queries, keys, values, stream = self.run_region(self._read_first_layer, *inputs)
         for number, layer in enumerate(self.layers):
             if number:
-                queries, keys, values = self.run_checkpointed(layer.read, stream, rotary, text.trained_qkv[number])
+                queries, keys, values = self.run_region(layer.read, stream, rotary, text.trained_qkv[number])
             own = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
             own_values, values = values[:, :own], values[:, own:]
             if first:
@@ -174,14 +176,14 @@ class RecurrentHead(GraphedHead):
                     index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
                     attention_output = attend(queries.gather(3, index), keys, values, text.visible)
                 else:
-                    attention_output = causal_attention(queries, keys, values, text.starts_BT)
+                    attention_output = causal_attention(queries, keys, values, text.complete)
             else:
                 text.chains[number].append((keys, values))
                 attention_output = attend(queries, *text.kv[number], text.visible, text.chains[number])
             if own:
                 own_output = own_values[:, :, None].expand(-1, -1, attention_output.shape[2], -1, -1)
                 attention_output = torch.cat([own_output, attention_output], dim=1)
-            stream = self.run_checkpointed(layer.write, stream, attention_output)
+            stream = self.run_region(layer.write, stream, attention_output)
         return stream
 
     # -- drafting ------------------------------------------------------------------------------------------------

@@ -1,14 +1,15 @@
 """Masked training attention over complete texts, with memory linear in their length.
 
-Short texts materialise all scores at once. Longer ones are split into parts of a few queries: each part reads only the
-positions visible to its queries and recomputes its scores in the backward pass.
+Besides the text, an origin's queries see its own tokens: its draft steps so far, or the slots of its block.
 
-Besides the text, an origin's queries see its own draft steps so far (`chain_attention`) or the slots of its block
-(`block_attention`). On CPUs two products and a softmax are faster than torch's fused masked kernel. Elsewhere the
-`_fused` variants run, which append the origins' own tokens to the text and mask them for other origins.
+Compiled training on a GPU (`VisibleRange.flex`) attends to the text by torch's flex attention, with a mask of blocks,
+and merges the own tokens by their log-sum-exp. Otherwise short texts materialise all scores at once. Longer ones are
+split into parts of a few queries: each part reads only the positions visible to its queries and recomputes its scores
+in the backward pass. On CPUs two products and a softmax are faster than torch's fused masked kernel.
 
 Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S visible positions, G query heads per key
-head, N key heads, d head size, K slots of a block, R query rows of an origin (G * K), M origins.
+head, N key heads, d head size, K slots of a block, Q = A * K queries of a row, R query rows of an origin (G * K), X own
+tokens of an origin, M origins, I and J blocks of queries and of positions.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from headstart.heads.base import HeadBatch
+from headstart.support.regions import call_compiled
+from headstart.support.uploads import upload
 
 Kernel = Callable[..., Tensor]
 """Takes queries, keys and values of the text, the mask of hidden positions, and the queries' own tensors."""
@@ -34,6 +40,9 @@ _MIN_ROWS, _MAX_ROWS, _MAX_ROWS_GPU = 32, 128, 512
 """Fewest and most query rows of a part; a part of the fewest may exceed `_PART_SCORES`."""
 _MULTIPLE = 64
 """Multiple that queries and positions are rounded to for oneDNN, which compiles a kernel per shape in bfloat16."""
+_FLEX_BLOCK = 128
+"""Queries and positions in a block of flex attention's masks. On a GPU origins are padded to this multiple, so that
+compiled code sees few shapes."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +59,32 @@ class VisibleRange:
     up to the row's padding.
 
     With a `window` (size, slots of a block) of size > 0, each slot sees only that many tokens, itself and other slots
-    included.
+    included. `flex` chooses flex attention.
     """
 
     index_BA: Tensor
     length: int
     starts_BA: Tensor | None = None
-    window: tuple[int, int] = (0, 0)
+    window: tuple[int, int] = (0, 1)
+    flex: bool = False
     _hidden_BAT: Tensor | None = None
     _parts: list[Part] = field(default_factory=list)
+    _block_mask: BlockMask | None = None
+
+    @classmethod
+    def of_text(cls, batch: HeadBatch, flex: bool) -> VisibleRange:
+        """Causal attention of all tokens of a batch."""
+        index_BT = torch.arange(batch.tokens_BT.shape[1]).expand(batch.tokens_BT.shape)
+        return cls.of_origins(index_BT, batch, flex=flex)
+
+    @classmethod
+    def of_origins(
+        cls, index_BA: Tensor, batch: HeadBatch, window: tuple[int, int] = (0, 1), flex: bool = False
+    ) -> VisibleRange:
+        """The text up to these positions, given on the host, of each one's conversation."""
+        device, starts_BT = batch.tokens_BT.device, batch.starts_BT
+        starts_BA = None if starts_BT is None else upload(starts_BT.gather(1, index_BA), device)
+        return cls(upload(index_BA, device), batch.tokens_BT.shape[1], starts_BA, window, flex)
 
     def hidden(self, part: Part) -> Tensor:
         """Mask of positions hidden from each query of a part, bool [B, C, S]; with a window, per slot [B, C, K, S]."""
@@ -107,7 +133,48 @@ class VisibleRange:
     def select(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
         starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
         hidden_BAT = None if self._hidden_BAT is None else self._hidden_BAT[row_B1, column_BA]
-        return VisibleRange(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window, hidden_BAT)
+        index_BA = self.index_BA[row_B1, column_BA]
+        return VisibleRange(index_BA, self.length, starts_BA, self.window, self.flex, hidden_BAT)
+
+    @property
+    def block_mask(self) -> BlockMask:
+        """Mask for flex attention of the queries [B, Q], cached. Its blocks follow from the ends of each query's range:
+        neither a table of all positions nor a wait for the device."""
+        if self._block_mask is None:
+            (width, slots), size = self.window, _FLEX_BLOCK
+            last_BQ = self.index_BA.repeat_interleave(slots, 1)
+            first_BQ = torch.zeros_like(last_BQ)
+            if self.starts_BA is not None:
+                first_BQ = self.starts_BA.repeat_interleave(slots, 1)
+            if width:
+                slot_Q = torch.arange(slots, device=last_BQ.device).repeat(self.index_BA.shape[1])
+                first_BQ = torch.maximum(first_BQ, last_BQ + slot_Q + 2 - width)
+
+            def sees(row: Tensor, head: Tensor, query: Tensor, position: Tensor) -> Tensor:
+                return (position >= first_BQ[row, query]) & (position <= last_BQ[row, query])
+
+            queries = last_BQ.shape[1]
+            # Beyond the last query nothing is visible, so the last block is never complete.
+            first_BIi, last_BIi = (
+                F.pad(end_BQ, (0, -queries % size), value=beyond).unflatten(1, (-1, size))
+                for end_BQ, beyond in ((first_BQ, self.length), (last_BQ, -1))
+            )
+            start_J = torch.arange(0, self.length, size, device=last_BQ.device)
+            stop_J = start_J + size - 1
+            some_BIJ = (stop_J >= first_BIi.amin(2, keepdim=True)) & (start_J <= last_BIi.amax(2, keepdim=True))
+            every_BIJ = (start_J >= first_BIi.amax(2, keepdim=True)) & (stop_J <= last_BIi.amin(2, keepdim=True))
+            ordered = [
+                part
+                for blocks_BIJ in (some_BIJ & ~every_BIJ, every_BIJ)
+                for part in (blocks_BIJ.sum(2), blocks_BIJ.int().argsort(dim=2, descending=True, stable=True))
+            ]
+            self._block_mask = BlockMask.from_kv_blocks(
+                *(part[:, None].int() for part in ordered),
+                BLOCK_SIZE=size,
+                mask_mod=sees,
+                seq_lengths=(queries, self.length),
+            )
+        return self._block_mask
 
 
 def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
@@ -116,44 +183,42 @@ def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
     return index_BT if starts_BT is None else index_BT - starts_BT
 
 
-def by_row(origin_M: Tensor, shape: torch.Size, each: int = 1) -> tuple[Tensor, Tensor]:
-    """Group origins, of `each` queries, by row: positions [B, A], padded by the row's last one, and the mask of real
-    ones.
+def by_row(origin_M: Tensor, shape: torch.Size, kind: str, each: int = 1) -> tuple[Tensor, Tensor]:
+    """Group origins, of `each` queries on a device of this kind, by row: positions [B, A], padded by the row's last
+    one, and the mask of real ones; all on the host.
 
-    >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
+    >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]), "cpu")]
     [[[1, 2], [1, 1]], [[True, True], [True, False]]]
     """
-    valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
+    valid_BT = torch.zeros(shape, dtype=torch.bool)
     valid_BT.view(-1)[origin_M] = True
     counts_B = valid_BT.sum(1)
-    width = min(shape[1], round_up(int(counts_B.max()), origin_M.device.type, each))
+    width = min(shape[1], round_up(int(counts_B.max()), kind, each))
     index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :width]
-    real_BA = torch.arange(width, device=origin_M.device) < counts_B[:, None]
+    real_BA = torch.arange(width) < counts_B[:, None]
     last_B1 = index_BA.gather(1, (counts_B[:, None] - 1).clamp(min=0))
     return torch.where(real_BA, index_BA, last_B1), real_BA
 
 
 def round_up(count: int, kind: str, each: int = 1) -> int:
-    """Round a number of origins of `each` queries up to the device's `_MULTIPLE`."""
+    """Round a number of origins of `each` queries up to the device's multiple."""
     multiple = max(1, _multiple(kind) // each)
     return -(-count // multiple) * multiple
 
 
 def _multiple(kind: str) -> int:
-    return _MULTIPLE if kind == "cpu" and torch.is_autocast_enabled(kind) else 1
+    if kind != "cpu":
+        return _FLEX_BLOCK
+    return _MULTIPLE if torch.is_autocast_enabled(kind) else 1
 
 
 def causal_attention(
-    queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, starts_BT: Tensor | None = None
+    queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, complete: VisibleRange | None = None
 ) -> Tensor:
-    """Causal attention over complete texts, [B, N, G, T, d]; for `starts_BT` see `HeadBatch`."""
-    if starts_BT is not None:
-        return attend(
-            queries_BNGTd,
-            keys_BNTd,
-            values_BNTd,
-            VisibleRange(positions_of(starts_BT, None), len(starts_BT[0]), starts_BT),
-        )
+    """Causal attention over complete texts, [B, N, G, T, d]; rows of several conversations need `complete`, their
+    `VisibleRange.of_text`."""
+    if complete is not None and complete.starts_BA is not None:
+        return attend(queries_BNGTd, keys_BNTd, values_BNTd, complete)
     keys, values = (part[:, :, None].expand_as(queries_BNGTd).flatten(1, 2) for part in (keys_BNTd, values_BNTd))
     output = F.scaled_dot_product_attention(queries_BNGTd.flatten(1, 2), keys, values, is_causal=True)
     return output.view(queries_BNGTd.shape)
@@ -168,41 +233,80 @@ def attend(
 ) -> Tensor:
     """Attend from each query to its visible text and its draft, [B, N, G, A, d]. `chain` has keys and values
     [B, N, A, d] of the draft steps so far, the query's own included."""
+    text = keys_BNTd, values_BNTd
+    if visible.flex:
+        own = [torch.stack(parts, dim=3) for parts in zip(*chain, strict=True)]
+        return call_compiled(attend_flex, queries_BNGAd[:, :, :, :, None], *text, visible.block_mask, *own).squeeze(4)
     columns = [(queries_BNGAd, 3), *((tensor, 2) for step in chain for tensor in step)]
-    scores = (queries_BNGAd.shape[1] * queries_BNGAd.shape[2], 1)
-    return _attend((chain_attention, chain_attention_fused), visible, scores, (keys_BNTd, values_BNTd), columns=columns)
+    return _attend(chain_attention, visible, queries_BNGAd.shape[1] * queries_BNGAd.shape[2], 1, text, columns)
 
 
 def attend_blocks(
-    queries_BNARd: Tensor,
+    queries_BNGAKd: Tensor,
     keys_BNTd: Tensor,
     values_BNTd: Tensor,
     visible: VisibleRange,
     own: tuple[Tensor, Tensor],
     causal: bool = False,
 ) -> Tensor:
-    """Attend from each query row of each origin's block to its visible text and its block, [B, N, A, R, d]. `own` are
+    """Attend from each slot of each origin's block to its visible text and its block, [B, N, G, A, K, d]. `own` are
     keys and values [B, N, A, K, d] of the block's slots, which see each other, except later ones if `causal`."""
+    text = keys_BNTd, values_BNTd
+    if visible.flex:
+        return call_compiled(attend_flex, queries_BNGAKd, *text, visible.block_mask, *own, causal)
+    groups, slots = queries_BNGAKd.shape[2], queries_BNGAKd.shape[4]
+    queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
     columns = [(tensor, 2) for tensor in (queries_BNARd, *own)]
-    scores = (queries_BNARd.shape[1], queries_BNARd.shape[3])
-    kernels = (partial(block_attention, causal=causal), partial(block_attention_fused, causal=causal))
-    return _attend(kernels, visible, scores, (keys_BNTd, values_BNTd), columns=columns)
+    kernel = partial(block_attention, causal=causal)
+    output_BNARd = _attend(kernel, visible, queries_BNARd.shape[1], groups * slots, text, columns)
+    return output_BNARd.unflatten(3, (groups, slots)).transpose(2, 3)
+
+
+def attend_flex(
+    queries_BNGAKd: Tensor,
+    keys_BNTd: Tensor,
+    values_BNTd: Tensor,
+    mask: BlockMask,
+    own_keys_BNAXd: Tensor | None = None,
+    own_values_BNAXd: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """Attend to the text, under the mask of the queries [B, Q], and to the origins' own tokens, [B, N, G, A, K, d].
+
+    The two attentions are averaged by their shares of the sum of exp(score). torch materialises all scores unless this
+    function runs compiled.
+    """
+    shape, queries_BHQd = queries_BNGAKd.shape, queries_BNGAKd.flatten(3, 4).flatten(1, 2)
+    text_BHQd, aux = flex_attention(
+        queries_BHQd, keys_BNTd, values_BNTd, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    text = text_BHQd.view(shape)
+    if own_keys_BNAXd is None or own_values_BNAXd is None:
+        return text
+    scores = torch.einsum("bngakd,bnaxd->bngakx", queries_BNGAKd * shape[-1] ** -0.5, own_keys_BNAXd)
+    scores = scores.to(aux.lse.dtype)
+    if causal:
+        scores = scores.masked_fill(_later(shape[4], scores), float("-inf"))
+    own = torch.einsum("bngakx,bnaxd->bngakd", scores.softmax(-1).to(own_values_BNAXd.dtype), own_values_BNAXd)
+    text_share = torch.sigmoid(aux.lse.view(shape[:-1]) - scores.logsumexp(-1))[..., None]
+    return (own + text_share * (text - own)).to(text.dtype)
 
 
 def _attend(
-    kernels: tuple[Kernel, Kernel],
+    kernel: Kernel,
     visible: VisibleRange,
-    scores: tuple[int, int],
+    heads: int,
+    rows: int,
     text: tuple[Tensor, Tensor],
     columns: Sequence[tuple[Tensor, int]],
 ) -> Tensor:
-    """Attend with the first kernel on a CPU or for short texts, else with the second. `scores` are heads and score rows
-    per column, `text` keys and values, `columns` the queries and other tensors with their dimension A."""
-    (heads, rows), (queries, *own) = scores, (tensor for tensor, _ in columns)
+    """Attend at once or in parts, with `rows` score rows per head and column. `text` is keys and values, `columns` the
+    queries and other tensors with their dimension A."""
+    queries, *own = (tensor for tensor, _ in columns)
     if visible.is_short(heads * rows):
-        return kernels[0](queries, *text, visible.hidden_BAT, *own)
+        return kernel(queries, *text, visible.hidden_BAT, *own)
     apply: Kernel = _InParts.apply
-    how = (kernels[queries.device.type != "cpu"], visible, visible.parts(heads, rows))
+    how = (kernel, visible, visible.parts(heads, rows))
     return apply(how, [dim for _, dim in columns], *text, queries, *own)
 
 
@@ -217,31 +321,12 @@ def chain_attention(
     scores = scores.masked_fill(hidden_BAS[:, None, None], float("-inf"))
     drafted = [(queries_BNGAd * keys_BNAd[:, :, None]).sum(-1, keepdim=True) for keys_BNAd in chain[::2]]
     text = keys_BNSd.shape[2]
-    weights = torch.cat([scores, *drafted], dim=-1).softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    scores = torch.cat([scores, *drafted], dim=-1)
+    weights = _softmax(scores).to(values_BNSd.dtype)
     output = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(queries_BNGAd.shape)
     for step, values_BNAd in enumerate(chain[1::2]):
         output = output + weights[..., text + step, None] * values_BNAd[:, :, None]
     return output
-
-
-def chain_attention_fused(
-    queries_BNGAd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *chain: Tensor
-) -> Tensor:
-    """`chain_attention` by torch's kernel."""
-    groups, origins = queries_BNGAd.shape[2:4]
-    visible_BAS = ~hidden_BAS
-    if chain:
-        own_AA = torch.eye(origins, dtype=torch.bool, device=visible_BAS.device)
-        visible_BAS = torch.cat(
-            [visible_BAS, own_AA.repeat(1, len(chain) // 2).expand(len(visible_BAS), -1, -1)], dim=-1
-        )
-        keys_BNSd = torch.cat([keys_BNSd, *chain[::2]], dim=2)
-        values_BNSd = torch.cat([values_BNSd, *chain[1::2]], dim=2)
-    keys, values = (
-        x_BNSd[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x_BNSd in (keys_BNSd, values_BNSd)
-    )
-    output = F.scaled_dot_product_attention(queries_BNGAd.flatten(1, 2), keys, values, attn_mask=visible_BAS[:, None])
-    return output.view(queries_BNGAd.shape)
 
 
 def block_attention(
@@ -260,39 +345,19 @@ def block_attention(
         later_RK = _later(slots, queries_BNARd).repeat(shape[3] // slots, 1)
         of_block_BNARK = of_block_BNARK.masked_fill(later_RK, float("-inf"))
     scores = torch.cat([scores_BNAGKS.view(*shape[:4], text), of_block_BNARK], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
+    weights = _softmax(scores).to(values_BNSd.dtype)
     output = (weights[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
     out: Tensor = output + weights[..., text:] @ own_values_BNAKd
     return out
 
 
+def _softmax(scores: Tensor) -> Tensor:
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+
+
 def _later(slots: int, like: Tensor) -> Tensor:
     """Mask of later slots of a block, bool [K, K]."""
     return torch.ones(slots, slots, dtype=torch.bool, device=like.device).triu(1)
-
-
-def block_attention_fused(
-    queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden: Tensor, *own: Tensor, causal: bool = False
-) -> Tensor:
-    """`block_attention` by torch's kernel."""
-    (own_keys_BNAKd, own_values_BNAKd), (origins, rows) = own, queries_BNARd.shape[2:4]
-    slots = own_keys_BNAKd.shape[3]
-    visible_BAKS = ~hidden.view(*hidden.shape[:2], -1, hidden.shape[-1])
-    own_AX = torch.eye(origins, dtype=torch.bool, device=hidden.device).repeat_interleave(slots, dim=1)
-    own_AKX = own_AX[:, None]
-    if causal:
-        own_AKX = own_AKX & ~_later(slots, queries_BNARd).repeat(1, origins)
-    each = max(visible_BAKS.shape[2], own_AKX.shape[1])  # 1 if all slots see the same
-    parts = visible_BAKS.expand(-1, -1, each, -1), own_AKX.expand(len(hidden), -1, each, -1)
-    visible_BAKX = torch.cat(parts, dim=-1)
-    visible_BARX = visible_BAKX.expand(-1, -1, rows, -1) if each == 1 else visible_BAKX.repeat(1, 1, rows // slots, 1)
-    output = F.scaled_dot_product_attention(
-        queries_BNARd.flatten(2, 3),
-        torch.cat([keys_BNSd, own_keys_BNAKd.flatten(2, 3)], dim=2),
-        torch.cat([values_BNSd, own_values_BNAKd.flatten(2, 3)], dim=2),
-        attn_mask=visible_BARX.flatten(1, 2)[:, None],
-    )
-    return output.view(queries_BNARd.shape)
 
 
 class _InParts(torch.autograd.Function):

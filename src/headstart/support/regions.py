@@ -1,0 +1,25 @@
+"""Regional compilation: torch.compile of parts of a model, which other code calls as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+
+R = TypeVar("R")
+
+
+@cache
+def compile_region(function: Callable[..., R]) -> Callable[..., R]:
+    """Compile a function, once in this process."""
+    return torch.compile(function)
+
+
+def call_compiled(function: Callable[..., R], *inputs: Any) -> R:
+    """Call a function or method, compiled. All objects of a class share the code of a method."""
+    if isinstance(function, MethodType):
+        return compile_region(function.__func__)(function.__self__, *inputs)
+    return compile_region(function)(*inputs)
