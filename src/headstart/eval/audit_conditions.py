@@ -123,7 +123,8 @@ def _edits(published: Published, target: Target) -> Iterator[tuple[str, str, Pub
         value = getattr(published, name)
         if value or name in ("norm_output", "norm_before_residual"):
             remedy = f"{name} must be {str(value).lower()}: serve with an engine that reads it."
-            yield f"{words[not value]} {name}", remedy, replace(published, **{name: not value})
+            changed: dict[str, Any] = {name: not value}
+            yield f"{words[not value]} {name}", remedy, replace(published, **changed)
     if published.sliding_window:
         remedy = f"The sliding window must be {published.sliding_window}."
         yield "ignores the sliding window", remedy, replace(published, sliding_window=0, full_layers=())

@@ -118,22 +118,23 @@ def _reported(counted: Counts, answers: Sequence[EngineAnswer]) -> Counts:
     if counted["draft_tokens"]:
         return counted
     drafted, accepted = sum(answer.drafted for answer in answers), sum(answer.accepted for answer in answers)
-    return Counts(draft_tokens=drafted, accepted_tokens=accepted)
+    return Counts({"draft_tokens": drafted, "accepted_tokens": accepted})
 
 
 def _batch(engine: RunningEngine, chosen: list[int], answers: Sequence[EngineAnswer], counted: Counts) -> Batch:
     decoded = sum(max(0, len(answer.tokens) - 1) for answer in answers)  # the first token is of the prefill
-    accepted, by_position = counted["accepted_tokens"], {key: counted[key] for key in counted if isinstance(key, int)}
+    accepted = counted["accepted_tokens"]
+    by_position = Counts({key: counted[key] for key in counted if isinstance(key, int)})
     past_end = engine.engine.dialect.drafts_past_end
     rounds = counted["drafts"] if past_end else decoded - accepted  # others do not count rounds without room for drafts
     per_round = -(-counted["draft_tokens"] // max(1, counted["drafts"] or rounds))
-    drafts = max([per_round, *(key + 1 for key in by_position)])
+    drafts = max([per_round, *(key + 1 for key in by_position if isinstance(key, int))])
     if rounds + accepted > decoded + drafts * len(answers) * past_end:
         raise UserError(
             f"{engine.engine.name} counted {rounds} rounds and {accepted} accepted drafts for {decoded} tokens.",
             "It answered other requests meanwhile: try again while it is idle.",
         )
-    counts = Counts({"drafts": rounds, "accepted_tokens": accepted, **by_position})
+    counts = by_position | Counts({"drafts": rounds, "accepted_tokens": accepted})
     return Batch(chosen, [answer.tokens for answer in answers], counts, drafts)
 
 
