@@ -94,8 +94,8 @@ class Command:
         found = {}
         for process in self.processes():
             with suppress(psutil.Error, RetryableError, ValueError):
-                words = process.cmdline()
-                port = int(words[words.index("--port") + 1])
+                words = process.cmdline()[::-1]
+                port = int(words[words.index("--port") - 1])
                 if not any(word.endswith("guard.py") for word in words):
                     if Endpoint(f"http://127.0.0.1:{port}").send("/health", seconds=5).is_success:
                         found[process] = port
@@ -216,6 +216,7 @@ def interrupted(start: Callable[[], Command], run: Path) -> list[dict[str, Any]]
         advances(command, batches, "conversations are written after their engine was killed")
         note(command, "an engine, then the command, at conversations", command.kill())
     with start() as command:
+        advances(command, batches, "writing continues")
         with command.kill_engine(occupy=True) or suppress():
             command.process.wait(command.patience)
             if command.process.returncode == 0 or "port" not in command.log.read_text():
