@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
 from io import StringIO
 from pathlib import Path
@@ -16,9 +18,10 @@ from headstart.pipeline.stages import stages_until
 from tests.test_pipeline import tiny_recipe
 
 ENGINE = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 repository, lives, deaths, answers = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+holder = lives.with_name("holder")
 sys.path.append(repository)  # last: its links are called train, data, eval ...
 from rehearsal.engine_http import StandIn, serve
 lives.open("a").write(f"{os.getpid()}\\n")
@@ -28,11 +31,16 @@ def answer(prompt, count, body):
     global answers
     answers -= 1
     if answers < 0:
+        if holder.is_file() and os.fork() == 0:
+            os.setsid()
+            holder.write_text(str(os.getpid()))
+            time.sleep(600)
         os.kill(os.getpid(), signal.SIGKILL)
     return [*[10 + (sum(prompt) + step) % 50 for step in range(count // 2)], *body["stop_token_ids"][:1]], {}
 serve(StandIn("vllm", answer), "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1]))
 """
-"""An engine that kills itself after a number of answers, the first few times that it runs."""
+"""An engine that kills itself after a number of answers, the first few times that it runs. If there is a file `holder`,
+it leaves a program that holds its port and never answers."""
 
 
 def engine_run(tmp_path: Path, target: Path, deaths: int, answers: int = 7) -> Run:
@@ -66,6 +74,19 @@ def test_engine_that_keeps_dying_ends_the_run(tiny_target_folder: Path, tmp_path
         execute(run, stages_until("conversations"))
     assert str(run.folder / "logs" / "vllm-0.log") in refusal.value.remedy
     assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()]
+
+
+def test_lost_port_is_reported_while_requests_hang(tiny_target_folder: Path, tmp_path: Path) -> None:
+    run, holder = engine_run(tmp_path, tiny_target_folder, deaths=1), tmp_path / "holder"
+    holder.touch()
+    try:
+        with pytest.raises(UserError, match="another program uses its port"):
+            execute(run, stages_until("conversations"))
+    finally:
+        os.kill(int(holder.read_text()), signal.SIGKILL)
+    assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()]
+    execute(run, stages_until("conversations"))
+    assert len(lives(tmp_path)) == 2
 
 
 def test_no_engine_starts_for_conversations_that_exist(tiny_target_folder: Path, tmp_path: Path) -> None:

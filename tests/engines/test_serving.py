@@ -247,6 +247,20 @@ def test_figures_survive_tuning_and_copies(heads: Path, texts: Path, tmp_path: P
     assert not (heads / FILE).exists()
 
 
+def test_first_error_of_a_llama_server_is_quoted(tmp_path: Path) -> None:
+    log = tmp_path / "llama.cpp.log"
+    server = Server(ENGINES["llama.cpp"], "TARGET.gguf", (), log)
+    log.write_text(
+        "0.00.002.280 W srv  llama_server: security: no API key is set\n"
+        "0.00.006.339 E llama_model_load: error loading model: no such file\n"
+        "0.00.006.387 I srv    operator(): operator(): cleaning up before exit...\n"
+        "0.00.006.808 E srv  llama_server: exiting due to model loading error\n"
+    )
+    assert server.log_excerpt() == "0.00.006.339 E llama_model_load: error loading model: no such file"
+    log.write_text("0.00.000.766 I srv  llama_server: initializing ...\nerror: invalid argument: --no-such-option\n")
+    assert server.log_excerpt() == "error: invalid argument: --no-such-option"
+
+
 def test_failing_engine_is_explained(heads: Path, texts: Path, tmp_path: Path) -> None:
     before = {path.name for path in heads.iterdir()}
     said = refused(*tune(heads, texts, fault="start"))

@@ -218,6 +218,8 @@ class Pool:
             remaining = jobs
             while remaining:
                 check()
+                for endpoint in self._endpoints:  # requests to a dead engine hang if another program took its port
+                    self._recover(endpoint.url)
                 with suppress(queue.Empty):
                     number, answer = done.get(timeout=_CHECK_SECONDS)
                     if isinstance(answer, BaseException) and not isinstance(answer, Refused):

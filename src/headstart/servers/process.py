@@ -32,8 +32,8 @@ _TERM_SECONDS = 20.0
 """Time from SIGTERM to SIGKILL."""
 _STOP_SECONDS = _TERM_SECONDS + guard.KILL_SECONDS + 5.0
 _LAST_LINES = 6
-_NOISE = re.compile(r"^\s*(\(.*?\)\s*)?(INFO|WARNING|srv|slot|que)\b")
-_CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+_NOISE = re.compile(r"^\s*(\(.*?\)\s*)?((INFO|WARNING|srv|slot|que)\b|[\d.]+ [IWD] )")
+_CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): |^[\d.]+ E ")  # vLLM's, and llama-server's after a time stamp
 _NOT_THE_CAUSE = re.compile(r"initialization failed|\b(WARNING|INFO)\b")
 _COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+([\d.eE+-]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
