@@ -40,7 +40,7 @@ _FILES = "headstart-states-"
 """Prefix of a folder of engines' files."""
 _FAULT = "fault.json"
 """File of that folder with the problem and remedy of engines that cannot be started again."""
-_NEW = 600.0
+_NEW = 30.0
 """Age in seconds from which an unlocked folder is left by a killed process."""
 _HEALTH_SECONDS = 5.0
 _WATCH_SECONDS, _RESTART_SECONDS = 0.5, 1800.0
