@@ -73,6 +73,7 @@ def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> It
             here = socket.gethostname()
             everywhere = gather_object([(here, began)]) if ranks > 1 else [(here, began)]
             urls, folder = next(found for name, found in everywhere if name == here and found is not None)
+            ranks = sum(name == here for name, _ in everywhere)
             recover = partial(_wait_for_restart, folder)
             remedy = f"See {run.folder / LOGS}, and run the same command again: it goes on from here."
         requests = data.server_requests or REQUESTS * len(urls)
