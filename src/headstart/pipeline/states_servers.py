@@ -42,7 +42,7 @@ _FILES = "headstart-states-"
 _FAULT = "fault.json"
 """File of that folder with the problem and remedy of engines that cannot be started again."""
 _NEW = 30.0
-"""Age in seconds from which an unlocked folder is left by a killed process."""
+"""Minimum age in seconds of an abandoned folder: a new one is unlocked for a moment."""
 _HEALTH_SECONDS = 5.0
 _WATCH_SECONDS, _RESTART_SECONDS = 0.5, 1800.0
 """Time between looks at the engines, and the longest wait for one to be started again."""

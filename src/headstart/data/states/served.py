@@ -121,7 +121,7 @@ class ServedStates:
     def _request(
         self, endpoint: Endpoint, served: ServedModel, tokens: Sequence[int], more: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Any], Tensor]:
-        """Send token ids to a server; return its reply, and the states that it wrote, whose file is deleted."""
+        """Send token ids to a server; return its reply and their states. Deletes the file with the states."""
         path, body = served.dialect.request(CompletionRequest(tokens, 1), served.model)
         page = endpoint.fetch(path, {**body, **(more or {})})
         try:
@@ -201,7 +201,7 @@ class ServedStates:
         else:
             fault = self._differs(endpoint, page, text, self._state(states_TLE, FINAL))
         if fault:
-            raise self._wrong(endpoint, f"other states than those of {self._model.name}: {fault}")
+            raise self._wrong(endpoint, f"states of another model or layer than {self._model.name}'s: {fault}")
         return served
 
     @torch.no_grad()
@@ -223,7 +223,7 @@ class ServedStates:
         off = float((ours_T - theirs_T).abs().mean() / spread)
         if off <= (_EXACT if final_TE.dtype == torch.float32 else _COARSE):
             return ""
-        return f"the log-probabilities of its last layer are {off:.0%} off those that the server reports"
+        return f"log-probabilities computed from its last layer differ from its own by {off:.0%}"
 
     def _wrong(self, endpoint: Endpoint, fault: str) -> UserError:
         layers = ", ".join(map(str, self._layers))
