@@ -244,7 +244,7 @@ NOT_RUN = {
         "chat", "push", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
         "recipes show NAME --all", "run quickstart",
     )},
-    **dict.fromkeys(("vllm serve", "headstart tune --engine", "headstart export --check"), _NAME),
+    **dict.fromkeys(("headstart tune --engine", "headstart export --check"), _NAME),
     "headstart audit --questions FILE.jsonl": "`headstart audit HEADS` is run; its heads are left out in the sentence",
 }  # fmt: skip
 """Commands that are neither run nor tested, and why."""

@@ -221,14 +221,14 @@ def test_wrong_last_layer_is_refused_without_the_target(
     tiny_target: Target, teacher: TeacherModel, serve: Serve, layers: Sequence[int]
 ) -> None:
     source = connected(teacher, serve(layers=layers))
-    with pytest.raises(UserError, match=r"other states than those of tiny: .* last layer are \d+% off.*1, 2, 3"):
+    with pytest.raises(UserError, match=r"another model or layer than tiny's: .* last layer differ.*by \d+%.*1, 2, 3"):
         source.states([item.tokens for item in some_conversations(tiny_target, 1)], AUX_LAYERS)
 
 
 def test_another_model_is_refused_without_the_target(tiny_target: Target, teacher: TeacherModel, serve: Serve) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
     source = connected(teacher, serve(target=other))
-    with pytest.raises(UserError, match=r"% off those that the server reports"):
+    with pytest.raises(UserError, match=r"differ from its own by \d+%"):
         source.states([item.tokens for item in some_conversations(tiny_target, 1)], AUX_LAYERS)
 
 

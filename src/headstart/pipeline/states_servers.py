@@ -33,6 +33,7 @@ from headstart.servers.names import option_values
 from headstart.servers.process import Server
 from headstart.support.files import free_disk, need_disk, read_json, remove, write_json
 from headstart.support.lock import Busy, locked
+from headstart.support.terminal import explained
 from headstart.train.processes import raise_on_all_ranks
 
 _MEMORY = Path("/dev/shm")
@@ -40,8 +41,8 @@ _FILES = "headstart-states-"
 """Prefix of a folder of engines' files."""
 _FAULT = "fault.json"
 """File of that folder with the problem and remedy of engines that cannot be started again."""
-_NEW = 600.0
-"""Age in seconds from which an unlocked folder is left by a killed process."""
+_NEW = 30.0
+"""Minimum age in seconds of an abandoned folder: a new one is unlocked for a moment."""
 _HEALTH_SECONDS = 5.0
 _WATCH_SECONDS, _RESTART_SECONDS = 0.5, 1800.0
 """Time between looks at the engines, and the longest wait for one to be started again."""
@@ -73,6 +74,7 @@ def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> It
             here = socket.gethostname()
             everywhere = gather_object([(here, began)]) if ranks > 1 else [(here, began)]
             urls, folder = next(found for name, found in everywhere if name == here and found is not None)
+            ranks = sum(name == here for name, _ in everywhere)
             recover = partial(_wait_for_restart, folder)
             remedy = f"See {run.folder / LOGS}, and run the same command again: it goes on from here."
         requests = data.server_requests or REQUESTS * len(urls)
@@ -116,9 +118,10 @@ def _watch(fleet: Fleet, servers: Sequence[Server], folder: Path, stop: threadin
                 remove(folder / str(number))  # files of its unanswered requests
                 try:
                     fleet.recover(server.url)
-                except UserError as error:
+                except (UserError, OSError) as error:
                     if not stop.is_set():
-                        write_json(folder / _FAULT, [error.problem, error.remedy])
+                        known = (error.problem, error.remedy) if isinstance(error, UserError) else explained(error)
+                        write_json(folder / _FAULT, known)
                     return
 
 
