@@ -19,7 +19,7 @@ PLANS = Path(__file__).parents[1] / "docs" / "plans"
 GB = 10**9
 TURNS: dict[str, Any] = {"data.states": "stored"}
 HALF = {"train.batch_tokens": 8192, "train.gradient_accumulation_steps": 2}
-SPANNED = {"data.server_arguments": "--tensor-parallel-size 4", "target.device": "all"}
+SPANNED = {"data.states": "online", "data.server_arguments": "--tensor-parallel-size 4", "target.device": "all"}
 CASES = {
     "8B, 24 GB": ("eagle3-8b", "llama-3.1-8b", [24], TURNS | HALF),
     "8B, 40 GB": ("eagle3-8b", "llama-3.1-8b", [40], TURNS),
