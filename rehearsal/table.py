@@ -31,8 +31,8 @@ SUBSTITUTIONS = (
     # printed, replacement: {words} are paths of the rehearsal
     (".venv/bin/headstart", "headstart"),
     *((recipe, "{recipes}/" + recipe + ".yaml") for recipe in RECIPES),
-    ("eagle3-8b --run-dir runs/eight", "{recipes}/eagle3-8b.yaml data.server=auto data.states_server=auto eval.engine=auto "
-     "--run-dir runs/eight --processes 2"),
+    ("eagle3-8b --run-dir runs/eight", "{recipes}/eagle3-8b.yaml data.server=auto data.states_server=auto "
+     "eval.engine=auto --run-dir runs/eight --processes 2"),
     ("RECIPE", "{recipes}/eagle3-8b.yaml"),
     ("[key=value ...]", "train.seed=0"),
     # models
