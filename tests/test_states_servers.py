@@ -36,9 +36,13 @@ DATA = {"conversations": 6, "heldout": 0, "validation": 2, "max_new_tokens": 8}
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of /dev/shm, which other processes use too; retries come at once."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(states_servers, "_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(states_servers, "_WATCH_SECONDS", 0.02)
+    return tmp_path / "memory"
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +73,6 @@ def run_of(recipe: Recipe, folder: Path) -> Run:
     return Run(recipe, folder, Console(file=StringIO(), width=500))
 
 
-def files_in_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob(f"{states_servers._FILES}*"))
-
-
 def lives(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "lives").read_text().split()]
 
@@ -97,15 +97,20 @@ def trained_here(written: tuple[Recipe, Path], tmp_path_factory: pytest.TempPath
 
 
 def test_streamed_heads_match_those_of_forwards_here_though_the_engine_dies(
-    written: tuple[Recipe, Path], runs: Path, trained_here: Path, tmp_path: Path, server: StatesServer, not_loaded: None
+    written: tuple[Recipe, Path],
+    runs: Path,
+    trained_here: Path,
+    tmp_path: Path,
+    server: StatesServer,
+    memory: Path,
+    not_loaded: None,
 ) -> None:
     """Losses within the rounding of float32 sums, as of every online training."""
-    before = files_in_memory()
     streaming = changed(written[0], states_server="vllm", server_command=engine_command(tmp_path, server, 2, 9))
     execute(run := run_of(streaming, runs / "run"), stages_until("train"))
     assert len(lives(tmp_path)) == 3, "it died twice"
     assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()]
-    assert files_in_memory() == before and not list(run.folder.glob(f"{states_servers._FILES}*"))
+    assert not list(memory.iterdir()) and not list(run.folder.glob(f"{states_servers._FILES}*"))
     assert not list((run.folder / "data" / "states").iterdir()), "nothing is stored"
     ours, theirs = metrics(trained_here), metrics(run.folder / "train")
     assert [row["loss"] for row in theirs][1:] == pytest.approx([row["loss"] for row in ours][1:], rel=1e-5)
@@ -140,15 +145,20 @@ def test_stored_states_come_from_an_engine(
 
 
 def test_engine_that_keeps_dying_ends_the_training(
-    written: tuple[Recipe, Path], runs: Path, tmp_path: Path, server: StatesServer, monkeypatch: pytest.MonkeyPatch
+    written: tuple[Recipe, Path],
+    runs: Path,
+    tmp_path: Path,
+    server: StatesServer,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fleet, "_RESTARTS", 1)
-    before, command = files_in_memory(), engine_command(tmp_path, server, 1000, 3)
+    command = engine_command(tmp_path, server, 1000, 3)
     run = run_of(changed(written[0], states_server="vllm", server_command=command), runs / "run")
     with pytest.raises(UserError, match="vllm died 2 times") as refusal:
         execute(run, stages_until("train"))
     assert str(run.folder / "logs" / "vllm-states-0.log") in refusal.value.remedy
-    assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()] and files_in_memory() == before
+    assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()] and not list(memory.iterdir())
 
 
 def test_wrong_address_is_answered_with_the_command_that_starts_a_server(
@@ -165,7 +175,7 @@ def test_wrong_address_is_answered_with_the_command_that_starts_a_server(
 
 
 def test_files_go_to_memory_if_they_fit(
-    written: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: tuple[Recipe, Path], tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(written[0], tmp_path / "run")
     run.folder.mkdir()
@@ -174,9 +184,9 @@ def test_files_go_to_memory_if_they_fit(
         (folder / name).mkdir(parents=True)
     os.utime(left, (time.time() - 1000,) * 2)
     with states_servers._private_folder(run, (1,), run.described) as folder:
-        assert folder.parent == Path("/dev/shm") and folder.stat().st_mode & 0o77 == 0
+        assert folder.parent == memory and folder.stat().st_mode & 0o77 == 0
     assert not folder.exists()
-    monkeypatch.setattr(states_servers, "free_disk", lambda place: 10 if place == Path("/dev/shm") else 10**12)
+    monkeypatch.setattr(states_servers, "free_disk", lambda place: 10 if place == memory else 10**12)
     with states_servers._private_folder(run, (1,), run.described) as folder:
         assert folder.parent == run.folder
         os.utime(folder, (time.time() - 1000,) * 2)

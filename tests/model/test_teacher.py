@@ -64,9 +64,10 @@ def test_heads_of_every_architecture_start_alike_from_teacher_and_target(kind: s
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt_neox", "mixtral", "gpt2", "phi3"])
 def test_teacher_from_the_files_equals_that_of_the_loaded_target(kind: str, dtype: str, tmp_path: Path) -> None:
-    """With tied weights, biases, fused projections, and a spare token that is chosen by its embedding."""
+    """With tied weights, biases, fused projections, other names in the files, experts, and a spare token that is chosen
+    by its embedding."""
     tokenizer = tiny_tokenizer()
     model = tiny_model(kind, vocab_size=len(tokenizer) + 8)
     model.get_input_embeddings().weight.data[len(tokenizer)] = 0  # blank, so it spares none

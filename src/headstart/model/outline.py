@@ -14,6 +14,8 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from headstart.errors import UserError
@@ -35,37 +37,77 @@ _SAFETENSORS_DTYPES = {"BF16", "F16", "F32"}
 
 
 class Checkpoint:
-    """A checkpoint's safetensors files, opened when a tensor of theirs is read.
+    """A model's parameters in safetensors files, which are opened when a tensor of theirs is read.
 
-    Reading raises KeyError for an unknown name, OSError or SafetensorError for a damaged or missing file.
+    Files may name parameters otherwise, and hold each expert's part of a parameter. Reading raises KeyError for a
+    parameter that the files do not hold in such a way, OSError or SafetensorError for a damaged or missing file.
     """
 
-    def __init__(self, folder: str, revision: str | None) -> None:
+    def __init__(self, model: Any, folder: str, revision: str | None) -> None:
         self._folder, self._revision = folder, revision
         self._file_of, self._open = tensor_files(folder, revision), dict[str, Any]()
+        self._parts = _parts_by_name(model, self._file_of)
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._holding(name).get_tensor(name)
+        """Read a parameter that is saved as one tensor."""
+        tensor: Tensor = self._saved(self._only_part(name))[:]
         return tensor
 
     def row(self, name: str, number: int) -> Tensor:
-        row: Tensor = self._holding(name).get_slice(name)[number]
+        row: Tensor = self._saved(self._only_part(name))[number]
         return row
 
     def numbers(self, name: str, shape: tuple[int, ...], indices: Iterable[int]) -> Tensor:
-        """Read numbers at flat indices of a tensor; KeyError for another shape or a quantised dtype."""
-        saved, values = self._holding(name).get_slice(name), []
-        if tuple(saved.get_shape()) != shape or saved.get_dtype() not in _SAFETENSORS_DTYPES:
+        """Read numbers at flat indices of a parameter; KeyError for another shape or a quantised dtype."""
+        parts, values = self._parts[name], list[Tensor]()
+        stacked = isinstance(parts[0], list)  # by expert, rows of its matrices one after the other
+        count = len(parts[0]) if stacked else 1
+        part_shape = (shape[1] // count, *shape[2:]) if stacked else shape
+        if stacked and (len(parts), count * part_shape[0]) != shape[:2]:
             raise KeyError(name)
         for place in indices:
             index = [int(number) for number in torch.unravel_index(torch.tensor(int(place)), shape)]
+            part = parts[0]
+            if stacked:
+                expert, row, *rest = index
+                part, index = parts[expert][row // part_shape[0]], [row % part_shape[0], *rest]
+            saved = self._saved(part)
+            if tuple(saved.get_shape()) != part_shape or saved.get_dtype() not in _SAFETENSORS_DTYPES:
+                raise KeyError(name)
             values.append(saved[tuple(slice(at, at + 1) for at in index)].reshape(1))
         return torch.cat(values)
 
-    def _holding(self, name: str) -> Any:
-        if (file := self._file_of[name]) not in self._open:
+    def _only_part(self, name: str) -> str:
+        (part,) = self._parts[name]
+        if not isinstance(part, str):
+            raise KeyError(name)
+        return part
+
+    def _saved(self, part: str) -> Any:
+        if (file := self._file_of[part]) not in self._open:
             self._open[file] = safe_open(str(cached_file(self._folder, file, revision=self._revision)), "pt")
-        return self._open[file]
+        return self._open[file].get_slice(part)
+
+
+def _parts_by_name(model: Any, saved: Iterable[str]) -> dict[str, list[Any]]:
+    """Map parameters to their tensors in the files: one, or for each expert a list of matrices to concatenate."""
+    transforms = get_model_conversion_mapping(model)
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
+    own, parts, merged = model.state_dict(), dict[str, list[Any]](), dict[str, dict[str, list[str]]]()
+    for part in sorted(saved, key=dot_natural_key):
+        name, pattern = rename_source_key(part, renamings, converters, model.base_model_prefix, own)
+        if pattern is None:
+            parts[name] = [part]
+        else:
+            merged.setdefault(name, {}).setdefault(pattern, []).append(part)
+    for name, by_pattern in merged.items():
+        converter = next(one for one in converters if by_pattern.keys() <= set(one.source_patterns))
+        operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+        lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
+        if operations == [("MergeModulelist", 0), ("Concatenate", 1)][: len(operations)]:
+            parts[name] = [list(matrices) for matrices in zip(*lists, strict=False)]
+    return parts
 
 
 class Outline(FrozenModel):
@@ -183,7 +225,7 @@ def unloaded(
     folder, options = known_folder(loadable_folder(spec), revision)
     if planned.tokenizer is None:
         return None
-    files = Checkpoint(folder, options.get("revision"))
+    files = Checkpoint(planned.model, folder, options.get("revision"))
 
     def sample(name: str, parameter: Tensor) -> Tensor:
         return files.numbers(name, tuple(parameter.shape), sample_indices(parameter.numel()))

@@ -264,7 +264,8 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
         if data.server:
             facts.append(("Written by", ", ".join(data.server)))
     if data.online and plan.left.keys() & {"states", "train"}:
-        facts.append(("Hidden states", f"not stored: training computes {len(work.layers)} per token in each epoch"))
+        how = "servers stream" if data.states_source else "training computes"
+        facts.append(("Hidden states", f"not stored: {how} {len(work.layers)} per token in each epoch"))
     elif "states" in plan.left:
         states = f"{format_bytes(work.kept_states)}, {len(work.layers)} per token"
         if work.kept_states < work.all_states:

@@ -40,7 +40,7 @@ _FILES = "headstart-states-"
 """Prefix of a folder of engines' files."""
 _FAULT = "fault.json"
 """File of that folder with the problem and remedy of engines that cannot be started again."""
-_NEW = 600.0
+_NEW = 30.0
 """Age in seconds from which an unlocked folder is left by a killed process."""
 _HEALTH_SECONDS = 5.0
 _WATCH_SECONDS, _RESTART_SECONDS = 0.5, 1800.0
@@ -73,6 +73,7 @@ def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> It
             here = socket.gethostname()
             everywhere = gather_object([(here, began)]) if ranks > 1 else [(here, began)]
             urls, folder = next(found for name, found in everywhere if name == here and found is not None)
+            ranks = sum(name == here for name, _ in everywhere)
             recover = partial(_wait_for_restart, folder)
             remedy = f"See {run.folder / LOGS}, and run the same command again: it goes on from here."
         requests = data.server_requests or REQUESTS * len(urls)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from itertools import accumulate, islice
 from pathlib import Path
 
 import torch
@@ -16,9 +17,10 @@ from headstart.heads.io import load_heads
 from headstart.model.frozen import FrozenModel
 from headstart.recipes.recipe import Recipe
 from headstart.replay.patch import FINAL
-from headstart.train.batches import read_batch
+from headstart.train.batches import read_ahead, read_batch
 from headstart.train.processes import raise_on_all_ranks
 
+_READERS = 16  # of stored or streamed conversations; a server answers several at a time
 _FIRST_TOKENS = 200_000  # of the training data, for closed-form fits and the choice of weights to freeze
 
 
@@ -167,9 +169,12 @@ def _check_depth(heads: DraftHead, store: States) -> None:
 
 def _first_batches(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
     """Yield the first conversations, in float32, until they have `_FIRST_TOKENS` tokens or all are read."""
-    aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
-    for index in range(len(store)):
-        if read >= _FIRST_TOKENS:
-            return
-        read += store.lengths[index]
-        yield read_batch(store, [index], aux_layers).on(torch.device("cpu"), torch.float32)
+    aux_layers, before = sorted({*heads.aux_layers, FINAL}), accumulate(store.lengths, initial=0)
+    first = [index for index, tokens in enumerate(islice(before, len(store))) if tokens < _FIRST_TOKENS]
+
+    def read(index: int) -> HeadBatch:
+        return read_batch(store, [index], aux_layers).on(torch.device("cpu"), torch.float32)
+
+    with closing(read_ahead(first, read, _READERS if store.stored else 0)) as steps:
+        for _, batch, _ in steps:
+            yield batch

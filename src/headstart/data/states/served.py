@@ -40,8 +40,8 @@ REQUESTS = 64
 _COMPARED = 128
 """Leading tokens to compare; in a causal model their states do not depend on the rest."""
 _EXACT, _COARSE = 0.01, 0.15
-"""Maximum difference of log-probabilities, in float32 and in fewer bits, as a share of their spread over a text. Other
-rounding moves SmolLM2's by 0.02 in bfloat16, the layer before the last by 0.5."""
+"""Maximum difference of log-probabilities, in float32 and in fewer bits, as a share of their spread over a text. vLLM's
+states of SmolLM2 in bfloat16 are off by 0.01, states of the layer before the last by 0.9."""
 
 
 def engine_layers(aux_layers: Iterable[int], model: FrozenModel) -> list[int]:
@@ -93,8 +93,7 @@ class ServedStates:
         norm = final_norm(model)
         # A teacher's on the CPU: on a GPU it would wait for the training step.
         self._norm = norm if isinstance(model, Target) else deepcopy(norm).cpu()
-        self._restarts, self._has_answered = recover is not None, False
-        self._meeting = threading.Lock()
+        self._restarts, self._meeting = recover is not None, threading.Lock()
         self._pool = Pool(urls, requests, remedy, recover or (lambda _: False))
 
     def states(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[dict[int, Tensor] | str]:
@@ -103,18 +102,11 @@ class ServedStates:
         Raises:
             UserError: no server answers, or one serves other states.
         """
-        found: dict[int, dict[int, Tensor] | str] = {}
-        with closing(
-            self._pool.run(len(rows), lambda number, endpoint: self._ask(endpoint, rows[number], layers))
-        ) as answers:
-            for number, answer in answers:
-                if isinstance(answer, Refused):
-                    if not self._has_answered and len(found) == len(rows) - 1:
-                        raise answer
-                    found[number] = "the server refuses its tokens"
-                else:
-                    self._has_answered, found[number] = True, answer
-        return [found[number] for number in range(len(rows))]
+        ask = self._pool.run(len(rows), lambda number, endpoint: self._ask(endpoint, rows[number], layers))
+        with closing(ask) as answers:
+            found = dict(answers)
+        refused = "the server refuses its tokens (a longer context may help: --max-model-len)"
+        return [refused if isinstance(found[row], Refused) else found[row] for row in range(len(rows))]
 
     def _ask(self, endpoint: Endpoint, tokens: Sequence[int], layers: Sequence[int]) -> dict[int, Tensor] | str:
         with self._meeting:  # once for each server, also with many requests at the start
@@ -196,7 +188,10 @@ class ServedStates:
         if not isinstance(served.dialect, OpenAI):
             raise UserError(f"{endpoint.url} is not vLLM, and only vLLM extracts hidden states.", self._remedy)
         text = tokens[:_COMPARED]
-        page, states_TLE = self._request(endpoint, served, text, {"prompt_logprobs": 1})
+        try:
+            page, states_TLE = self._request(endpoint, served, text, {"prompt_logprobs": 1})
+        except Refused as refusal:  # no fault of the text
+            raise UserError(refusal.problem, self._remedy) from None
         if isinstance(self._model, Target):
             fresh = self._model.hidden_states([text], every_layer(self._model))[0]
             layers = [*(layer for layer in self._layers if layer != self._model.num_layers), FINAL]
