@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -11,8 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from headstart.pipeline import launch
+from headstart.pipeline.run import Run
+from headstart.recipes.recipe import load_recipe
 from headstart.recipes.values import recipe_text
+from headstart.servers.fleet import engine_gpus, gpu_groups
 from tests.forks import Forks
 from tests.test_pipeline import tiny_recipe
 from tests.train.conftest import clean_environment
@@ -78,6 +84,34 @@ def test_error_of_ranks_is_shown_once(command: Command, forks: Forks, tmp_path: 
     assert done.stderr.count("Heads train whole on every process (DDP)") == 1 == done.stderr.count("Error:")
     assert "Traceback" not in done.stderr
     _assert_ranks_end(tmp_path / "run")
+
+
+SHARES = {
+    "streamed": ([], 6, "0,1,2,3,4,5", "6,7"),
+    "from a large engine": (["data.server_arguments=--tensor-parallel-size 4"], 4, "0,1,2,3", "4,5,6,7"),
+    "stored": (["data.states=stored"], 8, None, None),
+    "in each process": (["data.states_server=null"], 8, None, None),
+    "on one GPU": (["target.device=cuda:0", "data.states=stored"], 1, None, None),
+}
+
+
+@pytest.mark.parametrize("states", SHARES)
+def test_gpus_are_shared_between_training_and_engine(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides, processes, own, engines = SHARES[states]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    recipe = load_recipe("eagle3-8b", ["data.server=vllm", "data.states_server=vllm", *overrides])
+    assert launch.training_processes(recipe) == processes
+    run = Run(recipe, Path("run"), Console(), processes=processes)
+    assert launch.must_launch(run) == (processes > 1)
+    around = launch._environment(run, 3, 29500)
+    assert (around["RANK"], around["WORLD_SIZE"], around["MASTER_PORT"]) == ("3", str(processes), "29500")
+    assert around["CUDA_VISIBLE_DEVICES"] == own or (own is None and "HEADSTART_ENGINE_GPUS" not in around)
+    monkeypatch.setattr(os, "environ", around)
+    assert not launch.must_launch(run), "a rank starts no ranks"
+    if engines is not None:
+        assert ",".join(engine_gpus()) == engines
+        assert ",".join(gpu_groups(recipe.data.server_arguments)) == engines
 
 
 def _last_checkpoint(folder: Path) -> str:
