@@ -50,11 +50,11 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Read a parameter that is saved as one tensor."""
-        tensor: Tensor = self._saved(self._only_part(name))[:]
+        tensor: Tensor = self._saved(*self._parts[name])[:]
         return tensor
 
     def row(self, name: str, number: int) -> Tensor:
-        row: Tensor = self._saved(self._only_part(name))[number]
+        row: Tensor = self._saved(*self._parts[name])[number]
         return row
 
     def numbers(self, name: str, shape: tuple[int, ...], indices: Iterable[int]) -> Tensor:
@@ -76,12 +76,6 @@ class Checkpoint:
                 raise KeyError(name)
             values.append(saved[tuple(slice(at, at + 1) for at in index)].reshape(1))
         return torch.cat(values)
-
-    def _only_part(self, name: str) -> str:
-        (part,) = self._parts[name]
-        if not isinstance(part, str):
-            raise KeyError(name)
-        return part
 
     def _saved(self, part: str) -> Any:
         if (file := self._file_of[part]) not in self._open:
@@ -105,7 +99,7 @@ def _parts_by_name(model: Any, saved: Iterable[str]) -> dict[str, list[Any]]:
         converter = next(one for one in converters if by_pattern.keys() <= set(one.source_patterns))
         operations = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
         lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
-        if operations == [("MergeModulelist", 0), ("Concatenate", 1)][: len(operations)]:
+        if all(lists) and operations == [("MergeModulelist", 0), ("Concatenate", 1)][: len(operations)]:
             parts[name] = [list(matrices) for matrices in zip(*lists, strict=False)]
     return parts
 

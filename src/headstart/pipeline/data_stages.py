@@ -27,7 +27,7 @@ from headstart.hub.engines.facts import facts_of_target
 from headstart.model.frozen import FrozenModel
 from headstart.model.loading import gguf_file
 from headstart.model.model import Target
-from headstart.model.teacher import save_teacher, teacher_folder, teacher_problem
+from headstart.model.teacher import load_teacher, save_teacher, teacher_folder, teacher_problem
 from headstart.pipeline.generation_servers import generation_servers
 from headstart.pipeline.run import (
     CONVERSATIONS,
@@ -321,11 +321,12 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     with lock_artifact(shared, run.console) as shards, ExitStack() as stack:
         add_reference(run.folder, "states", shared)
         layers = make_config(run.recipe.heads, target).start_layers
-        save_teacher(shards, target, layers, run.recipe.target.revision)
+        teacher = save_teacher(shards, target, layers, run.recipe.target.revision)
 
         @cache
-        def client() -> ServedStates:  # engines start when the first states are missing
-            return stack.enter_context(served_states(run, run.frozen(), aux_layers(run)))
+        def client() -> ServedStates:  # engines start when the first states are missing, and get the whole GPU
+            unloaded = None if teacher is None or "target" in vars(run) else load_teacher(teacher, torch.device("cpu"))
+            return stack.enter_context(served_states(run, unloaded or run.target, aux_layers(run)))
 
         for split, texts, budget in splits_in_budget(run):
             with progress_bar(run.console, f"hidden states ({split})", unit="tokens") as bar:

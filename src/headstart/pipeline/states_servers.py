@@ -33,6 +33,7 @@ from headstart.servers.names import option_values
 from headstart.servers.process import Server
 from headstart.support.files import free_disk, need_disk, read_json, remove, write_json
 from headstart.support.lock import Busy, locked
+from headstart.support.terminal import explained
 from headstart.train.processes import raise_on_all_ranks
 
 _MEMORY = Path("/dev/shm")
@@ -117,9 +118,10 @@ def _watch(fleet: Fleet, servers: Sequence[Server], folder: Path, stop: threadin
                 remove(folder / str(number))  # files of its unanswered requests
                 try:
                     fleet.recover(server.url)
-                except UserError as error:
+                except (UserError, OSError) as error:
                     if not stop.is_set():
-                        write_json(folder / _FAULT, [error.problem, error.remedy])
+                        known = (error.problem, error.remedy) if isinstance(error, UserError) else explained(error)
+                        write_json(folder / _FAULT, known)
                     return
 
 

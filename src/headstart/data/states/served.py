@@ -106,7 +106,8 @@ class ServedStates:
         with closing(ask) as answers:
             found = dict(answers)
         refused = "the server refuses its tokens (a longer context may help: --max-model-len)"
-        return [refused if isinstance(found[row], Refused) else found[row] for row in range(len(rows))]
+        in_order = (found[row] for row in range(len(rows)))
+        return [refused if isinstance(answer, Refused) else answer for answer in in_order]
 
     def _ask(self, endpoint: Endpoint, tokens: Sequence[int], layers: Sequence[int]) -> dict[int, Tensor] | str:
         with self._meeting:  # once for each server, also with many requests at the start
