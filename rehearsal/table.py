@@ -15,14 +15,14 @@ RECIPES = ("eagle3-8b", "eagle3-70b", "quickstart", "hydra")
 TOY_SIZES: dict[str, dict[str, Any]] = {
     "data": {
         "conversations": 16, "heldout": 2, "validation": 4, "max_prompt_tokens": 384, "max_new_tokens": 24,
-        "batch_size": 8, "cache_gigabytes": 1,
+        "batch_size": 8, "cache_gigabytes": 1, "server": None, "states_server": None,
     },
     "heads": {"draft_vocab_size": 128},
     "train": {"steps": 24, "epochs": 1000, "batch_tokens": 512, "eval_every": 5, "save_every": 1000},
     "tune": {"widths": [1, 4], "context": 64, "max_nodes": 4, "max_rank": 2},
-    "eval": {"limit": 2, "max_new_tokens": 16},
+    "eval": {"limit": 2, "max_new_tokens": 16, "engine": None},
 }  # fmt: skip
-"""Settings of the toy recipes."""
+"""Settings of the toy recipes, without engines."""
 
 PORTS = ("8000", "8080", "29500")
 """Ports that pages print; each is replaced by a free one of this machine."""
@@ -31,6 +31,8 @@ SUBSTITUTIONS = (
     # printed, replacement: {words} are paths of the rehearsal
     (".venv/bin/headstart", "headstart"),
     *((recipe, "{recipes}/" + recipe + ".yaml") for recipe in RECIPES),
+    ("eagle3-8b --run-dir runs/eight", "{recipes}/eagle3-8b.yaml data.server=auto data.states_server=auto "
+     "eval.engine=auto --run-dir runs/eight --processes 2"),
     ("RECIPE", "{recipes}/eagle3-8b.yaml"),
     ("[key=value ...]", "train.seed=0"),
     # models

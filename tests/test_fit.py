@@ -19,7 +19,7 @@ PLANS = Path(__file__).parents[1] / "docs" / "plans"
 GB = 10**9
 TURNS: dict[str, Any] = {"data.states": "stored"}
 HALF = {"train.batch_tokens": 8192, "train.gradient_accumulation_steps": 2}
-SPANNED = {"data.server_arguments": "--tensor-parallel-size 4", "target.device": "all"}
+SPANNED = {"data.states": "online", "data.server_arguments": "--tensor-parallel-size 4", "target.device": "all"}
 CASES = {
     "8B, 24 GB": ("eagle3-8b", "llama-3.1-8b", [24], TURNS | HALF),
     "8B, 40 GB": ("eagle3-8b", "llama-3.1-8b", [40], TURNS),
@@ -98,7 +98,8 @@ def test_a_run_keeps_what_its_first_command_chose(tmp_path: Path, monkeypatch: p
     assert fitted(str(tmp_path / "run" / "recipe.yaml"), tmp_path / "run") == (recipe, "")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("headstart.pipeline.fit.shutil.which", lambda _: None)
-    assert fitted("eagle3-8b", tmp_path / "run", TARGET) == (recipe, "")
+    for more in ((), ("data.server=auto", "data.states_server=auto", "eval.engine=auto")):
+        assert fitted("eagle3-8b", tmp_path / "run", TARGET, *more) == (recipe, "")
     other, _ = fitted("eagle3-8b", tmp_path / "run", TARGET, "train.batch_tokens=512")
     assert other.train.batch_tokens == 512 and other.data == recipe.data
 

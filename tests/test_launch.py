@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -11,8 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from headstart.pipeline import launch
+from headstart.pipeline.run import Run
+from headstart.recipes.recipe import load_recipe
 from headstart.recipes.values import recipe_text
+from headstart.servers.fleet import engine_gpus, gpu_groups
 from tests.forks import Forks
 from tests.test_pipeline import tiny_recipe
 from tests.train.conftest import clean_environment
@@ -30,33 +36,14 @@ def command(tmp_path: Path, tiny_target_folder: Path) -> Command:
 
 
 def test_one_command_from_nothing_to_the_report_of_an_engine(command: Command, forks: Forks, tmp_path: Path) -> None:
-    engine = shlex.join([sys.executable, str(FAKE), "vllm", "none"])
-    words = [
-        *command,
-        "data.server=vllm",
-        "eval.engine=vllm",
-        f"data.server_command={engine}",
-        "heads={family: eagle3, draft_steps: 2, aux_layers: [1,2,3]}",
-    ]
-    done = forks.run(*words, env=clean_environment())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Training on 2 processes") == done.stdout.count("4/7 train") == 1
-    assert "over plain decoding in vllm, measured" in done.stdout
-    report = tmp_path / "run" / "report"
-    results = json.loads((report / "results.json").read_text())
-    assert results["environment"]["engine"] == "vllm 0.0" and results["summary"]["tokens_per_round"] == 2
-    assert "training conversations" in results["settings"]["heads"]
-    assert "vllm 0.0" in (report / "report.html").read_text()
-    assert "vllm 0.0" in (tmp_path / "run" / "heads" / "README.md").read_text()
-    again = forks.run(*words, env=clean_environment())
-    assert again.returncode == 0 and "Nothing was left to do" in again.stdout
-
-
-def test_ended_command_ends_its_ranks_and_resumes(command: Command, forks: Forks, tmp_path: Path) -> None:
+    """It is ended twice while heads train: no process is left, and it resumes."""
     folder, environment = tmp_path / "run", clean_environment()
-    long = [*command, "train.steps=300", "train.save_every=10", "train.epochs=1000"]
+    engine = f"data.server_command={shlex.join([sys.executable, str(FAKE), 'vllm', 'none'])}"
+    heads = "heads={family: eagle3, draft_steps: 2, aux_layers: [1,2,3]}"
+    long = "train={steps: 200, epochs: 1000, save_every: 10, eval_every: 100, batch_tokens: 512}"
+    words = [*command, "data.server=vllm", "eval.engine=vllm", engine, heads, long]
     for ending, code in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
-        fork, before = forks.start(*long, env=environment), _last_checkpoint(folder)
+        fork, before = forks.start(*words, env=environment), _last_checkpoint(folder)
         while _last_checkpoint(folder) == before:
             assert fork.poll() is None, fork.err.read_text()
             time.sleep(0.02)
@@ -65,11 +52,17 @@ def test_ended_command_ends_its_ranks_and_resumes(command: Command, forks: Forks
         _assert_ranks_end(folder)
         assert not (folder / "train" / "result.json").exists()
         assert ("Stopped. Continue with" in fork.err.read_text()) == (code == 130)
-    done = forks.run(*long, env=environment)
-    assert done.returncode == 0 and "Training on 2 processes" in done.stdout, done.stderr
-    steps = [json.loads(line)["step"] for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
-    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 300
-    assert steps == sorted(set(steps)), "no step was repeated"
+    done = forks.run(*words, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Training on 2 processes") == done.stdout.count("4/7 train") == 1
+    assert "Continuing from step" in done.stdout and "over plain decoding in vllm, measured" in done.stdout
+    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 200
+    results = json.loads((folder / "report" / "results.json").read_text())
+    assert results["environment"]["engine"] == "vllm 0.0" and results["summary"]["tokens_per_round"] == 2
+    assert "training conversations" in results["settings"]["heads"]
+    for page in ("report/report.html", "heads/README.md"):
+        assert "vllm 0.0" in (folder / page).read_text()
+    _assert_ranks_end(folder)
 
 
 def test_error_of_ranks_is_shown_once(command: Command, forks: Forks, tmp_path: Path) -> None:
@@ -78,6 +71,34 @@ def test_error_of_ranks_is_shown_once(command: Command, forks: Forks, tmp_path: 
     assert done.stderr.count("Heads train whole on every process (DDP)") == 1 == done.stderr.count("Error:")
     assert "Traceback" not in done.stderr
     _assert_ranks_end(tmp_path / "run")
+
+
+SHARES = {
+    "streamed": ([], 6, "0,1,2,3,4,5", "6,7"),
+    "from a large engine": (["data.server_arguments=--tensor-parallel-size 4"], 4, "0,1,2,3", "4,5,6,7"),
+    "stored": (["data.states=stored"], 8, None, None),
+    "in each process": (["data.states_server=null"], 8, None, None),
+    "on one GPU": (["target.device=cuda:0", "data.states=stored"], 1, None, None),
+}
+
+
+@pytest.mark.parametrize("states", SHARES)
+def test_gpus_are_shared_between_training_and_engine(states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides, processes, own, engines = SHARES[states]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    recipe = load_recipe("eagle3-8b", ["data.server=vllm", "data.states_server=vllm", *overrides])
+    assert launch.training_processes(recipe) == processes
+    run = Run(recipe, Path("run"), Console(), processes=processes)
+    assert launch.must_launch(run) == (processes > 1)
+    around = launch._environment(run, 3, 29500)
+    assert (around["RANK"], around["WORLD_SIZE"], around["MASTER_PORT"]) == ("3", str(processes), "29500")
+    assert around["CUDA_VISIBLE_DEVICES"] == own or (own is None and "HEADSTART_ENGINE_GPUS" not in around)
+    monkeypatch.setattr(os, "environ", around)
+    assert not launch.must_launch(run), "a rank starts no ranks"
+    if engines is not None:
+        assert ",".join(engine_gpus()) == engines
+        assert ",".join(gpu_groups(recipe.data.server_arguments)) == engines
 
 
 def _last_checkpoint(folder: Path) -> str:

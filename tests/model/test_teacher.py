@@ -90,9 +90,7 @@ def test_teacher_from_the_files_equals_that_of_the_loaded_target(kind: str, dtyp
         assert other.is_meta == weight.is_meta and (weight.is_meta or torch.equal(other, weight)), name
 
 
-def test_weights_that_loading_changes_are_not_read_from_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_loading_changes_are_not_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_target(tmp_path / "target")
     known = unloaded(str(tmp_path / "target"), "bfloat16", "cpu")
     assert known is not None

@@ -51,14 +51,15 @@ def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, pro
     from headstart.pipeline.run import Run
     from headstart.recipes.recipe import load_recipe
     from headstart.recipes.values import given_keys
+    from headstart.train.processes import count_processes
 
     loaded, console = load_recipe(recipe, overrides or []), Console()
     folder = run_dir or Path("runs") / loaded.name
     loaded = fit_recipe(loaded, given_keys(recipe, overrides or []), folder, console)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1 and processes:
-        raise UserError(f"A launcher has started {ranks} processes.", "Leave out --processes, or the launcher.")
-    count = 1 if ranks > 1 else processes or training_processes(loaded)
+    is_launched = bool({"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()) or count_processes() > 1
+    if is_launched and processes:
+        raise UserError("A launcher has started this process.", "Leave out --processes, or the launcher.")
+    count = 1 if is_launched else processes or training_processes(loaded)
     return Run(loaded, folder, console, processes=count)
 
 

@@ -49,8 +49,8 @@ def fit_recipe(recipe: Recipe, given: Collection[str], folder: Path, console: Co
     if not autos and not recipe.fit:
         return recipe
     if (kept := _kept(recipe, folder)) is not None:
-        fitted = {key: _value(kept, key) for key in (*autos, *(_FITTED if recipe.fit else ())) if key not in given}
-        return _with(recipe, fitted)
+        free = [key for key in _FITTED if recipe.fit and key not in given]
+        return _with(recipe, {key: _value(kept, key) for key in (*autos, *free)})
     gpus = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
     fits, (recipe, chosen) = recipe.fit, _with_engines(recipe, autos)
     if fits and gpus and recipe.target.device in ("auto", "cuda"):

@@ -55,7 +55,8 @@ def launch_training(run: Run) -> None:
         KeyboardInterrupt: a signal arrived, and the ranks have written a checkpoint.
     """
     run.release()
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # the ranks meet here: no port to lose
+    # The ranks meet at this store: no port is chosen before it is taken.
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     words = [sys.executable, "-m", "headstart.train", str(run.folder / "recipe.yaml"), "--run-dir", str(run.folder)]
     ranks: list[Popen[bytes]] = []
     with Interrupt() as interrupt:
