@@ -1,7 +1,8 @@
-"""Check correctness on a GPU and measure speed there, in one command of less than an hour.
+"""Check correctness on a GPU and measure speed there, in one command of less than half an hour.
 
     python benchmarks/on_gpu.py                                    # a random model of Llama 3 8B's shape, in bfloat16
     python benchmarks/on_gpu.py --target FOLDER --heads FOLDER
+    python benchmarks/on_gpu.py --sections training quickstart                    # these only
     python benchmarks/on_gpu.py --device cpu --quick --out out/on_gpu.json         # smoke test
 
 `SECTIONS` run in order, and the results are written after each. A failed section is recorded, the others still run, and
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import subprocess
+import sys
 import traceback
 import warnings
 from bisect import bisect_left
@@ -25,19 +28,22 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
+from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import psutil
 import torch
-from record import in_turn, record
+from record import in_turn, record, rows_of
 from tables import written
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headstart.api import load
 from headstart.data.prompts.chat import has_template, prompt_tokens
+from headstart.data.states.store import Sample
 from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
@@ -52,6 +58,9 @@ from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.replay.patch import FINAL
 from headstart.replay.recorded import Recorded
+from headstart.support.files import read_json
+from headstart.support.regions import compile_region
+from headstart.train.batches import count_predictions, read_batch
 from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
@@ -68,6 +77,8 @@ ROOM = 0.75
 COUNTED = 16
 """Tokens of the texts for counting waits: the profiler takes seconds per token."""
 GIGABYTE = 1e9
+LIMIT, QUICKSTART_MINUTES = 240, 2.5
+"""Seconds of a section, and minutes of a quickstart's work without loading and report."""
 PARTS = ("draft", "forward", "host")
 """Parts of a round."""
 
@@ -116,7 +127,7 @@ def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int) -> dict[st
 FULL = Sizes(
     target=shape(128256, 4096, 14336, 32, 32),
     small=shape(512, 512, 1024, 8, 8),
-    batches=(1, 4, 16, 64),
+    batches=(1, 4, 16),
     widths=(1, 8, 16, 64),
     context=512,
     new_tokens=128,
@@ -275,37 +286,86 @@ def decoding(bench: Bench) -> None:
 
 
 def training(bench: Bench) -> None:
-    """Time a training step of EAGLE-3 heads on one batch of states, in mixed precision."""
-    target, section = bench.decoder.target, TrainSection(lr=1e-4, max_grad_norm=0.5)
-    heads = untrained(target).train()
-    rows, length = bench.sizes.texts
-    tokens_BT = torch.randint(target.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
-    states = target.hidden_states(tokens_BT.tolist(), sorted({*heads.aux_layers, FINAL}))
-    stacked = {layer: torch.stack([row[layer] for row in states]) for layer in states[0]}
-    supervised_BT = (torch.arange(length) >= length // 4).expand(rows, length)
-    batch = HeadBatch(tokens_BT.to(target.device), supervised_BT, stacked)
+    """Time training steps of EAGLE-3 heads on texts of many lengths: packed (on a GPU compiled), and padded."""
+    target, section, (rows, longest) = bench.decoder.target, TrainSection(lr=1e-4, max_grad_norm=0.5), bench.sizes.texts
+    draw, ways = torch.Generator().manual_seed(0), {"packed": bench.cuda, "padded": False}
+    heads = {way: untrained(target).train() for way in ways}
+    layers = sorted({*heads["packed"].aux_layers, FINAL})
+    texts = [torch.randint(target.vocab_size, (longest * (1 + row) // rows,), generator=draw) for row in range(rows)]
+    states = target.hidden_states([text.tolist() for text in texts], layers)
+    pairs = zip(texts, states, strict=True)
+    samples = [Sample(text_T, torch.arange(len(text_T)) >= len(text_T) // 4, of_text) for text_T, of_text in pairs]
+    store = cast(Any, SimpleNamespace(samples=lambda *_: samples))
+    tokens = sum(map(len, texts))
+    for way, compiled in ways.items():
+        packed = way == "packed"
+        batch = read_batch(store, range(rows), layers, packed, -(-tokens // 1024) * 1024 if compiled else 0)
+        heads[way].compiled = compiled
+        trained = batch.on(target.device, target.dtype)
+        losses, spent = list[float](), list[float]()
+        start = clock(target)
+        train_steps(bench, heads[way], trained, section, 1, losses, spent)  # compiles
+        # The lambda is called at once, before the loop goes on.
+        peak = peak_bytes(
+            bench,
+            lambda: train_steps(bench, heads[way], trained, section, bench.sizes.repeats, losses, spent),  # noqa: B023
+        )
+        step = median(spent[1:])
+        bench.note(
+            f"{way}{', compiled' * compiled}, {rows} texts of at most {longest} tokens",
+            train_step_ms=1e3 * step,
+            train_tokens_per_second=tokens / step,
+            train_steps_per_second=1 / step,
+            first_step_seconds=spent[0],
+            took_seconds=clock(target) - start,
+            first_loss=losses[0],
+            last_loss=losses[-1],
+            train_peak_gigabytes=peak / GIGABYTE,
+        )
+        refuse([] if losses[-1] < losses[0] else [f"The loss goes from {losses[0]} to {losses[-1]}."])
+
+
+def train_steps(
+    bench: Bench,
+    heads: DraftHead,
+    batch: HeadBatch,
+    section: TrainSection,
+    count: int,
+    losses: list[float],
+    spent: list[float],
+) -> None:
+    """Take training steps in mixed precision for at most a third of `LIMIT`; append each one's loss and seconds."""
+    target, began = bench.decoder.target, perf_counter()
     optimizers, teacher = make_optimizers(heads, section), Teacher(target, heads.draft_to_target_D)
-    spent, losses = list[float](), list[float]()
+    loss_of = compile_region(LOSSES[section.loss]) if heads.compiled else LOSSES[section.loss]
+    predictions = count_predictions(batch)
+    for _ in range(count):
+        start = clock(target)
+        with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
+            loss = batch_loss(heads.unroll(batch), loss_of, teacher.logits(batch), section.step_weight)
+        (loss / predictions).backward()  # type: ignore[no-untyped-call]  # torch's own
+        torch.nn.utils.clip_grad_norm_(heads.parameters(), section.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()) / predictions)
+        spent.append(clock(target) - start)
+        if perf_counter() - began > LIMIT / 3:
+            return
 
-    def work() -> None:
-        for _ in range(bench.sizes.repeats + 1):
-            start = clock(target)
-            with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
-                loss = batch_loss(heads.unroll(batch), LOSSES[section.loss], teacher.logits(batch), section.step_weight)
-            (loss / int(supervised_BT.sum())).backward()  # type: ignore[no-untyped-call]  # torch's own
-            torch.nn.utils.clip_grad_norm_(heads.parameters(), section.max_grad_norm)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            losses.append(float(loss.detach()) / int(supervised_BT.sum()))
-            spent.append(clock(target) - start)
 
-    peak = peak_bytes(bench, work)
-    step = median(spent[1:])
-    figures = {"train_step_ms": 1e3 * step, "train_tokens_per_second": rows * length / step}
-    figures |= {"first_loss": losses[0], "last_loss": losses[-1], "train_peak_gigabytes": peak / GIGABYTE}
-    bench.note(f"{rows} texts of {length} tokens", **figures)
-    refuse([] if losses[-1] < losses[0] else [f"The loss goes from {losses[0]} to {losses[-1]}."])
+def quickstart(bench: Bench) -> None:
+    """Run the whole quickstart with SmolLM2 on the device: conversations, training, tuning and report."""
+    if bench.options.quick:
+        bench.note("the run", counted="not run: .ci/run has a small quickstart")
+        return
+    with TemporaryDirectory() as folder:
+        settings = ["quickstart", f"minutes={QUICKSTART_MINUTES}", f"target.device={bench.device}", "--run-dir", folder]
+        start = perf_counter()
+        subprocess.run([sys.executable, "-m", "headstart", "run", *settings], check=True, timeout=LIMIT)
+        bench.note("the run", took_seconds=perf_counter() - start)
+        for row in rows_of(read_json(Path(folder) / "report" / "results.json")["compare"]):
+            bench.note(str(row.pop("name")), **row)
 
 
 def splitting(bench: Bench) -> None:
@@ -352,14 +412,15 @@ def waits(bench: Bench) -> None:
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "correctness": correctness,
-    "decoding": decoding,
-    "forwards": forwards,
     "training": training,
+    "quickstart": quickstart,
+    "decoding": decoding,
+    "correctness": correctness,
+    "forwards": forwards,
     "splitting": splitting,
     "waits": waits,
 }
-"""Sections in running order."""
+"""Sections in running order, the most informative first. On a large GPU each takes four minutes at most."""
 
 
 # -- helpers of the sections ------------------------------------------------------------------------------------------
@@ -505,6 +566,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", help="folder or Hub id; default: a random 8B model")
     parser.add_argument("--heads", help="folder of heads; default: untrained heads")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default: all")
     parser.add_argument("--quick", action="store_true", help="smoke test: toy models, few tokens")
     parser.add_argument("--out", type=Path, help=f"file for the figures; default: results/{OUT.name}")
     options = parser.parse_args(arguments)
@@ -513,7 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; for a smoke test add --device cpu --quick --out FILE")
     bench = Bench(options)
-    outcomes = [run(bench, name, section, arguments) for name, section in SECTIONS.items()]
+    outcomes = [run(bench, name, SECTIONS[name], arguments) for name in options.sections]
     if not all(outcomes):
         raise SystemExit(1)
 

@@ -193,12 +193,9 @@ class TestMemory:
         monkeypatch.setattr(planning, "_resident", lambda: next(before_and_after_loading))
         # Medusa reads the final state; two steps are read ahead.
         states = 4 * target.hidden_size
-        each = 3 * states + 4 * target.vocab_size
-        assert training(batch_tokens=1024) - training(batch_tokens=512) == 512 * each
+        assert training(batch_tokens=1024) - training(batch_tokens=512) >= 512 * 3 * states
         heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
-        minimum = (
-            16 * heads.trainable_parameters + 512 * (each - 2 * states) + 2 * 4 * target.vocab_size * target.hidden_size
-        )
+        minimum = 16 * heads.trainable_parameters + 512 * states + 2 * 4 * target.vocab_size * target.hidden_size
         teacher, complete = training(batch_tokens=512, prefetch=0), training("online", batch_tokens=512)
         assert minimum <= teacher < complete < teacher + 4 * target.parameters
 
@@ -305,7 +302,7 @@ def test_a_dry_run_is_limited(
     assert speeds.batch == pytest.approx(512 * slow), "updates take no time here"
     assert f"{steps} decoding steps in" in speeds.measured
     assert re.search(rf"\b({8 * rows}|{16 * rows}) tokens written in", speeds.measured), "by one worker or two"
-    least = slow * (2 + 2 + 16 + 2 + 2 * 4 + 64 + 2 * 16)  # a warm-up and one of each
+    least = slow * (2 + 2 + 16 + 2 + 2 * 4 + 64 + 4 * 16)  # a warm-up and one of each, training twice
     assert now[0] <= max(30, least)
 
 

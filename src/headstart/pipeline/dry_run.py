@@ -6,8 +6,6 @@ from functools import partial
 from time import perf_counter
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from headstart.data.generation.generator import Continuation
 from headstart.data.generation.in_process import InProcess
@@ -16,6 +14,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
+from headstart.pipeline.peak_memory import peak_bytes
 from headstart.pipeline.workload import Lengths, Speeds
 from headstart.recipes.recipe import Recipe
 from headstart.train.batches import sample_anchors, subsample
@@ -41,7 +40,7 @@ def dry_run(
     start = perf_counter()
     work = _DryRun(target, heads, layers, recipe, lengths)
     left = max(limit / 2, limit - (perf_counter() - start))  # a warm-up on a busy machine may take long
-    seconds, measured = list[float](), list[str]()
+    seconds, measured, trained_on = list[float](), list[str](), 0
     for units, run, size, maximum, share in (
         ("decoding steps", work.decode, 2, work.longest - 1, 0.15),
         ("tokens written", work.write, min(_ROWS, recipe.data.batch_size), recipe.data.batch_size, 0.2),
@@ -60,9 +59,10 @@ def dry_run(
             size *= 2
         seconds.append(took / done)
         measured.append(f"{done} {units} in {took:.2f} s")
+        trained_on = size if units == "tokens trained on" else trained_on
     step, written, token, trained, update = seconds
     tokens = recipe.train.batch_tokens
-    return Speeds(step, token, written, trained * tokens + update, work.saved_bytes(tokens), ", ".join(measured))
+    return Speeds(step, token, written, trained * tokens + update, work.step_bytes(trained_on), ", ".join(measured))
 
 
 class _DryRun:
@@ -76,13 +76,12 @@ class _DryRun:
         self._answers = min(1.0, lengths.answer / max(1.0, lengths.tokens))
         self._optimizers = make_optimizers(heads, recipe.train)
         self._teacher = Teacher(target, heads.draft_to_target_D, recipe.train.loss_tokens)
-        self._saved: list[tuple[int, int]] = []
         (self._states,) = target.hidden_states([self._text(self.shortest)], layers)
         self._loop = DecodeLoop(target)
         self._writer = InProcess(target.in_int8() if recipe.data.in_int8 else target)
         self.decode(2)
         self.write(1)
-        self.train(self.shortest)
+        self._warm_up = self._train_peak(self.shortest)
         self.update(1)
 
     def decode(self, steps: int) -> int:
@@ -116,28 +115,19 @@ class _DryRun:
             for layer, state_TE in self._states.items()
         }
         tokens_BT = torch.tensor([self._text(length)], device=target.device).expand(rows, -1)
-        stored, saved = HeadBatch(tokens_BT, supervised_BT, states), dict[int, int]()
-        batch, seed = stored, [0, 0, 0]
+        batch = stored = HeadBatch(tokens_BT, supervised_BT, states)
+        seed = [0, 0, 0]
         if section.position_weight == "subsampled":
             batch = subsample(batch, section.step_weight, seed)
         if section.anchors:
             batch = sample_anchors(batch, section.anchors, seed)
-        weights = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
-
-        def record_bytes(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
         heads.zero_grad(set_to_none=True)
         autocast = torch.autocast(target.device.type, dtype=target.dtype, enabled=target.dtype != torch.float32)
-        with autocast, saved_tensors_hooks(record_bytes, lambda tensor: tensor):
+        with autocast:
             teacher = self._teacher.logits(stored)
             predictions = heads.unroll(batch)
             loss = batch_loss(predictions, LOSSES[section.loss], teacher, section.step_weight, section.position_weight)
         torch.autograd.backward([loss])
-        self._saved.append((rows * length, sum(saved.values())))
         return rows * length
 
     def update(self, count: int) -> int:
@@ -146,10 +136,13 @@ class _DryRun:
                 optimizer.step()
         return count
 
-    def saved_bytes(self, tokens: int) -> int:
-        """Extrapolate the bytes saved for the backward; weights among them do not grow with the batch."""
-        (least, fewer), (most, more) = self._saved[0], self._saved[-1]
-        return int(more + (more - fewer) / (most - least) * (tokens - most))
+    def step_bytes(self, size: int) -> int:
+        """Extrapolate the peak bytes of forward and backward on a batch from `size` tokens and the warm-up."""
+        (fewer, least), (more, most) = self._warm_up, self._train_peak(size)
+        return int(more + (more - fewer) / (most - least) * (self._recipe.train.batch_tokens - most))
+
+    def _train_peak(self, size: int) -> tuple[int, int]:
+        return peak_bytes(self._target.device, partial(self.train, size))
 
     def _text(self, length: int) -> list[int]:
         return [1 + (7 * i) % (self._target.vocab_size - 1) for i in range(length)]

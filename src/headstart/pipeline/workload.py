@@ -119,7 +119,8 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, context: int) 
 @dataclass(frozen=True)
 class Speeds:
     """Seconds of a decoding `step`, a `token` to read, a token `written` in batches by all workers or servers, and a
-    training step on a `batch`, which saves `batch_bytes` for its backward; 0 and no text `measured` if unknown.
+    training step on a `batch`, with `batch_bytes` of gradients, activations and logits at its peak; 0 and no text
+    `measured` if unknown.
     """
 
     step: float = 0.0
@@ -295,18 +296,20 @@ class Workload:
 
         drafts, candidates = heads.config.draft_width, section.loss_tokens
         ahead = 0 if data.online else section.prefetch if self._on_cpu else min(1, section.prefetch)
-        # States of this batch and the prefetched ones, and the teacher's logits; sampled softmax keeps float32.
-        token = item * (1 + ahead) * len(self.layers) * target.hidden_size
-        token += 4 * candidates if 0 < candidates < drafts else item * drafts
+        # States of this batch and the prefetched ones.
+        states = section.batch_tokens * item * (1 + ahead) * len(self.layers) * target.hidden_size
         training = self.bytes_with_target if data.online else self.bytes_without_target + self._teacher_bytes
-        training += self.checkpoint_bytes + 4 * self.trained_weights + section.batch_tokens * token
+        training += self.checkpoint_bytes + states
         if drafts < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
             training += drafts * target.hidden_size * item
+        # Unmeasured: gradients, and the teacher's logits; sampled softmax keeps float32.
+        logits = section.batch_tokens * (4 * candidates if 0 < candidates < drafts else item * drafts)
+        step = self.speeds.batch_bytes or 4 * self.trained_weights + logits
+        if self._on_cpu and section.position_weight == "subsampled":
+            step *= _SHAPES
         if section.lora_rank:  # merged weights and their gradients
-            training += 8 * self.weights
-        if self._on_cpu:
-            training += 4 * self.weights  # bytes being written
-        shapes = _SHAPES if self._on_cpu and section.position_weight == "subsampled" else 1
+            step += 8 * self.weights
+        training += max(step, 4 * self.weights if self._on_cpu else 0)  # bytes being written, after a step
 
         # The report decodes with our KV cache and transformers'. Divergences are checked in float32, one module at a
         # time; the largest is the LM head.
@@ -317,7 +320,7 @@ class Workload:
         )
         return {
             **writing,
-            "train": training + shapes * self.speeds.batch_bytes,
+            "train": training,
             "eval": self.bytes_with_target + self.weights * item + exact + 2 * tokens * cache,
         }
 
