@@ -146,6 +146,18 @@ def test_replay_counts_as_an_engine_that_does_not_draft_past_the_end(
     assert found["engine"]["prompts"]["prompts"] == 0, "it does not report its template"
 
 
+def test_totals_of_replies_are_compared_without_a_page_of_counters(
+    target: Target, heads: Path, exported: Path, tmp_path: Path
+) -> None:
+    stand_in = Writer(target, exported, 3).serving("llama.cpp", "target")
+    stand_in.drafts = 0  # its page is empty
+    with running(stand_in) as url:
+        found = audit(heads, url, tmp_path, "--engine-requests", 1)
+    (row,) = found["engine"]["acceptance"]
+    assert found["clean"] and row["drafts"] == 3 and row["by_position"] == []
+    assert row["tokens_per_round"] == row["expected_tokens_per_round"] > 1.5
+
+
 @pytest.mark.parametrize(
     ("fault", "condition"),
     [
