@@ -252,6 +252,12 @@ def test_named_engine_is_started_with_the_heads(heads: Path, tmp_path: Path) -> 
     assert "--speculative-config" in found["engine"]["where"] and str(FAKE) in found["engine"]["where"]
 
 
+def test_engine_of_another_vocabulary_is_refused(target: Target, heads: Path) -> None:
+    with running(StandIn("vllm", lambda prompt, most, body: ([5, target.vocab_size], {}))) as url:
+        problem = refused("audit", heads, "--engine", url, "--engine-requests", 1, "--limit", 1)
+    assert f"vllm 0.0 wrote token {target.vocab_size}" in problem and "Serve the target of the heads" in problem
+
+
 def test_llama_server_renders_and_tokenizes_in_two_requests() -> None:
     def reply(path: str, headers: Mapping[str, str], body: Any) -> Reply | None:
         if path == "/apply-template":

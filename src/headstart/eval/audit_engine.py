@@ -173,6 +173,10 @@ class _Judging:
         self._drafts = {load: max(batch.drafts for batch in batches) for load, batches in recording.loads.items()}
         batches = chain.from_iterable(recording.loads.values())
         self._texts = list(dict.fromkeys(text for batch in batches for text in self._texts_of(batch)))
+        largest = max((token for text in self._texts for token in text.answer), default=0)
+        if largest >= target.vocab_size:
+            problem = f"{recording.engine} wrote token {largest}, and {target.name} has {target.vocab_size} tokens."
+            raise UserError(problem, "Serve the target of the heads.")
         self._best: list[list[int]] = []  # the target's own token at each place of each text
         self._accepted: dict[Text, list[int]] = {}
         self._continued: dict[Text, Text] = {}
