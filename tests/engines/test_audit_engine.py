@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.eval import audit_engine
 from headstart.eval.audit import PROMPTS
 from headstart.eval.audit_conditions import Text
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
@@ -125,13 +126,16 @@ def plant(target: Target, heads: Path, exported: Path, out: Path, fault: str) ->
 def test_honest_engine_is_clean_at_every_load(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:
     with running(Writer(target, exported, 3).serving("vllm", "target")) as url:
         found = audit(heads, url, tmp_path, "--engine-requests", "1,2")
-    assert found["clean"] and found["engine"]["name"] == "vllm 0.0" and found["engine"]["conditions"] == []
+    assert found["clean"] and found["engine"]["name"] == "vllm 0.0"
+    assert found["engine"]["conditions"] and not any(row["explains"] for row in found["engine"]["conditions"])
     assert [row["requests"] for row in found["engine"]["tokens"]] == [1, 2]
     assert [row["tokens"] for row in found["engine"]["tokens"]] == [5 * TOKENS, 10 * TOKENS], "at least five batches"
     assert found["engine"]["prompts"] == {"prompts": QUESTIONS, "different": 0, "problem": None}
     for row in found["engine"]["acceptance"]:
         assert row["by_position"] == row["expected_by_position"] and row["by_position"][0] > 0.4
-        assert row["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}, "the replay counts exactly as the engine does"
+        assert row["distance"] == 0 and row["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}, (
+            "the replay counts exactly as the engine does"
+        )
 
 
 @pytest.mark.parametrize("drafts", [2, 3])
@@ -198,6 +202,15 @@ def test_unknown_cause_is_left_open(target: Target, heads: Path, exported: Path,
     (problem,) = found["problems"]
     assert "usual errors explains it" in problem
     assert not any(row["explains"] for row in found["engine"]["conditions"])
+
+
+def test_condition_that_costs_nothing_in_total_is_named(
+    target: Target, heads: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_engine, "MATTERS", 1.0)  # any change in total passes
+    (problem,) = plant(target, heads, exported, tmp_path, "layer ids - 1")["problems"]
+    assert "as expected, but in other rounds" in problem
+    assert "An engine that reads each layer before the trained one gives" in problem
 
 
 def test_other_tokens_are_found(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:

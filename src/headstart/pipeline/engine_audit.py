@@ -14,7 +14,7 @@ from rich.console import Console
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS, SCHEMA_VERSION
-from headstart.eval.audit_engine import MATTERS, judge_engine, record_engine
+from headstart.eval.audit_engine import MATTERS, ROUNDING, judge_engine, record_engine
 from headstart.eval.environment import environment
 from headstart.eval.methods import Source
 from headstart.eval.options import AuditedEngine, AuditOptions
@@ -75,6 +75,7 @@ def audit_in_engine(
             "heads_version": source.heads.version or None,
             "prompts": len(texts),
             "matters": MATTERS,
+            "rounding": ROUNDING,
         },
         "environment": environment(source.target),
     }
