@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -241,6 +242,23 @@ def test_longer_chain_than_trained_is_found(target: Target, heads: Path, exporte
     with running(stand_in) as url:
         (problem,) = audit(heads, url, tmp_path, "--engine-requests", 1)["problems"]
     assert "drafts 4 tokens, and the heads 3" in problem
+
+
+def test_schedule_of_drafts_is_not_compared(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:
+    stand_in = Writer(target, exported, 3, "norm_output").serving("vllm", "target")
+    counters = stand_in.metrics
+
+    def fewer() -> str:
+        """Count as if some rounds had had fewer drafts."""
+        return re.sub(
+            r"(num_draft_tokens_total\S* )(\S+)", lambda found: found[1] + f"{0.9 * float(found[2])}", counters()
+        )
+
+    stand_in.metrics = fewer  # type: ignore[method-assign]
+    with running(stand_in) as url:
+        found = audit(heads, url, tmp_path, "--engine-requests", 1)
+    (row,) = found["engine"]["acceptance"]
+    assert found["clean"] and row["rounds"] > 0 and row["change"] is None and found["engine"]["conditions"] == []
 
 
 def test_named_engine_is_started_with_the_heads(heads: Path, tmp_path: Path) -> None:

@@ -52,12 +52,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """Concurrent requests: indices of their prompts, the answers, the engine's counters, and its drafts per round."""
+    """Concurrent requests: indices of their prompts, the answers, the engine's counters, and its drafts per round.
+
+    `fixed`: whether all rounds had this number, as far as the counters tell.
+    """
 
     prompts: Sequence[int]
     answers: Sequence[tuple[int, ...]]
     counts: Counts
     drafts: int
+    fixed: bool
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ def _batch(engine: RunningEngine, chosen: list[int], answers: Sequence[EngineAns
             "It answered other requests meanwhile: try again while it is idle.",
         )
     counts = by_position | Counts({"drafts": rounds, "accepted_tokens": accepted})
-    return Batch(chosen, [answer.tokens for answer in answers], counts, drafts)
+    fixed = not past_end or counted["draft_tokens"] == drafts * rounds
+    return Batch(chosen, [answer.tokens for answer in answers], counts, drafts, fixed)
 
 
 # -- judging -----------------------------------------------------------------------------------------------------------
@@ -282,6 +287,8 @@ class _Judging:
         if drafts > steps:
             row["problem"] = f"{self._name(load)} drafts {drafts} tokens, and the heads {steps}. Lower its number."
             return row
+        if not all(batch.fixed for batch in batches):
+            return row  # a schedule by load: the number of each round is unknown
         expected = [self._expected(batch, drafts, self._accepted) for batch in batches]
         change = _change(engine, expected)
         row |= {**_shown("expected_", expected, drafts), "change": change, "distance": _distance(engine, expected)}

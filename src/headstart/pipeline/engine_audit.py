@@ -95,7 +95,9 @@ def _running(
         yield engine_at(serving.engine, facts.spec, remedy), serving.engine, facts
         return
     with console.status("exporting") as status, exported_heads(heads_folder(folder), target, serving, requests) as ours:
-        drafting = served_with(ours.engine, ours.exported, ours.exported.drafts.get(ours.engine.name, {}))
+        tuned = ours.exported.drafts.get(ours.engine.name, {})
+        one_number = {1: max(tuned.values())} if tuned else {}  # a schedule by load cannot be replayed
+        drafting = served_with(ours.engine, ours.exported, one_number)
         status.update(f"starting {ours.engine.name}")
         with ours.start(drafting, "heads") as engine:
             status.stop()
