@@ -140,17 +140,19 @@ class Writer:
             tokens = list(written.tokens[:most])
             at_end = next((place for place, token in enumerate(tokens) if token in ends), None)
             tokens = tokens if at_end is None else tokens[: at_end + 1]
-            count = 1
+            count, drafted, before = 1, 0, sum(self.stand_in.accepted)
             for done in written.rounds if self._drafts else ():
-                room = self._drafts if self._past_end else most - count - 1
+                room = self._drafts if self._past_end else min(self._drafts, most - count - 1)
                 if done.nodes > 1 and room > 0 and count < len(tokens):
                     self.stand_in.rounds += 1
+                    drafted += room
                     for place in range(min(done.emitted - 1, room)):
                         self.stand_in.accepted[place] += 1
                 count += done.emitted
+            timings = {"draft_n": drafted, "draft_n_accepted": sum(self.stand_in.accepted) - before}
         if self._fault == "tokens":
             tokens[-1] = (tokens[-1] + 1) % self._target.vocab_size
-        return tokens, {"stop_type": "limit" if at_end is None else "eos"}
+        return tokens, {"stop_type": "limit" if at_end is None else "eos", "timings": timings}
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         if self._fault == "template":

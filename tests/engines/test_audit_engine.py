@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.eval import audit_engine
 from headstart.eval.audit import PROMPTS
 from headstart.eval.audit_conditions import Text
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
@@ -125,13 +127,16 @@ def plant(target: Target, heads: Path, exported: Path, out: Path, fault: str) ->
 def test_honest_engine_is_clean_at_every_load(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:
     with running(Writer(target, exported, 3).serving("vllm", "target")) as url:
         found = audit(heads, url, tmp_path, "--engine-requests", "1,2")
-    assert found["clean"] and found["engine"]["name"] == "vllm 0.0" and found["engine"]["conditions"] == []
+    assert found["clean"] and found["engine"]["name"] == "vllm 0.0"
+    assert found["engine"]["conditions"] and not any(row["explains"] for row in found["engine"]["conditions"])
     assert [row["requests"] for row in found["engine"]["tokens"]] == [1, 2]
     assert [row["tokens"] for row in found["engine"]["tokens"]] == [5 * TOKENS, 10 * TOKENS], "at least five batches"
     assert found["engine"]["prompts"] == {"prompts": QUESTIONS, "different": 0, "problem": None}
     for row in found["engine"]["acceptance"]:
         assert row["by_position"] == row["expected_by_position"] and row["by_position"][0] > 0.4
-        assert row["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}, "the replay counts exactly as the engine does"
+        assert row["distance"] == 0 and row["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}, (
+            "the replay counts exactly as the engine does"
+        )
 
 
 @pytest.mark.parametrize("drafts", [2, 3])
@@ -144,6 +149,18 @@ def test_replay_counts_as_an_engine_that_does_not_draft_past_the_end(
     assert found["clean"] and row["drafts"] == drafts and found["engine"]["name"] == "llama.cpp b0"
     assert row["by_position"] == row["expected_by_position"] and row["rounds"] == row["expected_rounds"]
     assert found["engine"]["prompts"]["prompts"] == 0, "it does not report its template"
+
+
+def test_totals_of_replies_are_compared_without_a_page_of_counters(
+    target: Target, heads: Path, exported: Path, tmp_path: Path
+) -> None:
+    stand_in = Writer(target, exported, 3).serving("llama.cpp", "target")
+    stand_in.drafts = 0  # its page is empty
+    with running(stand_in) as url:
+        found = audit(heads, url, tmp_path, "--engine-requests", 1)
+    (row,) = found["engine"]["acceptance"]
+    assert found["clean"] and row["drafts"] == 3 and row["by_position"] == []
+    assert row["tokens_per_round"] == row["expected_tokens_per_round"] > 1.5
 
 
 @pytest.mark.parametrize(
@@ -188,6 +205,15 @@ def test_unknown_cause_is_left_open(target: Target, heads: Path, exported: Path,
     assert not any(row["explains"] for row in found["engine"]["conditions"])
 
 
+def test_condition_that_costs_nothing_in_total_is_named(
+    target: Target, heads: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_engine, "MATTERS", 1.0)  # any change in total passes
+    (problem,) = plant(target, heads, exported, tmp_path, "layer ids - 1")["problems"]
+    assert "as expected, but in other rounds" in problem
+    assert "An engine that reads each layer before the trained one gives" in problem
+
+
 def test_other_tokens_are_found(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:
     found = plant(target, heads, exported, tmp_path, "tokens")
     problem = found["problems"][0]
@@ -218,6 +244,23 @@ def test_longer_chain_than_trained_is_found(target: Target, heads: Path, exporte
     assert "drafts 4 tokens, and the heads 3" in problem
 
 
+def test_schedule_of_drafts_is_not_compared(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:
+    stand_in = Writer(target, exported, 3, "norm_output").serving("vllm", "target")
+    counters = stand_in.metrics
+
+    def fewer() -> str:
+        """Count as if some rounds had had fewer drafts."""
+        return re.sub(
+            r"(num_draft_tokens_total\S* )(\S+)", lambda found: found[1] + f"{0.9 * float(found[2])}", counters()
+        )
+
+    stand_in.metrics = fewer  # type: ignore[method-assign]
+    with running(stand_in) as url:
+        found = audit(heads, url, tmp_path, "--engine-requests", 1)
+    (row,) = found["engine"]["acceptance"]
+    assert found["clean"] and row["rounds"] > 0 and row["change"] is None and found["engine"]["conditions"] == []
+
+
 def test_named_engine_is_started_with_the_heads(heads: Path, tmp_path: Path) -> None:
     """The fake engine counts up from 7, which is not what the target writes."""
     command = shlex.join([sys.executable, str(FAKE), "vllm", "none"])
@@ -238,6 +281,12 @@ def test_named_engine_is_started_with_the_heads(heads: Path, tmp_path: Path) -> 
     assert done.exit_code == 1 and "are not the target's" in found["problems"][0]
     assert "größe in the dtype of its files" in found["problems"][0]
     assert "--speculative-config" in found["engine"]["where"] and str(FAKE) in found["engine"]["where"]
+
+
+def test_engine_of_another_vocabulary_is_refused(target: Target, heads: Path) -> None:
+    with running(StandIn("vllm", lambda prompt, most, body: ([5, target.vocab_size], {}))) as url:
+        problem = refused("audit", heads, "--engine", url, "--engine-requests", 1, "--limit", 1)
+    assert f"vllm 0.0 wrote token {target.vocab_size}" in problem and "Serve the target of the heads" in problem
 
 
 def test_llama_server_renders_and_tokenizes_in_two_requests() -> None:

@@ -112,7 +112,7 @@ def audit(
 ) -> None:
     """Prove on your own target and heads that drafting does not change the output. Exits with 1 if it does.
 
-    The proof holds in float32 (the default here), and in bfloat16 with --exact bits.
+    The proof holds in float32 (the default here), and in bfloat16 with --exact bits. Engines are audited in bfloat16.
 
     Greedy decoding must write the same tokens with every drafter as without. Sampling must draw each token as often as
     transformers does, with every verifier.
@@ -138,6 +138,8 @@ def audit(
 
     console = Console()
     options = replace(options, drafters=listed(options.drafters), verifier=listed(options.verifier), heads_name=heads)
+    if loading.dtype == "auto":
+        loading = replace(loading, dtype="bfloat16" if serving.engine else "float32")
     if serving.engine:
         from headstart.hub.pull import locate
         from headstart.pipeline.engine_audit import audit_in_engine
@@ -146,7 +148,7 @@ def audit(
         located = locate(heads, loading.revision)
         results = audit_in_engine(located, texts, options, serving, loading.target, load, console)
     else:
-        decoder = load_decoder(heads, replace(loading, dtype="float32") if loading.dtype == "auto" else loading)
+        decoder = load_decoder(heads, loading)
         prompts = [decoder.tokens(text, options.raw) for text in (texts or PROMPTS)[: options.limit]]
         results = run_audit(decoder, prompts, options, console)
     show_audit(results, console)

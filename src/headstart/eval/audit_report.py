@@ -66,7 +66,8 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
     settings = results["settings"]
     version = f" ({settings['heads_version']})" if settings["heads_version"] else ""
     columns = "check", Column("compared", justify="right"), Column("found", justify="right"), "verdict"
-    table = Table(*columns, title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
+    where = f" in {results['engine']['name']}" if "engine" in results else ""
+    table = Table(*columns, title=f"Audit of {settings['heads_name']}{version}{where}", title_justify="left")
     for row in _lines(results):
         table.add_row(*row)
     console.print(table)

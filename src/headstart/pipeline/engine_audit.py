@@ -14,7 +14,7 @@ from rich.console import Console
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS, SCHEMA_VERSION
-from headstart.eval.audit_engine import MATTERS, judge_engine, record_engine
+from headstart.eval.audit_engine import MATTERS, ROUNDING, judge_engine, record_engine
 from headstart.eval.environment import environment
 from headstart.eval.methods import Source
 from headstart.eval.options import AuditedEngine, AuditOptions
@@ -75,6 +75,7 @@ def audit_in_engine(
             "heads_version": source.heads.version or None,
             "prompts": len(texts),
             "matters": MATTERS,
+            "rounding": ROUNDING,
         },
         "environment": environment(source.target),
     }
@@ -94,7 +95,9 @@ def _running(
         yield engine_at(serving.engine, facts.spec, remedy), serving.engine, facts
         return
     with console.status("exporting") as status, exported_heads(heads_folder(folder), target, serving, requests) as ours:
-        drafting = served_with(ours.engine, ours.exported, ours.exported.drafts.get(ours.engine.name, {}))
+        tuned = ours.exported.drafts.get(ours.engine.name, {})
+        one_number = {1: max(tuned.values())} if tuned else {}  # a schedule by load cannot be replayed
+        drafting = served_with(ours.engine, ours.exported, one_number)
         status.update(f"starting {ours.engine.name}")
         with ours.start(drafting, "heads") as engine:
             status.stop()
