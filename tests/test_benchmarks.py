@@ -153,7 +153,7 @@ def test_one_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert command.kill_engine() == port
         with one_command.occupied(port), socket.create_connection(("127.0.0.1", port)):
             command.process.kill()
-            with pytest.raises(one_command.Failed, match="left running: .*python"):
+            with pytest.raises(one_command.Failed, match=r"left running: .*python"):
                 command.check_gone()
         with pytest.raises(one_command.Failed, match=r"run-00\.log ends \(-9\) without this: more batches than 0"):
             command.until(lambda: one_command.batches(command.run), "more batches than 0")
