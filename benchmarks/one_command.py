@@ -21,10 +21,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -35,7 +35,7 @@ from headstart.pipeline.run import NAMES
 from headstart.support.files import read_json
 
 MARK = "HEADSTART_ONE_COMMAND"
-"""Environment variable that every process of a command inherits."""
+"""Environment variable of all processes of a command."""
 POLL_SECONDS = 0.2
 PATIENCE, GONE_SECONDS = 1800.0, 60.0
 """Longest waits in seconds: for an event, and for the processes of a killed command to end."""
@@ -46,10 +46,7 @@ class Failed(Exception):
 
 
 class Command:
-    """A context manager that runs a command; its log is beside the folder of the run.
-
-    `most_bytes` is the most that the folder around the run has grown by.
-    """
+    """A running command, to be closed; its log is beside the folder of the run, and `most_bytes` of it were written."""
 
     def __init__(self, words: Sequence[str], run: Path, patience: float) -> None:
         run.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +57,7 @@ class Command:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for process in self.processes():
             with suppress(psutil.Error):
                 process.kill()
@@ -168,7 +162,7 @@ def interrupted(start: Callable[[], Command], run: Path) -> list[dict[str, Any]]
         events.append({"killed": killed, "gone_after_seconds": gone, "batches": batches(run), "steps": steps(run)})
         print(f"  {events[-1]}", flush=True)
 
-    with start() as command:
+    with closing(start()) as command:
         advance(command, batches)
         with occupied(command.kill_engine()):
             command.process.wait(command.patience)
@@ -177,7 +171,7 @@ def interrupted(start: Callable[[], Command], run: Path) -> list[dict[str, Any]]
         note("an engine that writes, while another program takes its port", command)
     for stage, count in {"conversations": batches, "train": steps, "tune": None, "eval": None}.items():
         killed = f"the command in its stage {stage}"
-        with start() as command:
+        with closing(start()) as command:
             if count is not None:
                 advance(command, count)
                 if command.engines():
@@ -233,19 +227,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return Command([*words, *settings, "--run-dir", str(folder)], folder, PATIENCE)
 
     def row(name: str, run: str, *settings: str) -> dict[str, Any]:
-        with start(run, *settings) as command:
+        with closing(start(run, *settings)) as command:
             command.until(lambda: command.process.poll() is not None, "the end")
             command.check_gone()
         if command.process.returncode:
             raise Failed(f"{command.log} ends with an error: {command.last_lines()}")
         return row_of(name, command)
 
-    rows = [row("states from the engine", "once/online", *streamed)]
+    rows = [row("online", "once/online", *streamed)]
     events = interrupted(lambda: start("killed/online", *streamed), options.out / "killed/online")
-    rows.append(row(f"the same, killed {len(events)} times", "killed/online", *streamed))
+    rows.append(row(f"online, killed {len(events)} times", "killed/online", *streamed) | {"most_written_mb": None})
     if any(rows[0][key] != rows[1][key] for key in ("conversations", "steps", "files")):
         raise Failed(f"The killed run ends with other results: {rows}")
-    rows.append(row("states computed here", "once/stored", "data.states=stored", "data.states_server=null"))
+    rows.append(row("stored", "once/stored", "data.states=stored", "data.states_server=null"))
     what = f"`headstart run {options.recipe}` from nothing to a report by {options.engine}, alone and killed."
     record(options.out / "one_command.json", what, rows, here(), __file__, arguments, given, {"killed": events})
     print(figures(rows))

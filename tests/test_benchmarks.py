@@ -11,6 +11,7 @@ import socket
 import sys
 import tarfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -149,7 +150,7 @@ def test_one_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("PORT", str(port := free.getsockname()[1]))
     monkeypatch.setenv("ENGINE", ENGINE)
-    with one_command.Command([sys.executable, "-c", ENGINE], path / "folder" / "run", 20) as command:
+    with closing(one_command.Command([sys.executable, "-c", ENGINE], path / "folder" / "run", 20)) as command:
         assert command.kill_engine() == port
         with one_command.occupied(port), socket.create_connection(("127.0.0.1", port)):
             command.process.kill()
