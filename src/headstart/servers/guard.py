@@ -2,8 +2,8 @@
 
     python guard.py COMMAND ARGUMENTS...
 
-A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too. Exits with the command's code, or 128 and the signal
-that killed it, when its process group is gone or after `KILL_SECONDS`. Needs nothing but Python.
+A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too. Exits with the command's code when its process group
+is gone, or after `KILL_SECONDS`. Needs nothing but Python.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
         with suppress(ChildProcessError):
             os.waitpid(-command.pid, os.WNOHANG)
         sleep(_POLL_SECONDS)
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else 128 - code  # 128 and the signal that killed it, as shells report
 
 
 def _send(group: int, number: signal.Signals) -> bool:

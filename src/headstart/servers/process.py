@@ -31,8 +31,8 @@ _HEALTH_SECONDS = 5.0
 _METRICS_SECONDS = 60.0
 _STOP_SECONDS = guard.STOP_SECONDS + guard.KILL_SECONDS + 5.0
 _LAST_LINES = 6
-_KILLED = 128 + signal.SIGKILL
-"""Exit code of a killed engine, as a shell reports it; the kernel kills processes when memory runs out."""
+_KILLED = 137
+"""Exit code after SIGKILL, which the kernel sends when memory runs out."""
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?((INFO|WARNING|srv|slot|que)\b|[\d.]+ [IWD] )")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): |^[\d.]+ E ")  # vLLM's, and llama-server's after a time stamp
 _NOT_THE_CAUSE = re.compile(r"initialization failed|\b(WARNING|INFO)\b")
