@@ -179,6 +179,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_families": (".venv/bin/python benchmarks/families.py",),
         "test_never_slower": (".venv/bin/python benchmarks/never_slower.py",),
         "test_busy_core": (".venv/bin/python benchmarks/busy_core.py",),
+        "test_one_command": (".venv/bin/python benchmarks/one_command.py",),
     },
     "tests/test_on_gpu.py": {"test_every_section_at_toy_size": (".venv/bin/python benchmarks/on_gpu.py",)},
     "tests/heads/test_new_family.py": {

@@ -7,9 +7,11 @@ import io
 import json
 import random
 import runpy
+import socket
 import sys
 import tarfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,6 +128,37 @@ def test_never_slower(path: Path, tiny_target: Target, monkeypatch: pytest.Monke
     assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
     assert "Below: as tuned, batch 1, always" not in never_slower.report(known), "no bar for drafting every round"
     assert "Failed: as tuned: no drafts" in never_slower.report(known)
+
+
+ENGINE = """
+import os, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+if sys.argv[1:]:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
+    HTTPServer(("127.0.0.1", int(sys.argv[2])), BaseHTTPRequestHandler).serve_forever()
+words = [sys.executable, "-c", os.environ["ENGINE"], "--port", os.environ["PORT"]]
+subprocess.Popen(words, start_new_session=True)
+time.sleep(600)
+"""
+"""A command with an engine in a session of its own, and the engine's worker, which has another environment."""
+
+
+def test_one_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_command = script("one_command", monkeypatch)
+    monkeypatch.setattr(one_command, "GONE_SECONDS", 0.5)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("PORT", str(port := free.getsockname()[1]))
+    monkeypatch.setenv("ENGINE", ENGINE)
+    with closing(one_command.Command([sys.executable, "-c", ENGINE], path / "folder" / "run", 20)) as command:
+        assert command.kill_engine() == port
+        with one_command.occupied(port), socket.create_connection(("127.0.0.1", port)):
+            command.process.kill()
+            with pytest.raises(one_command.Failed, match=r"left running: .*python"):
+                command.check_gone()
+        with pytest.raises(one_command.Failed, match=r"run-00\.log ends \(-9\) without this: more batches than 0"):
+            command.until(lambda: one_command.batches(command.run), "more batches than 0")
+    assert command.check_gone() < 0.5
 
 
 def test_record_converts_a_report(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,13 @@ def test_engine_that_keeps_dying_ends_the_run(tiny_target_folder: Path, tmp_path
     assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()]
 
 
+def test_missing_engine_is_named(tiny_target_folder: Path, tmp_path: Path) -> None:
+    changes = {"server": "vllm", "server_command": "no-such-engine serve", "states": "online"}
+    run = Run(tiny_recipe(tmp_path, tiny_target_folder, data=changes), tmp_path / "run", Console(file=StringIO()))
+    with pytest.raises(UserError, match=r"no-such-engine is no command here.*data\.server_command"):
+        execute(run, stages_until("conversations"))
+
+
 def test_lost_port_is_reported_while_requests_hang(tiny_target_folder: Path, tmp_path: Path) -> None:
     run, holder = engine_run(tmp_path, tiny_target_folder, deaths=1), tmp_path / "holder"
     holder.touch()
@@ -98,10 +105,3 @@ def test_no_engine_starts_for_conversations_that_exist(tiny_target_folder: Path,
     execute(Run(longer, run.folder, run.console), stages_until("conversations"))
     assert len(lives(tmp_path)) == 2
     assert len((run.folder / "data" / "conversations" / "train.jsonl").read_text().splitlines()) == 14
-
-
-def test_missing_engine_is_named(tiny_target_folder: Path, tmp_path: Path) -> None:
-    changes = {"server": "vllm", "server_command": "no-such-engine serve", "states": "online"}
-    run = Run(tiny_recipe(tmp_path, tiny_target_folder, data=changes), tmp_path / "run", Console(file=StringIO()))
-    with pytest.raises(UserError, match=r"no-such-engine is no command here.*data\.server_command"):
-        execute(run, stages_until("conversations"))

@@ -261,6 +261,15 @@ def test_first_error_of_a_llama_server_is_quoted(tmp_path: Path) -> None:
     assert server.log_excerpt() == "error: invalid argument: --no-such-option"
 
 
+def test_killed_engine_may_lack_memory(tmp_path: Path) -> None:
+    words = shlex.join([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    with (
+        pytest.raises(UserError, match=r"vllm ended with 137: it printed nothing.*--gpu-memory-utilization"),
+        Server(ENGINES["vllm"], "TARGET", (), tmp_path / "vllm.log", command=words, many=True),
+    ):
+        pass
+
+
 def test_failing_engine_is_explained(heads: Path, texts: Path, tmp_path: Path) -> None:
     before = {path.name for path in heads.iterdir()}
     said = refused(*tune(heads, texts, fault="start"))

@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
         with suppress(ChildProcessError):
             os.waitpid(-command.pid, os.WNOHANG)
         sleep(_POLL_SECONDS)
-    return code
+    return code if code >= 0 else 128 - code  # 128 and the signal that killed it, as shells report
 
 
 def _send(group: int, number: signal.Signals) -> bool:

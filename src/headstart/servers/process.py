@@ -32,6 +32,8 @@ _TERM_SECONDS = 20.0
 """Time from SIGTERM to SIGKILL."""
 _STOP_SECONDS = _TERM_SECONDS + guard.KILL_SECONDS + 5.0
 _LAST_LINES = 6
+_KILLED = 137
+"""Exit code after SIGKILL, which the kernel sends when memory runs out."""
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?((INFO|WARNING|srv|slot|que)\b|[\d.]+ [IWD] )")
 _CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): |^[\d.]+ E ")  # vLLM's, and llama-server's after a time stamp
 _NOT_THE_CAUSE = re.compile(r"initialization failed|\b(WARNING|INFO)\b")
@@ -272,7 +274,7 @@ class Server(RunningEngine):
             if (code := process.poll()) is not None:
                 cause = self.log_excerpt()
                 remedy = self._remedy
-                if "memory" in cause.lower() and self.engine.two_at_a_time:
+                if (code == _KILLED or "memory" in cause.lower()) and self.engine.two_at_a_time:
                     remedy += f" {_MEMORY_REMEDY if self._many else self.engine.two_at_a_time}"
                 raise UserError(f"{self.engine.name} ended with {code}: {cause}", remedy)
             with suppress(RetryableError):
