@@ -28,7 +28,7 @@ from headstart.pipeline.generation_servers import LOGS, engines
 from headstart.pipeline.run import Run
 from headstart.servers import guard
 from headstart.servers.client import Endpoint, RetryableError
-from headstart.servers.fleet import Fleet, gpu_groups
+from headstart.servers.fleet import ENGINE_GPUS, Fleet, gpu_groups
 from headstart.servers.names import option_values
 from headstart.servers.process import Server
 from headstart.support.files import free_disk, need_disk, read_json, remove, write_json
@@ -142,7 +142,7 @@ def _wait_for_restart(folder: Path, url: str) -> bool:
 
 def _share_of_memory(run: Run) -> list[str]:
     """Return arguments that leave training a part of the GPU that it shares with an engine."""
-    shared = run.recipe.data.online and torch.cuda.is_available() and not os.environ.get("HEADSTART_ENGINE_GPUS")
+    shared = run.recipe.data.online and torch.cuda.is_available() and not os.environ.get(ENGINE_GPUS)
     option = "--gpu-memory-utilization"
     is_given = any(name == option for name, _ in option_values(run.recipe.data.server_arguments))
     return [option, "0.5"] if shared and not is_given else []

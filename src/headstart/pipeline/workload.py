@@ -196,7 +196,7 @@ class Workload:
         group = self.processes * section.gradient_accumulation_steps
         most = section.epochs * max(1.0, rounded // group)
         steps = float(min(most, section.steps or most))
-        batch = speeds.batch + (section.batch_tokens * speeds.token if self.recipe.data.online else 0.0)
+        batch = speeds.batch + (section.batch_tokens * speeds.token if self.recipe.data.forwards_in_training else 0.0)
         judging = self.validation_tokens / section.batch_tokens * _FORWARD * speeds.batch / self.parallel_speed
         each = group * batches / rounded * batch / self.parallel_speed + judging / section.eval_every
         if section.minutes is not None and steps * each > 60 * section.minutes:
@@ -295,10 +295,12 @@ class Workload:
             row += 2 * longest * self.state_bytes
 
         drafts, candidates = heads.config.draft_width, section.loss_tokens
-        ahead = 0 if data.online else section.prefetch if self._on_cpu else min(1, section.prefetch)
+        ahead = section.prefetch if self._on_cpu else min(1, section.prefetch)
+        ahead = 0 if data.forwards_in_training else ahead
         # States of this batch and the prefetched ones.
         states = section.batch_tokens * item * (1 + ahead) * len(self.layers) * target.hidden_size
-        training = self.bytes_with_target if data.online else self.bytes_without_target + self._teacher_bytes
+        has_target = data.forwards_in_training
+        training = self.bytes_with_target if has_target else self.bytes_without_target + self._teacher_bytes
         training += self.checkpoint_bytes + states
         if drafts < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
             training += drafts * target.hidden_size * item

@@ -225,8 +225,13 @@ class DataSection(Section):
 
     @property
     def online(self) -> bool:
-        """Whether training computes hidden states itself instead of reading stored ones."""
+        """Whether training reads hidden states that are not stored."""
         return self.states == "online"
+
+    @property
+    def forwards_in_training(self) -> bool:
+        """Whether the training processes compute hidden states, with the target loaded."""
+        return self.online and not self.states_source
 
     @property
     def sources(self) -> tuple[PromptSource, ...]:
