@@ -300,7 +300,7 @@ def test_compiled_steps_learn_the_same(run: Train, tmp_path: Path, monkeypatch: 
     heads = {"family": "eagle", "draft_steps": 2}
     for compile in (False, True):
         run(tmp_path / str(compile), heads=heads, steps=3, packing=True, compile=compile)
-        assert bool(counter.frame_count) is compile
+        assert (counter.frame_count >= 3) is compile, "the first entries, the layer's output, and the loss"
     eager, compiled = (metrics(tmp_path / name)[-1] for name in ("False", "True"))
     assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-6) and compiled["tau"] == eager["tau"]
 
@@ -309,8 +309,8 @@ def test_failing_compilation_is_explained(run: Train, tmp_path: Path, monkeypatc
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no working C compiler")
 
-    for module in (regions, trainer):
-        monkeypatch.setattr(module, "compile_region", lambda function: refuse)
+    monkeypatch.setattr(regions, "compile_region", lambda function: refuse)
+    monkeypatch.setattr(trainer, "compile_region", lambda function: partial(function))
     settings = {"heads": {"family": "eagle", "draft_steps": 2}, "steps": 3}
     for compile in (False, True):
         run(tmp_path / str(compile), compile=compile, **settings)

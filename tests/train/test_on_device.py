@@ -34,7 +34,7 @@ def test_golden_run_on_a_device(name: str, run: Train, tmp_path: Path, monkeypat
     """Steps, validations and checkpoints of the golden run."""
     monkeypatch.setattr(Accelerator, "device", property(lambda _: CUDA))
     with StandIn() as device:
-        run(tmp_path, target=on_device(), heads=HEADS[name], steps=6, eval_every=1, lr=1e-3)
+        run(tmp_path, target=on_device(), compile=False, heads=HEADS[name], steps=6, eval_every=1, lr=1e-3)
     assert device.launched["aten::_fused_adamw_"], "the heads learned there"
     losses = [row["loss"] for _, row in read_jsonl(tmp_path / "metrics.jsonl")][1:]
     assert losses == pytest.approx(json.loads(GOLDEN.read_text())[name], rel=1e-3)
@@ -51,7 +51,7 @@ def test_training_steps_do_not_wait_for_the_device(
     counts = spy(monkeypatch, trainer._Trainer, "_step", lambda *_: device.counts)
     with StandIn() as device:
         rare = {"eval_every": 100, "save_every": 100}
-        run(tmp_path, target=on_device(), heads=HEADS[name], steps=5, lr=1e-3, **rare, **settings)
+        run(tmp_path, target=on_device(), compile=False, heads=HEADS[name], steps=5, lr=1e-3, **rare, **settings)
     steps = [after - before for before, after in pairwise(counts)]
     assert len(steps) == 4
     for step in steps:
@@ -70,7 +70,7 @@ def test_not_finite_steps_are_named_later(run: Train, tmp_path: Path, monkeypatc
     on_read(monkeypatch, "train", poison)
     rare = {"eval_every": 100, "save_every": 100, "log_every": 100}
     with StandIn(), pytest.raises(UserError, match=r"not finite at step \d .*conversations .*\b7\b") as raised:
-        run(tmp_path, target=on_device(), steps=9, **rare)
+        run(tmp_path, target=on_device(), compile=False, steps=9, **rare)
     assert "step 9" not in str(raised.value), "other steps followed"
     assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "last").exists()
     assert len(list(read_jsonl(tmp_path / "metrics.jsonl"))) == 1

@@ -20,6 +20,5 @@ def compile_region(function: Callable[..., R]) -> Callable[..., R]:
 
 def call_compiled(function: Callable[..., R], *inputs: Any) -> R:
     """Call a function or method, compiled. All objects of a class share the code of a method."""
-    if isinstance(function, MethodType):
-        return compile_region(function.__func__)(function.__self__, *inputs)
-    return compile_region(function)(*inputs)
+    code: Callable[..., R] = compile_region(getattr(function, "__func__", function))
+    return code(function.__self__, *inputs) if isinstance(function, MethodType) else code(*inputs)

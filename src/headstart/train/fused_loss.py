@@ -172,7 +172,7 @@ def choose_loss_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Se
     likely = count - round(_SAMPLED_FRACTION * count)
     rest_R = order_D[likely:]
     random = np.random.default_rng([*seed, count]).choice(len(rest_R), count - likely, replace=False)
-    ids_L = torch.cat([order_D[:likely], rest_R[upload(random, rest_R.device)]])
+    ids_L = torch.cat([order_D[:likely], rest_R[upload(torch.from_numpy(random), rest_R.device)]])
     shift_L = torch.zeros(count, device=logits_SD.device)
     shift_L[likely:] = math.log(len(rest_R) / (count - likely))
     return LossTokens(ids_L, shift_L)

@@ -177,6 +177,7 @@ class _Trainer:
         self.seconds_before = self.grad_norm = 0.0
         self.unread: list[_Unread] = []
         self.losses: list[float] = []  # since the last validation
+        self.latest: float | None = None
         # Ranks agree on the host, so that none waits for its GPU.
         self.host_group = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.records: list[dict[str, Any]] = []
@@ -261,7 +262,7 @@ class _Trainer:
                 state.advance(count, self.schedule.steps_per_epoch)
                 if logs := state.step % self.section.log_every == 0:
                     self._read_losses()
-                loss = self.losses[-1] if count and self.losses else None
+                loss = self.latest if count else None
                 now = monotonic()
                 speed = predictions / (now - started)
                 shown = "none" if loss is None else f"{loss:.3f}"
@@ -322,11 +323,13 @@ class _Trainer:
             # With fp16 a gradient may overflow now and then; the scaler skips that step.
             if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or fp16):
                 raise not_finite(step.number, mean, step.group)
+            self.latest = mean
             self.losses.append(mean)
 
     def _compile(self, batch: HeadBatch) -> None:
         """Compile on a first batch. If that fails on any rank, all run uncompiled."""
         self.loss, failure = compile_region(self.loss), ""
+        self.wrapped.train()
         try:
             weights = [weight for weight in self.wrapped.parameters() if weight.requires_grad]
             torch.autograd.grad(self._loss(self.wrapped, batch, 0), weights, allow_unused=True)

@@ -319,12 +319,12 @@ class Blocks:
         """Return the attention output of every slot in a layer, [B, N, G, X, d]."""
         queries_BNGXd, *own = self.heads.run_region(layer.read, self.stream_BXE, self.rotary)
         slots, visible = self.heads.config.block_size, self.visible[layer.window]
-        own_keys, own_values = (part_BNXd.unflatten(2, (-1, slots)) for part_BNXd in own)
-        queries = queries_BNGXd.unflatten(3, (-1, slots))
+        own_keys, own_values = (torch.unflatten(part_BNXd, 2, (-1, slots)) for part_BNXd in own)
+        queries = torch.unflatten(queries_BNGXd, 3, (-1, slots))
         output = attend_blocks(queries, keys_BNTd, values_BNTd, visible, (own_keys, own_values), layer.causal)
         return output.flatten(3, 4)
 
     def drafting_slots(self, x_BXF: Tensor) -> Tensor:
         """Select the drafting slots of real (unpadded) origins, [M, S, F]."""
-        x_YKF = x_BXF.flatten(0, 1).unflatten(0, (-1, self.heads.config.block_size))
+        x_YKF = x_BXF.view(-1, self.heads.config.block_size, x_BXF.shape[2])
         return x_YKF[:, self.heads.first_slot :][self._real_M]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -156,20 +156,22 @@ class VisibleRange:
             queries = last_BQ.shape[1]
             # Beyond the last query nothing is visible, so the last block is never complete.
             first_BIi, last_BIi = (
-                F.pad(end_BQ, (0, -queries % size), value=beyond).unflatten(1, (-1, size))
+                F.pad(end_BQ, (0, -queries % size), value=beyond).view(len(end_BQ), -1, size)
                 for end_BQ, beyond in ((first_BQ, self.length), (last_BQ, -1))
             )
             start_J = torch.arange(0, self.length, size, device=last_BQ.device)
             stop_J = start_J + size - 1
             some_BIJ = (stop_J >= first_BIi.amin(2, keepdim=True)) & (start_J <= last_BIi.amax(2, keepdim=True))
             every_BIJ = (start_J >= first_BIi.amax(2, keepdim=True)) & (stop_J <= last_BIi.amin(2, keepdim=True))
-            ordered = [
-                part
+            (counts, order), (full_counts, full_order) = (
+                (blocks_BIJ.sum(2), blocks_BIJ.int().argsort(dim=2, descending=True, stable=True))
                 for blocks_BIJ in (some_BIJ & ~every_BIJ, every_BIJ)
-                for part in (blocks_BIJ.sum(2), blocks_BIJ.int().argsort(dim=2, descending=True, stable=True))
-            ]
+            )
             self._block_mask = BlockMask.from_kv_blocks(
-                *(part[:, None].int() for part in ordered),
+                counts[:, None].int(),
+                order[:, None].int(),
+                full_counts[:, None].int(),
+                full_order[:, None].int(),
                 BLOCK_SIZE=size,
                 mask_mod=sees,
                 seq_lengths=(queries, self.length),
@@ -259,7 +261,7 @@ def attend_blocks(
     columns = [(tensor, 2) for tensor in (queries_BNARd, *own)]
     kernel = partial(block_attention, causal=causal)
     output_BNARd = _attend(kernel, visible, queries_BNARd.shape[1], groups * slots, text, columns)
-    return output_BNARd.unflatten(3, (groups, slots)).transpose(2, 3)
+    return torch.unflatten(output_BNARd, 3, (groups, slots)).transpose(2, 3)
 
 
 def attend_flex(
@@ -280,15 +282,15 @@ def attend_flex(
     text_BHQd, aux = flex_attention(
         queries_BHQd, keys_BNTd, values_BNTd, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True)
     )
-    text = text_BHQd.view(shape)
+    text, lse = text_BHQd.view(shape), cast(Tensor, aux.lse)
     if own_keys_BNAXd is None or own_values_BNAXd is None:
         return text
     scores = torch.einsum("bngakd,bnaxd->bngakx", queries_BNGAKd * shape[-1] ** -0.5, own_keys_BNAXd)
-    scores = scores.to(aux.lse.dtype)
+    scores = scores.to(lse.dtype)
     if causal:
         scores = scores.masked_fill(_later(shape[4], scores), float("-inf"))
     own = torch.einsum("bngakx,bnaxd->bngakd", scores.softmax(-1).to(own_values_BNAXd.dtype), own_values_BNAXd)
-    text_share = torch.sigmoid(aux.lse.view(shape[:-1]) - scores.logsumexp(-1))[..., None]
+    text_share = torch.sigmoid(lse.view(shape[:-1]) - scores.logsumexp(-1))[..., None]
     return (own + text_share * (text - own)).to(text.dtype)
 
 
