@@ -287,6 +287,16 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
         section = work.recipe.train
         tokens = section.batch_tokens * section.gradient_accumulation_steps * work.processes
         facts.append(("Training", f"about {plan.steps:.0f} steps of {tokens} tokens"))
+        if data.states_source:
+            every = work.train_tokens + work.validation_tokens
+            anew = max(every, round(plan.steps * tokens))
+            facts.append(
+                (
+                    "Stored or streamed",
+                    f"stored, servers read {every} tokens once and {format_bytes(every * work.state_bytes)} are on "
+                    f"disk; streamed, they read about {anew} while training, and nothing is on disk",
+                )
+            )
         if plan.network:
             facts.append(("Network", f"each process sends {format_bytes(plan.network)} per step (DDP)"))
     return facts
