@@ -194,7 +194,7 @@ def test_planted_condition_is_named(
         (
             "eagle3-deep",
             ["reads the last layer after the final norm", "ignores aux_norms", "ignores norm_output"],
-            "sets",
+            "qk_norm",
         ),
         ("eagle3-qk-norm", ["reads the default layers 2, 4, 5", "ignores qk_norm"], "ignores norm_"),
         ("dflash-deep", ["ignores the sliding window", "reads each layer after the trained one"], "norm_"),
