@@ -92,6 +92,10 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b",
         )
     },
+    "tests/engines/test_audit_engine.py": {
+        "test_named_engine_is_started_with_the_heads": ("headstart audit runs/mine --engine vllm",),
+        "test_honest_engine_is_clean_at_every_load": ("headstart audit runs/mine --engine http://localhost:8000",),
+    },
     "tests/drafters/test_memory.py": {
         "test_answers_are_remembered_for_calls_and_processes": (
             ".venv/bin/headstart chat runs/quickstart --drafter heads+ngram+memory",

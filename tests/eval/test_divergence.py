@@ -171,3 +171,22 @@ def test_rounding_is_measured_at_the_largest_gaps(monkeypatch: pytest.MonkeyPatc
     found = judge.judge([[number] for number in range(40)], [[1]] * 40, [[2]] * 40)
     assert seen == sorted(gaps, key=gaps.__getitem__, reverse=True)[:16]
     assert [verdict.explained for verdict in found.differences] == [gaps[number] <= 0.5 for number in range(40)]
+
+
+def test_every_token_is_judged_after_its_own_prefix() -> None:
+    """In one text a token with the best one's logit, and later the worst token."""
+    _, rounded = targets()
+    text, lm_head_VE = plain(rounded)[0][:8], rounded.model.lm_head.weight
+    twin = next(token for token in range(61) if token not in text)
+    with torch.no_grad():
+        lm_head_VE[twin] = lm_head_VE[text[2]]
+    exact, best = Target(copy.deepcopy(rounded.model).float()), [*text]
+    text[2] = twin
+    text[7] = ranked(exact, PROMPTS[0] + text[:7])[1][-1]
+    found = Judge(rounded).judge_each([PROMPTS[0]], [best], [text])
+    assert found.tokens_compared == 8 and found.margin_limit is not None
+    near, far = found.differences
+    assert (near.position, near.tokens, near.margin, near.explained) == (2, (best[2], twin), 0.0, True)
+    assert (far.position, far.explained) == (7, False) and far.margin is not None and far.margin > found.margin_limit
+    logits_V, _ = ranked(exact, PROMPTS[0] + text[:7])
+    assert far.margin == pytest.approx(float(logits_V.max() - logits_V[text[7]]), abs=1e-4)

@@ -15,9 +15,8 @@ from headstart.data.served.log import Served
 from headstart.data.served.reading import choose_requests, read_log, to_conversation
 from headstart.errors import UserError
 from headstart.hub.format import read_heads
-from headstart.servers.client import Endpoint, RetryableError
-from headstart.servers.completions import CompletionRequest, served_by
-from headstart.servers.process import RunningEngine
+from headstart.servers.completions import CompletionRequest
+from headstart.servers.process import engine_at
 from headstart.tree.tree import TreeShape
 
 _PROMPTS, _TOKENS = 16, 64
@@ -37,12 +36,8 @@ def check_engine(url: str, update: Update) -> tuple[str, bool]:
     Raises:
         UserError: the engine does not answer, drafts nothing, or served other requests meanwhile.
     """
-    endpoint, remedy = Endpoint(url), "Give the address of an engine that serves the target with heads."
-    try:
-        served = served_by(endpoint, "")
-    except RetryableError as problem:
-        raise UserError(f"{url} does not answer: {problem}.", remedy) from None
-    engine, target = RunningEngine(url, endpoint, served.dialect, served.model, remedy), update.target
+    remedy = "Give the address of an engine that serves the target with heads."
+    engine, target = engine_at(url, "", remedy), update.target
     before, texts = engine.counters(), []
     for item in choose_requests(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]:
         answer = list(engine.answer(CompletionRequest(item.prompt, _TOKENS)).tokens)

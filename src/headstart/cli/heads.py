@@ -20,7 +20,7 @@ from rich.style import Style
 from headstart.cli.options import HEADS, Heads, Loading, Overwrite, check_engine_options, listed, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, ServingOptions
 from headstart.errors import UserError, check_text
-from headstart.eval.options import AuditOptions, EvalOptions
+from headstart.eval.options import AuditedEngine, AuditOptions, EvalOptions
 from headstart.support.files import check_writable, read_jsonl
 from headstart.support.terminal import ACCEPTED, ask, complain, format_seconds, progress_bar, say, tell
 
@@ -97,7 +97,7 @@ def evaluate(
     say(console, ("Report", out / "report.html"))
 
 
-@with_options(dtype="float32")
+@with_options()
 def audit(
     heads: Heads,
     questions: Annotated[
@@ -108,17 +108,27 @@ def audit(
     overwrite: Overwrite = False,
     options: AuditOptions = AuditOptions(),
     loading: Loading = Loading(),
+    serving: AuditedEngine = AuditedEngine(),
 ) -> None:
     """Prove on your own target and heads that drafting does not change the output. Exits with 1 if it does.
 
-    The proof holds in float32, and in bfloat16 with --exact bits.
+    The proof holds in float32 (the default here), and in bfloat16 with --exact bits. Engines are audited in bfloat16.
 
     Greedy decoding must write the same tokens with every drafter as without. Sampling must draw each token as often as
     transformers does, with every verifier.
 
+    With --engine, check a serving engine with the heads instead: its greedy tokens must be the target's, and it must
+    accept as many drafts as a replay of the heads on its answers. A finding names the usual cause.
+
     Example: headstart audit runs/quickstart --out audit
+
+    Example: headstart audit runs/quickstart --engine vllm --out audit-vllm
+
+    Example: headstart audit runs/quickstart --engine http://localhost:8000
     """
     from headstart.data.prompts.questions import read_questions
+
+    check_engine_options(serving, loading, but=vars(loading))
 
     if out is not None:
         _check_out(out, ("audit.json", "audit.md"), overwrite)
@@ -126,10 +136,21 @@ def audit(
     from headstart.eval.audit import PROMPTS, run_audit
     from headstart.eval.audit_report import show_audit, write_audit
 
-    console, decoder = Console(), load_decoder(heads, loading)
-    prompts = [decoder.tokens(text, options.raw) for text in (texts or PROMPTS)[: options.limit]]
+    console = Console()
     options = replace(options, drafters=listed(options.drafters), verifier=listed(options.verifier), heads_name=heads)
-    results = run_audit(decoder, prompts, options, console)
+    if loading.dtype == "auto":
+        loading = replace(loading, dtype="bfloat16" if serving.engine else "float32")
+    if serving.engine:
+        from headstart.hub.pull import locate
+        from headstart.pipeline.engine_audit import audit_in_engine
+
+        load = partial(load_decoder, heads, loading)
+        located = locate(heads, loading.revision)
+        results = audit_in_engine(located, texts, options, serving, loading.target, load, console)
+    else:
+        decoder = load_decoder(heads, loading)
+        prompts = [decoder.tokens(text, options.raw) for text in (texts or PROMPTS)[: options.limit]]
+        results = run_audit(decoder, prompts, options, console)
     show_audit(results, console)
     if out is not None:
         write_audit(results, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from headstart.support.terminal import tell
 
 def write_audit(results: Mapping[str, Any], out: Path) -> None:
     """Write audit.json and audit.md atomically into the folder `out`."""
-    text = template("audit.md.j2").render(verdict=verdict(results), settings_rows=settings_rows(results), **results)
+    page = template("audit_engine.md.j2" if "engine" in results else "audit.md.j2")
+    text = page.render(verdict=verdict(results), settings_rows=settings_rows(results), **results)
     write_json(out / "audit.json", results)
     write_text(out / "audit.md", text)
 
 
 def verdict(results: Mapping[str, Any]) -> str:
+    if engine := results.get("engine"):
+        return _engine_verdict(engine, results["problems"])
     tokens = sum(row["tokens"] for row in results["greedy"])
     samples = sum(row["samples"] for row in results["sampling"])
     if results["clean"]:
@@ -31,6 +34,17 @@ def verdict(results: Mapping[str, Any]) -> str:
         return f"Clean: {compared}. {_detectable_faults(results)}"
     checks = len(results["greedy"]) + len(results["sampling"]) + (results["environment"]["exact"] == "bits")
     return f"Not clean: {len(results['problems'])} of {checks} checks failed."
+
+
+def _engine_verdict(engine: Mapping[str, Any], problems: Sequence[str]) -> str:
+    checks = [*engine["tokens"], *engine["acceptance"], engine["prompts"]]
+    if problems:
+        return f"Not clean: {len(problems)} of {len(checks)} checks failed."
+    tokens, explained = (sum(row[name] for row in engine["tokens"]) for name in ("tokens", "different"))
+    rounding = f" ({explained} within rounding)" if explained else ""
+    return (
+        f"Clean: {tokens} greedy tokens{rounding} are the target's, and {engine['name']} accepts the expected drafts."
+    )
 
 
 def _detectable_faults(results: Mapping[str, Any]) -> str:
@@ -52,7 +66,8 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
     settings = results["settings"]
     version = f" ({settings['heads_version']})" if settings["heads_version"] else ""
     columns = "check", Column("compared", justify="right"), Column("found", justify="right"), "verdict"
-    table = Table(*columns, title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
+    where = f" in {results['engine']['name']}" if "engine" in results else ""
+    table = Table(*columns, title=f"Audit of {settings['heads_name']}{version}{where}", title_justify="left")
     for row in _lines(results):
         table.add_row(*row)
     console.print(table)
@@ -63,6 +78,9 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
 
 def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Yield rows of check, comparison, result, verdict."""
+    if engine := results.get("engine"):
+        yield from _engine_lines(engine)
+        return
     for row in results["greedy"]:
         yield (
             f"greedy, {label_of(row['drafter'])}, batch {row['batch_size']}",
@@ -82,6 +100,20 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             f"detectable from {number(row['least_seen'], 3)}",
             _mark(row["problem"] is None) if row["problem"] or row["cells"] > 1 else "[dim]not testable[/]",
         )
+
+
+def _engine_lines(engine: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for row in engine["tokens"]:
+        found = f"{row['different']} differ, {row['unexplained']} not by rounding"
+        yield f"greedy, {row['requests']} at a time", f"{row['tokens']} tokens", found, _mark(row["problem"] is None)
+    for row in engine["acceptance"]:
+        expected = row.get("expected_tokens_per_round")
+        found = f"{row['tokens_per_round']:.2f} tokens per round, {number(expected, 2)} expected"
+        compared = f"{row['rounds']} rounds of {row['drafts']} drafts"
+        yield f"acceptance, {row['requests']} at a time", compared, found, _mark(row["problem"] is None)
+    row = engine["prompts"]
+    mark = _mark(row["problem"] is None) if row["prompts"] else "[dim]not reported[/]"
+    yield "chat template", f"{row['prompts']} prompts", f"{row['different']} differ", mark
 
 
 def _mark(clean: bool) -> str:

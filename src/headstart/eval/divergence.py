@@ -34,7 +34,7 @@ Texts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which an output differs from the plain loop's."""
+    """A token at which an output differs from the plain loop's."""
 
     prompt: int  # index among the compared prompts
     position: int
@@ -49,7 +49,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Differences between the outputs of the plain loop and of another method, at most one per prompt."""
+    """Differences between the outputs of the plain loop and of another method; at most one per prompt, unless every
+    token is judged after the same prefix."""
 
     prompts: int = 0
     tokens_compared: int = 0  # positions up to and including each first difference
@@ -97,11 +98,26 @@ class Judge:
         for first in found.differences:
             answer = plain[first.prompt][: first.position]
             differences.append(replace(first, margin=self.margin(prompts[first.prompt], answer, first.tokens)))
+        return self._explained(found, prompts, plain, differences)
+
+    def judge_each(self, prompts: Texts, best: Texts, texts: Texts) -> Judgement:
+        """Compare every token of greedy texts with `best`, the target's own token after the same prefix."""
+        differences = []
+        for number, (prompt, own, text) in enumerate(zip(prompts, best, texts, strict=True)):
+            if places := [place for place, pair in enumerate(zip(own, text, strict=True)) if pair[0] != pair[1]]:
+                exact_TV = self._exact_logits((*prompt, *text), len(text) + 1)
+                gap_T = exact_TV[:-1].amax(-1) - exact_TV[range(len(text)), list(text)]
+                pairs = ((place, (own[place], text[place])) for place in places)
+                differences += [Difference(number, place, pair, float(gap_T[place])) for place, pair in pairs]
+        return self._explained(Judgement(len(prompts), sum(map(len, texts))), prompts, texts, differences)
+
+    def _explained(self, found: Judgement, prompts: Texts, texts: Texts, differences: list[Difference]) -> Judgement:
+        """Add differences to a judgement, with the margin that explains them, measured on these texts."""
         if not differences:
             return found
         # A large margin suggests a large rounding error.
-        worst = sorted(differences, key=lambda item: -(item.margin or 0.0))[:MEASURED_PROMPTS]
-        limit = self.limit([(prompts[item.prompt], plain[item.prompt]) for item in worst])
+        worst = dict.fromkeys(item.prompt for item in sorted(differences, key=lambda item: -(item.margin or 0.0)))
+        limit = self.limit([(prompts[number], texts[number]) for number in list(worst)[:MEASURED_PROMPTS]])
         explained = [item.margin is not None and item.margin <= limit for item in differences]
         judged = [replace(item, explained=each) for item, each in zip(differences, explained, strict=True)]
         return replace(found, margin_limit=limit, differences=judged, is_examined=True)

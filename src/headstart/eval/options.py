@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headstart.decode.options import DecodeOptions, document_options, meaning, option
+from headstart.decode.options import DecodeOptions, ServingOptions, document_options, meaning, option
+from headstart.servers.names import ENGINES
 
 
 @document_options
@@ -66,3 +67,16 @@ class AuditOptions:
     raw: bool = option(False, meaning(DecodeOptions, "raw").text)
     limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
     heads_name: str = option("heads", "Name of the heads in the report.", on_cli=False)
+
+
+@document_options
+@dataclass(frozen=True)
+class AuditedEngine(ServingOptions):
+    """A serving engine to audit: started with the heads, or at an address."""
+
+    engine: str = option(
+        "",
+        f"Audit a serving engine ({ENGINES}, or the address of one that runs) instead of headstart's loop.",
+        metavar="NAME|URL",
+    )
+    engine_requests: str = option("1,4,8", "Numbers of concurrent requests to the engine.", metavar="N,N...")

@@ -32,9 +32,10 @@ from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.importing import GUESSED
 from headstart.hub.engines.known_engines import drafts_to_try
 from headstart.hub.format import CALIBRATION, refuse_other_files
-from headstart.hub.target_facts import kind_of
+from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.model.loading import load_target
-from headstart.model.outline import unloaded
+from headstart.model.model import Target
+from headstart.model.outline import Outline, unloaded
 from headstart.pipeline.actions import add_engines_to_report, validation_file
 from headstart.pipeline.run import HEADS as HEADS_FOLDER
 from headstart.servers.engines import ENGINES, ServingEngine
@@ -80,7 +81,7 @@ def _engine_named(name: str) -> ServingEngine:
 
 
 @contextmanager
-def _exported(folder: Path, target: str | None, options: ServingOptions, requests: int = 1) -> Iterator[_Servable]:
+def exported_heads(folder: Path, target: str | None, options: ServingOptions, requests: int = 1) -> Iterator[_Servable]:
     """Export heads for the engine of the options into a temporary folder; logs are kept if an error refers to them.
 
     Servers answer at most `requests` at a time.
@@ -124,8 +125,8 @@ def _exported(folder: Path, target: str | None, options: ServingOptions, request
 def fits_twice(engine: ServingEngine, arguments: str, weights: int | None, room: int) -> tuple[bool, str]:
     """Return whether two servers fit into `room` bytes of GPU memory, and the arguments to start them with.
 
-    vLLM takes the fraction of the memory in its arguments. Without one, each of two servers gets less than half. Weights
-    of unknown size (None) do not fit.
+    vLLM takes the fraction of the memory in its arguments. Without one, each of two servers gets less than half.
+    Weights of unknown size (None) do not fit.
 
     >>> vllm = ENGINES["vllm"]
     >>> fits_twice(vllm, "", 16 * 10**9, 80 * 10**9), fits_twice(vllm, "", 16 * 10**9, 24 * 10**9)
@@ -156,11 +157,11 @@ def tune_in_engine(
     `heads` is their folder or run. Prompts come from `validation`, by default the run's validation conversations.
     """
     folder, engine = heads_folder(heads), _engine_named(options.engine)
-    drafts = _numbers(options.engine_drafts, "--engine-drafts", 16)
+    drafts = numbers(options.engine_drafts, "--engine-drafts", 16)
     refuse_other_files(folder)
     calibration = read_json(folder / CALIBRATION)
     workload = _workload(engine, validation_file(folder, validation), calibration["acceptance"], options)
-    with console.status("exporting") as status, _exported(folder, target, options) as servable:
+    with console.status("exporting") as status, exported_heads(folder, target, options) as servable:
         served, exported = servable.target, servable.exported
         if calibration.get("settings", {}).get("acceptance") == GUESSED:
             raise UserError(
@@ -219,17 +220,13 @@ def evaluate_in_engine(
         problem = f"--{unused[0].replace('_', '-')} is for headstart's own loop."
         raise UserError(problem, "Leave it out with --engine; --sweep-batch sets concurrent requests.")
     requests = max((1, *options.sweep_batch))
-    with console.status("exporting") as status, _exported(heads_folder(heads), target, serving, requests) as servable:
+    with (
+        console.status("exporting") as status,
+        exported_heads(heads_folder(heads), target, serving, requests) as servable,
+    ):
         engine, exported = servable.engine, servable.exported
         facts, published = exported.facts, exported.published
-        if not facts.spec:
-            raise UserError(
-                f"{facts.name}, whose tokenizer is needed, is not where the heads have it.", "Add --target."
-            )
-        trusted = facts.trust_remote_code
-        reads = unloaded(facts.spec, trust_remote_code=trusted) or load_target(
-            facts.spec, device="cpu", trust_remote_code=trusted
-        )
+        reads = read_tokenizer(facts)
         variables = options.chat_template_kwargs or dict(facts.chat_template_kwargs)
         tokenizer = with_template_kwargs(reads.tokenizer, variables)
         questions = select_questions(reads, tokenizer, questions, options, console)
@@ -261,6 +258,16 @@ def evaluate_in_engine(
     return {**results, "places": [], "replays": [], "environment": {**environment, **machine()}}
 
 
+def read_tokenizer(facts: TargetFacts) -> Outline | Target:
+    """Return a target with its tokenizer, without its weights if its files allow that."""
+    if not facts.spec:
+        raise UserError(f"{facts.name}, whose tokenizer is needed, is not where the heads have it.", "Add --target.")
+    trusted = facts.trust_remote_code
+    return unloaded(facts.spec, trust_remote_code=trusted) or load_target(
+        facts.spec, device="cpu", trust_remote_code=trusted
+    )
+
+
 _FOR_ENGINES = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "seed", "chat_template_kwargs"),
     *("limit", "sweep_batch", "multi_turn", "heads_name", "questions_name"),
@@ -271,7 +278,7 @@ _FOR_ENGINES = (
 def _workload(
     engine: ServingEngine, validation: Path, acceptance: list[list[float]], options: EngineOptions
 ) -> EngineWorkload:
-    requests = sorted(set(_numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
+    requests = sorted(set(numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
     if requests != [1] and not engine.drafts_by_load:
         raise UserError(
             f"{engine.name} drafts the same number of tokens for any number of requests.",
@@ -311,7 +318,7 @@ def describe_engine_tuning(tuning: EngineTuning) -> str:
     return "\n".join(lines)
 
 
-def _numbers(typed: str, option: str, most: int) -> list[int]:
+def numbers(typed: str, option: str, most: int) -> list[int]:
     """Parse comma-separated numbers from 1 to `most`."""
     parts = [part.strip() for part in typed.split(",") if part.strip()]
     if any(not part.isdigit() or not 1 <= int(part) <= most for part in parts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,15 @@ class Reply:
 
 
 class Dialect(ABC):
-    """API of a kind of server; `streams`: its events have the ids of all tokens."""
+    """API of a kind of server.
+
+    Attributes:
+        streams: whether its events have the ids of all tokens.
+        drafts_past_end: whether the last drafts of an answer may go past its longest length, and count as accepted.
+    """
 
     streams = True
+    drafts_past_end = True
 
     @abstractmethod
     def request(self, completion: CompletionRequest, model: str) -> tuple[str, dict[str, Any]]:
@@ -69,6 +75,10 @@ class Dialect(ABC):
     @abstractmethod
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
         """Return path and body of a request for the `tokens` of a text, without special tokens."""
+
+    @abstractmethod
+    def chat_prompt(self, endpoint: Endpoint, messages: Sequence[Mapping[str, Any]], model: str) -> list[int] | None:
+        """Fetch the token ids of chat messages as the server renders them; None if it does not report them."""
 
 
 class OpenAI(Dialect):
@@ -98,6 +108,10 @@ class OpenAI(Dialect):
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
         return "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False}
 
+    def chat_prompt(self, endpoint: Endpoint, messages: Sequence[Mapping[str, Any]], model: str) -> list[int] | None:
+        body = {"model": model, "messages": list(messages), "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+        return endpoint.fetch("/v1/chat/completions", body, absent={}).get("prompt_token_ids")
+
 
 class LlamaServer(Dialect):
     """llama-server's native completions; its OpenAI-compatible ones return no token ids.
@@ -106,6 +120,7 @@ class LlamaServer(Dialect):
     """
 
     streams = False
+    drafts_past_end = False
 
     def request(self, completion: CompletionRequest, model: str) -> tuple[str, dict[str, Any]]:
         body = {"prompt": list(completion.prompt), "n_predict": completion.max_new_tokens, **completion.sampling}
@@ -125,6 +140,10 @@ class LlamaServer(Dialect):
 
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
         return "/tokenize", {"content": text, "add_special": False, **({"model": model} if model else {})}
+
+    def chat_prompt(self, endpoint: Endpoint, messages: Sequence[Mapping[str, Any]], model: str) -> list[int] | None:
+        rendered = endpoint.fetch("/apply-template", {"messages": list(messages)}, absent={}).get("prompt")
+        return None if rendered is None else endpoint.fetch(*self.tokenize(rendered, model)).get("tokens")
 
 
 @dataclass(frozen=True)

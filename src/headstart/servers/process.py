@@ -21,8 +21,8 @@ from typing import Any, Self
 from headstart.errors import UserError
 from headstart.servers import guard
 from headstart.servers.client import Endpoint, RetryableError
-from headstart.servers.completions import CompletionRequest, Dialect
-from headstart.servers.engines import ServingEngine
+from headstart.servers.completions import CompletionRequest, served_by
+from headstart.servers.engines import ENGINES, ServingEngine
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
@@ -44,11 +44,16 @@ _OF_LAUNCHERS = re.compile(r"TORCHELASTIC_\w+|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """Generated token ids, the arrival of each in milliseconds since the request, and the seconds of the whole."""
+    """Generated token ids, the arrival of each in milliseconds since the request, and the seconds of the whole.
+
+    `drafted` and `accepted` count draft tokens, if the reply itself reports them.
+    """
 
     tokens: tuple[int, ...]
     token_ms: tuple[float, ...]
     seconds: float
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def decoding_ms(self) -> float:
@@ -59,8 +64,9 @@ class EngineAnswer:
 class RunningEngine:
     """A client of a running engine; `remedy` is the user's remedy if it does not answer."""
 
-    def __init__(self, name: str, endpoint: Endpoint, dialect: Dialect, model: str, remedy: str) -> None:
-        self._name, self._endpoint, self._dialect, self._model, self._remedy = name, endpoint, dialect, model, remedy
+    def __init__(self, engine: ServingEngine, endpoint: Endpoint, model: str, remedy: str) -> None:
+        self.engine, self._endpoint, self._model, self._remedy = engine, endpoint, model, remedy
+        self._dialect = engine.dialect
 
     @property
     def url(self) -> str:
@@ -85,7 +91,7 @@ class RunningEngine:
             problem = error.problem
         except (RetryableError, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{self._name} did not answer: {problem[:300]}", self._remedy)
+        raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", self._remedy)
 
     def _whole_answer(self, path: str, body: dict[str, Any]) -> EngineAnswer:
         """Return an answer that is not streamed: the server times the prefill, later tokens are spread evenly."""
@@ -93,9 +99,12 @@ class RunningEngine:
         page = self._endpoint.fetch(path, body)
         seconds = perf_counter() - started
         tokens = self._dialect.read(page).tokens
-        first = min(float((page.get("timings") or {}).get("prompt_ms", 0.0)), 1e3 * seconds)
+        timings = page.get("timings") or {}
+        first = min(float(timings.get("prompt_ms", 0.0)), 1e3 * seconds)
         step = (1e3 * seconds - first) / max(1, len(tokens) - 1)
-        return EngineAnswer(tuple(tokens), tuple(first + step * number for number in range(len(tokens))), seconds)
+        token_ms = tuple(first + step * number for number in range(len(tokens)))
+        drafts = (int(timings.get(name, 0)) for name in ("draft_n", "draft_n_accepted"))
+        return EngineAnswer(tuple(tokens), token_ms, seconds, *drafts)
 
     def answers(self, requests: Sequence[CompletionRequest]) -> list[EngineAnswer]:
         """Answer several requests concurrently."""
@@ -107,7 +116,22 @@ class RunningEngine:
         try:
             return read_counters(self._endpoint.send("/metrics", seconds=_METRICS_SECONDS).text)
         except RetryableError as error:
-            raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
+            raise UserError(f"{self.engine.name} stopped unexpectedly: {error}", self._remedy) from None
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int] | None:
+        """Return the token ids of chat messages as the engine renders them; None if it does not report them."""
+        try:
+            return self._dialect.chat_prompt(self._endpoint, messages, self._model)
+        except RetryableError as error:
+            raise UserError(f"{self.engine.name} did not answer: {error}", self._remedy) from None
+
+    def version(self) -> str:
+        """Return the version reported by the running engine, or an empty string."""
+        path, key = self.engine.version_path
+        try:
+            return str(self._endpoint.fetch(path)[key])
+        except (RetryableError, UserError, KeyError):
+            return ""
 
 
 class Recorded(RunningEngine):
@@ -124,6 +148,17 @@ class Recorded(RunningEngine):
 
     def counters(self) -> Counter[str | int]:
         return Counter()
+
+
+def engine_at(url: str, spec: str, remedy: str) -> RunningEngine:
+    """Connect to an engine that the user started and that serves this Hub id or path; its first model by default."""
+    endpoint = Endpoint(url)
+    try:
+        served = served_by(endpoint, spec)
+    except RetryableError as problem:
+        raise UserError(f"{url} does not answer: {problem}.", remedy) from None
+    engine = next(each for each in ENGINES.values() if type(each.dialect) is type(served.dialect))
+    return RunningEngine(engine, endpoint, served.model, remedy)
 
 
 class Server(RunningEngine):
@@ -155,7 +190,7 @@ class Server(RunningEngine):
         requests: int = 1,
         start_seconds: float = 900.0,
     ) -> None:
-        self.engine, self.log, self._seconds, self._many = engine, log, start_seconds, many
+        self.log, self._seconds, self._many = log, start_seconds, many
         self._environment = without_launcher() | dict(environment or {})
         if gpus:
             self._environment["CUDA_VISIBLE_DEVICES"] = gpus
@@ -173,7 +208,7 @@ class Server(RunningEngine):
         self._port = 0  # chosen by the first start
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # of this process in the log, in bytes
-        super().__init__(engine.name, Endpoint(f"http://{_HOST}"), engine.dialect, self.model, f"Its log is {log}.")
+        super().__init__(engine, Endpoint(f"http://{_HOST}"), self.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
         try:
@@ -196,14 +231,6 @@ class Server(RunningEngine):
     def drafted_nothing(self) -> UserError:
         """Return the error of an engine that serves heads without drafting."""
         return UserError(f"{self.engine.name} loaded the heads and drafted nothing.", f"See its log: {self.log}")
-
-    def version(self) -> str:
-        """Return the version reported by the running engine, or an empty string."""
-        path, key = self.engine.version_path
-        try:
-            return str(self._endpoint.fetch(path)[key])
-        except (RetryableError, UserError, KeyError):
-            return ""
 
     def start(self) -> None:
         """Start the engine without waiting until it answers."""
