@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,13 +15,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from headstart.pipeline import launch
-from headstart.pipeline.run import Run
+from headstart.heads.base import parse_heads
+from headstart.pipeline import in_engine, launch
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.values import recipe_text
 from headstart.servers.fleet import engine_gpus, gpu_groups
 from tests.forks import Forks
-from tests.test_pipeline import tiny_recipe
+from tests.test_pipeline import logged, once, quiet, tiny_recipe
+from tests.test_stages import said
 from tests.train.conftest import clean_environment
 
 FAKE = Path(__file__).with_name("engines") / "fake_engine.py"
@@ -63,6 +67,22 @@ def test_one_command_from_nothing_to_the_report_of_an_engine(command: Command, f
     for page in ("report/report.html", "heads/README.md"):
         assert "vllm 0.0" in (folder / page).read_text()
     _assert_ranks_end(folder)
+
+
+def test_report_of_an_engine_resumes(tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = parse_heads({"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]})
+    measured = {"engine": "vllm", "engine_command": shlex.join([sys.executable, str(FAKE), "vllm", "none"])}
+    recipe = tiny_recipe(tmp_path, tiny_target_folder, eval=measured).model_copy(update={"heads": heads})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("headstart.pipeline.in_engine.measure_methods", once(in_engine.measure_methods, 0))
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        execute(quiet(tmp_path / "run", recipe), STAGES)
+    assert not list(tmp_path.glob("headstart-engine-*")) and not (tmp_path / "run" / "report").exists()
+    run = logged(tmp_path / "run", recipe)
+    monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("the model was loaded"))
+    execute(run, STAGES)
+    assert "7/7 eval  measuring against the baselines (continuing)" in said(run) and "in vllm, measured" in said(run)
+    assert (tmp_path / "run" / "report" / "report.html").is_file()
 
 
 def test_error_of_ranks_is_shown_once(command: Command, forks: Forks, tmp_path: Path) -> None:

@@ -311,7 +311,8 @@ PAPER = Path(__file__).parents[1] / "docs" / "plans"
 
 
 def on_paper(model: str, recipe_name: str, folder: Path, processes: int = 1, states: str = "stored") -> Plan:
-    found = load_recipe(recipe_name, [f"target={PAPER / model}", f"data.states={states}"])
+    here = [f"data.{name}=null" for name in ("server", "states_server")]
+    found = load_recipe(recipe_name, [f"target={PAPER / model}", f"data.states={states}", *here])
     return make_plan(quiet(found, folder / "none"), processes, prompt_tokens=200)
 
 

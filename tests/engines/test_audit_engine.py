@@ -21,17 +21,19 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.eval import audit_engine
 from headstart.eval.audit import PROMPTS
-from headstart.eval.audit_conditions import Text
+from headstart.eval.audit_conditions import Text, accepted_drafts, conditions
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads
 from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from headstart.servers.client import Endpoint
 from headstart.servers.completions import LlamaServer
 from rehearsal.engine_http import StandIn
 from rehearsal.stand_in import Writer
 from tests.data.http_server import Reply, http_server
+from tests.engines.conftest import Made
 from tests.engines.test_serving import FAKE
 from tests.test_cli import call, refused, works
 
@@ -182,6 +184,34 @@ def test_planted_condition_is_named(
     assert nearest["condition"] == condition and nearest["distance"] == 0
     assert nearest["by_position"] == found["engine"]["acceptance"][0]["by_position"]
     assert found["engine"]["tokens"][0]["problem"] is None, "greedy text stays the target's"
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "not_names"),
+    [
+        ("eagle", ["reads the state before the final norm", "turns positions with the rotary base 500000"], "norm_"),
+        ("medusa", ["reads the state before the final norm", "reads the state of the token before"], "norm_"),
+        (
+            "eagle3-deep",
+            ["reads the last layer after the final norm", "ignores aux_norms", "ignores norm_output"],
+            "qk_norm",
+        ),
+        ("eagle3-qk-norm", ["reads the default layers 2, 4, 5", "ignores qk_norm"], "ignores norm_"),
+        ("dflash-deep", ["ignores the sliding window", "reads each layer after the trained one"], "norm_"),
+        ("dspark", ["ignores causal", "ignores the sliding window"], "norm_"),
+    ],
+)
+def test_every_layout_has_its_conditions(
+    made: Made, target: Target, case: str, names: list[str], not_names: str
+) -> None:
+    heads, text = made(case)[0], Text((5, 6, 7), (8, 9, 10, 11, 12), (13, 14, 15, 16))
+    tried = conditions(heads, target)
+    assert set(names) <= {each.name for each in tried} and len({each.name for each in tried}) == len(tried)
+    assert not any(not_names in each.name and each.name not in names for each in tried)
+    read = target.hidden_states([text.tokens], [FINAL, *range(9)])[0]
+    for each in tried:
+        accepted = accepted_drafts(each, read, text)
+        assert len(accepted) == len(text.tokens) and max(accepted) <= heads.draft_steps
 
 
 def test_unknown_cause_is_left_open(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def _edited(heads: DraftHead, target: Target) -> Iterator[Condition]:
     """Yield heads as they are after a setting of their file was lost or changed."""
     published = heads.publish()
     for name, remedy, changed in _edits(published, target):
+        if heads.settings_of(changed) == heads.settings_of(published):
+            continue  # this family has no such setting
         with suppress(UserError):  # a combination that no family has
             built = type(heads).from_published(changed, target).to(heads.draft_to_target_D.device)
             dtype = next(heads.parameters()).dtype

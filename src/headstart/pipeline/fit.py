@@ -62,8 +62,11 @@ def fit_recipe(recipe: Recipe, given: Collection[str], folder: Path, console: Co
             tell(console, f"Training takes about {format_bytes(takes)} and has {format_bytes(room)}: it may not fit.")
     found = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
     words = ", ".join(f"{key}={'null' if value is None else value}" for key, value in chosen.items())
+    why = "are computed while heads train" if recipe.data.online else "are stored before heads train on the same GPUs"
     if any(chosen.values()):
-        tell(console, f"Chosen for this machine ({found}): {words}. Settings that you give replace these.")
+        tell(
+            console, f"Chosen for this machine ({found}): {words}. States {why}. Settings that you give replace these."
+        )
     return recipe
 
 
@@ -126,10 +129,11 @@ def heads_of(recipe: Recipe, target: Outline) -> DraftHead:
 def fit_to_gpus(
     recipe: Recipe, target: Outline, gpus: Sequence[int], given: Collection[str], disk: int
 ) -> dict[str, Any]:
-    """Choose settings for GPUs of these bytes by the memory that `headstart plan` estimates; `disk` bytes are free.
+    """Choose settings for GPUs of these bytes from the memory estimates of `headstart plan`; `disk` bytes are free.
 
-    An engine spans GPUs until the target's weights fit. States are streamed from it if other GPUs are left to train on,
-    else stored: engine and training take turns. Without an engine, training computes them where the target fits beside.
+    An engine spans GPUs until the target's weights fit. It streams states if other GPUs are left for training. On the
+    same GPUs, engine and training take turns, and states are stored. Without an engine, training computes states if the
+    target fits beside it.
     """
     memory, data, chosen = _USED * min(gpus), recipe.data, dict[str, Any]()
 
@@ -148,12 +152,11 @@ def fit_to_gpus(
         choose("target.device", "all")
 
     online = _with(recipe, {"data.states": "online"})
-    streams = data.states_source is not None
-    if streams:
-        choose("data.states", "online" if len(gpus) > size else "stored")
+    if source := data.states_source:
+        streams = "://" in source[0] or len(gpus) > size
     else:
-        fits = weights + _WORKING < memory and training_bytes(online, target) <= memory
-        choose("data.states", "online" if fits else "stored")
+        streams = weights + _WORKING < memory and training_bytes(online, target) <= memory
+    choose("data.states", "online" if streams else "stored")
     recipe = _with(recipe, chosen)
     if not recipe.data.online and 1e9 * data.cache_gigabytes > 0.8 * disk:
         choose("data.cache_gigabytes", max(1.0, math.floor(0.8e-9 * disk)))
@@ -185,7 +188,7 @@ def training_bytes(recipe: Recipe, target: Outline) -> int:
 
 
 def writing_bytes(recipe: Recipe, target: Outline, rows: int) -> int:
-    """Estimate the memory of writing batches of these `rows` in this process."""
+    """Estimate the memory for generating conversations in this process, in batches of `rows`."""
     return _workload(_with(recipe, {"data.batch_size": rows}), target).memory()["conversations"]
 
 

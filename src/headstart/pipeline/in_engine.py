@@ -65,7 +65,7 @@ def served_with(engine: ServingEngine, exported: Exported, drafts: Mapping[int, 
 @dataclass(frozen=True)
 class _Servable:
     """Heads exported for an engine; `start` takes drafting arguments and a log's name, and creates a server. `at_once`
-    says that memory holds two."""
+    is whether two servers fit in memory."""
 
     engine: ServingEngine
     exported: Exported
@@ -123,10 +123,10 @@ def exported_heads(folder: Path, target: str | None, options: ServingOptions, re
 
 
 def fits_twice(engine: ServingEngine, arguments: str, weights: int | None, room: int) -> tuple[bool, str]:
-    """Return whether two servers fit into this many bytes of GPU memory, and the arguments with which they do.
+    """Return whether two servers fit into `room` bytes of GPU memory, and the arguments to start them with.
 
-    vLLM takes a fraction of the memory: what the arguments say, else less than half for each of two. Weights of unknown
-    size (None) do not fit.
+    vLLM takes the fraction of the memory in its arguments. Without one, each of two servers gets less than half.
+    Weights of unknown size (None) do not fit.
 
     >>> vllm = ENGINES["vllm"]
     >>> fits_twice(vllm, "", 16 * 10**9, 80 * 10**9), fits_twice(vllm, "", 16 * 10**9, 24 * 10**9)

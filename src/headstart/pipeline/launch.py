@@ -89,7 +89,7 @@ def _wait(ranks: Sequence[Popen[bytes]], interrupt: Interrupt) -> list[int]:
             asked = True
             for rank in ranks:
                 guard.ask(rank)
-        if failed_at and monotonic() > failed_at + 2 * _REPORT_SECONDS:  # it waits for the one that failed
+        if failed_at and monotonic() > failed_at + 2 * _REPORT_SECONDS:  # a rank may hang in a collective
             for rank in ranks:
                 rank.terminate()
         sleep(_POLL_SECONDS)
