@@ -130,12 +130,6 @@ class VisibleRange:
             ]
         return self._parts
 
-    def select(self, row_B1: Tensor, column_BA: Tensor) -> VisibleRange:
-        starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
-        hidden_BAT = None if self._hidden_BAT is None else self._hidden_BAT[row_B1, column_BA]
-        index_BA = self.index_BA[row_B1, column_BA]
-        return VisibleRange(index_BA, self.length, starts_BA, self.window, self.flex, hidden_BAT)
-
     @property
     def block_mask(self) -> BlockMask:
         """Mask for flex attention of the queries [B, Q], cached. Its blocks follow from the ends of each query's range:

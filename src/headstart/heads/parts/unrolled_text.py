@@ -34,6 +34,7 @@ class UnrolledText:
         flex: bool = False,
     ) -> None:
         self.tokens_BT, self.feedback_BAE, self._device = batch.tokens_BT, feedback_BTE, batch.tokens_BT.device
+        self._batch, self._flex = batch, flex
         self._index_BA, self._real_BA = by_row(origin_M, self.tokens_BT.shape, self._device.type)
         self.kv: list[tuple[Tensor, Tensor]] = []
         self.chains: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
@@ -55,7 +56,8 @@ class UnrolledText:
         chosen_BA, self._real_BA = by_row(kept_BA.flatten().nonzero()[:, 0], index_BA.shape, self._device.type)
         self._index_BA = index_BA.gather(1, chosen_BA)
         column_BA, row_B1 = upload(chosen_BA, self._device), torch.arange(rows, device=self._device)[:, None]
-        self.visible, self.feedback_BAE = self.visible.select(row_B1, column_BA), self.feedback_BAE[row_B1, column_BA]
+        self.visible = VisibleRange.of_origins(self._index_BA, self._batch, flex=self._flex)
+        self.feedback_BAE = self.feedback_BAE[row_B1, column_BA]
         heads_N1 = torch.arange(self.kv[0][0].shape[1], device=self._device)[:, None]
         at = row_B1[:, None], heads_N1, column_BA[:, None]
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
