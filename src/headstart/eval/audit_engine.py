@@ -40,7 +40,7 @@ MATTERS = 0.02
 """Smallest relative change in tokens per round that is a finding: rounding changes drafts too, by less than this."""
 ROUNDING = 0.05
 """Distance of a replay from the counters, per round, that rounding does not reach: vLLM and llama.cpp had 0.02."""
-_EXPLAINS = 0.25
+_EXPLAINS = 0.5
 """A condition explains the counters if its replay is at most this share of the usual replay's distance from them."""
 _CONTINUED = 32
 """Answers that the target continues at once."""
