@@ -218,8 +218,6 @@ class Pool:
             remaining = jobs
             while remaining:
                 check()
-                for endpoint in self._endpoints:  # requests to a dead engine hang if another program took its port
-                    self._recover(endpoint.url)
                 with suppress(queue.Empty):
                     number, answer = done.get(timeout=_CHECK_SECONDS)
                     if isinstance(answer, BaseException) and not isinstance(answer, Refused):
@@ -240,6 +238,11 @@ class Pool:
                 raise answer
             answers.append(answer)
         return answers
+
+    def restart_dead(self) -> None:
+        """Restart dead servers at once: requests to one hang if another program takes its port."""
+        for endpoint in self._endpoints:
+            self._recover(endpoint.url)
 
     def _enqueue(self, jobs: Sequence[Callable[[], None]]) -> None:
         with self._lock:

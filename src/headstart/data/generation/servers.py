@@ -102,7 +102,11 @@ class Servers:
             )
             return self._answer(endpoint, request)
 
-        with closing(self._pool.run(len(rows), answer, continuation.check)) as answers:
+        def check() -> None:
+            continuation.check()
+            self._pool.restart_dead()
+
+        with closing(self._pool.run(len(rows), answer, check)) as answers:
             replies = dict(answers)
         refused = {number: reply for number, reply in replies.items() if isinstance(reply, Refused)}
         with self._lock:
