@@ -288,12 +288,12 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
         tokens = section.batch_tokens * section.gradient_accumulation_steps * work.processes
         facts.append(("Training", f"about {plan.steps:.0f} steps of {tokens} tokens"))
         if data.states_source:
-            every = work.train_tokens + work.validation_tokens
-            anew = max(every, round(plan.steps * tokens))
+            kept = work.train_tokens + work.validation_tokens
+            anew = max(kept, round(plan.steps * tokens))
             facts.append(
                 (
                     "Stored or streamed",
-                    f"stored, servers read {every} tokens once and {format_bytes(every * work.state_bytes)} are on "
+                    f"stored, servers read {kept} tokens once and {format_bytes(kept * work.state_bytes)} are on "
                     f"disk; streamed, they read about {anew} while training, and nothing is on disk",
                 )
             )

@@ -163,22 +163,6 @@ def engine_at(url: str, spec: str, remedy: str) -> RunningEngine:
     return RunningEngine(engine, endpoint, served.model, remedy)
 
 
-class Recorded(RunningEngine):
-    """An engine without heads that answers each batch of requests once; known answers outlive it."""
-
-    def __init__(self, engine: RunningEngine) -> None:
-        self._engine = engine
-        self._known: dict[str, list[EngineAnswer]] = {}
-
-    def answers(self, requests: Sequence[CompletionRequest]) -> list[EngineAnswer]:
-        if (key := repr(requests)) not in self._known:
-            self._known[key] = self._engine.answers(requests)
-        return self._known[key]
-
-    def counters(self) -> Counter[str | int]:
-        return Counter()
-
-
 class Server(RunningEngine):
     """A context manager that runs an engine as a child process, with its output in `log`.
 
