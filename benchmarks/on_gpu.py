@@ -361,6 +361,7 @@ def quickstart(bench: Bench) -> None:
         return
     with TemporaryDirectory() as folder:
         settings = ["quickstart", f"minutes={QUICKSTART_MINUTES}", f"target.device={bench.device}", "--run-dir", folder]
+        settings.append("train.compile=false")  # compiling would take most of these minutes
         start = perf_counter()
         subprocess.run([sys.executable, "-m", "headstart", "run", *settings], check=True, timeout=LIMIT)
         bench.note("the run", took_seconds=perf_counter() - start)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
@@ -19,7 +17,6 @@ from headstart.pipeline.dry_run import _DryRun
 from headstart.pipeline.peak_memory import peak_bytes
 from headstart.pipeline.workload import Lengths, Speeds, Workload
 from headstart.replay.patch import FINAL
-from headstart.train import trainer
 from tests.train.conftest import MakeRecipe, Train
 from tests.train.test_golden import HEADS
 
@@ -39,15 +36,15 @@ def test_peak_counts_tensors_that_exist_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
 def test_a_training_takes_the_planned_memory(
-    name: str, recipe: MakeRecipe, run: Train, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, recipe: MakeRecipe, run: Train, tiny_target: Target, tmp_path: Path
 ) -> None:
-    """Within 15 % of torch's own count of the bytes that the training allocates."""
+    """Within 15 % of the most bytes of tensors that exist at once in a training."""
     random = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, tiny_target.vocab_size, (TOKENS,), generator=random).tolist() for _ in range(2 * ROWS)]
     supervised = [token >= TOKENS - ANSWER for token in range(TOKENS)]
     made = [Conversation(f"c{number}", text, supervised, []) for number, text in enumerate(texts)]
     build_store(tmp_path / "train", made, tiny_target, [1, 2, 3, FINAL], budget_bytes=10**8)
-    # torch's count is of this thread, so it reads the batches.
+    # Only tensors of this thread are counted, so it reads the batches.
     settings: dict[str, Any] = {"heads": HEADS[name], "batch_tokens": ROWS * TOKENS, "steps": 2, "prefetch": 0}
 
     given = recipe(**settings)
@@ -59,13 +56,6 @@ def test_a_training_takes_the_planned_memory(
     work = Workload(given, tiny_target, heads, layers, lengths, speeds)
     planned = work.memory()["train"] - work._teacher_bytes  # the target is here before
 
-    monkeypatch.setattr(trainer, "cache_tensor_memory", lambda _: nullcontext())  # torch counts in its own allocator
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run(tmp_path / "run", train_on=StateStore(tmp_path / "train"), **settings)
-    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
-    allocated = peak = 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            peak = max(peak, allocated)
+    train_store = StateStore(tmp_path / "train")
+    peak, _ = peak_bytes(torch.device("cpu"), lambda: run(tmp_path / "run", train_on=train_store, **settings))
     assert planned == pytest.approx(peak, rel=0.15)
