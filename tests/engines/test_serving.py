@@ -261,6 +261,16 @@ def test_first_error_of_a_llama_server_is_quoted(tmp_path: Path) -> None:
     assert server.log_excerpt() == "error: invalid argument: --no-such-option"
 
 
+def test_reason_of_a_validation_error_is_quoted(tmp_path: Path) -> None:
+    server = Server(ENGINES["vllm"], "TARGET", (), log := tmp_path / "vllm.log")
+    log.write_text(
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "  Value error, User-specified max_model_len (9) is greater than the derived max_model_len [type=value_error]\n"
+        "    For further information visit https://errors.pydantic.dev/2.14/v/value_error\n"
+    )
+    assert "User-specified max_model_len (9)" in server.log_excerpt() and "visit" not in server.log_excerpt()
+
+
 def test_killed_engine_may_lack_memory(tmp_path: Path) -> None:
     words = shlex.join([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     with (

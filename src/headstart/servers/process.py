@@ -289,8 +289,11 @@ class Server(RunningEngine):
         """Return the first error in its log, or else the last lines that are not routine."""
         text = self.log.read_bytes()[self._log_start :].decode("utf-8", "replace")
         lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
-        if causes := [line for line in lines if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)]:
-            return causes[0]
+        if causes := [
+            place for place, line in enumerate(lines) if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)
+        ]:
+            more = 1 if "validation error" in lines[causes[0]] else 0  # pydantic's reason is on the next line
+            return " ".join(lines[causes[0] : causes[0] + 1 + more])
         unusual = [line for line in lines if not _NOISE.match(line)]
         return " | ".join((unusual or lines or ["it printed nothing"])[-_LAST_LINES:])
 

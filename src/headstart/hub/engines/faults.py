@@ -42,6 +42,9 @@ _IN_WORDS = {
 def engine_limits(settings: Published, traits: EngineTraits, facts: TargetFacts | None, note: Note | None) -> Faults:
     """Report settings that an engine does not support; the target's depth comes from `facts` or our note."""
     engine, layer, aux_layers = traits.name, settings.layer, list(settings.aux_layers)
+    if aux_layers and facts is not None and facts.model_type in traits.without_hooks:
+        problem = f"{engine} passes no hidden states of {facts.model_type} targets to heads."
+        yield problem, "Decode with headstart, or train medusa heads for it."
     if layer is not None:
         if layer.hidden_act != "silu" and traits.only_silu:
             yield f"{engine} computes silu alone, not {layer.hidden_act}.", "Train with heads.hidden_act=silu."

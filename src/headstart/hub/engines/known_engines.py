@@ -36,6 +36,7 @@ class EngineTraits:
         shares_lm_head: whether EAGLE-3 heads without an LM head use the target's.
         has_fc_bias: whether `fc` has a bias in EAGLE-1 heads.
         has_verifier: whether it knows tensors of the target in folders of block drafters.
+        without_hooks: model types of targets that pass it no hidden states of inner layers.
         faults: checks of a folder for this engine alone, by layout.
         command: builds the serve command from the heads' folder, heads, target, and drafts by concurrent requests; None
             if it is not a server.
@@ -56,6 +57,7 @@ class EngineTraits:
     shares_lm_head: bool = True
     has_fc_bias: bool = False
     has_verifier: bool = False
+    without_hooks: frozenset[str] = frozenset()
     faults: Mapping[Layout, Callable[[Checkpoint, Published], Faults]] = field(default_factory=dict)
     command: Callable[[str, Published, TargetFacts, Mapping[int, int]], list[str]] | None = None
     remarks: Callable[[Published], list[str]] = lambda _: []
@@ -206,6 +208,15 @@ def _vllm_remarks(published: Published) -> list[str]:
     return [*remarks, _UNEQUAL_NORMS] if any(not other.equal(first) for other in others) else remarks
 
 
+# Of vLLM 0.32: targets whose class has no SupportsEagle3.
+_WITHOUT_HOOKS = frozenset(
+    {
+        *("bloom", "cohere", "cohere2", "dbrx", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "gemma", "gemma2"),
+        *("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gptj"),
+        *("granitemoe", "granitemoehybrid", "granitemoeshared", "lfm2", "lfm2_moe", "longcat_flash", "mixtral"),
+        *("nemotron", "olmoe", "opt", "qwen2_moe", "stablelm"),
+    }
+)
 _VLLM = EngineTraits(
     "vllm",
     {
@@ -217,6 +228,7 @@ _VLLM = EngineTraits(
     },
     needs_markov=True,
     reads_speculators=True,
+    without_hooks=_WITHOUT_HOOKS,
     faults={Layout.EAGLE3: _eagle3_in_vllm, Layout.MEDUSA: _medusa_in_vllm, **dict.fromkeys(BLOCKS, _block_in_vllm)},
     command=_vllm,
     remarks=_vllm_remarks,
