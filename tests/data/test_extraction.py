@@ -200,9 +200,9 @@ def test_bad_conversation_is_left_out(
         ([None, other_ids], "the states of other token ids than it was sent"),
         (
             [None, fewer_layers],
-            r"states of \[2, 64\] a token and not \[3, 64\].*the layers 1, 2, 3.*vllm serve",
+            r"states of \[2, 64\] per token, not \[3, 64\].*the layers 1, 2, 3.*vllm serve",
         ),
-        ([None, half], "states in bfloat16, and the run's are in float32"),
+        ([None, half], "states in bfloat16, but the run needs float32"),
         ([None, other_names], "files without hidden_states and token_ids"),
     ],
     ids=lambda value: None if isinstance(value, list) else value.split()[1],
