@@ -376,7 +376,7 @@ def test_a_whole_run_in_one_of_several_processes_is_refused(recipe: Path, monkey
     said = refused("run", recipe)
     assert "headstart run works in one process, and a launcher started 2." in said
     assert "--processes" in said
-    assert "Leave out --processes, or" in refused("train", recipe, "--processes", 2)
+    assert "Leave out --processes, or the launcher" in refused("train", recipe, "--processes", 2)
 
 
 def test_an_unknown_target_is_refused(recipe: Path, tmp_path: Path) -> None:

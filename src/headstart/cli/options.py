@@ -58,10 +58,7 @@ def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, pro
     loaded = fit_recipe(loaded, given_keys(recipe, overrides or []), folder, console)
     is_launched = bool({"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()) or count_processes() > 1
     if is_launched and processes:
-        raise UserError(
-            "--processes cannot be used under a launcher.",
-            "Leave out --processes, or start the command without the launcher.",
-        )
+        raise UserError("A launcher started this process.", "Leave out --processes, or the launcher.")
     count = 1 if is_launched else processes or training_processes(loaded)
     return Run(loaded, folder, console, processes=count)
 

@@ -70,8 +70,8 @@ class HeadConfig(HeadSettings):
 class HeadBatch:
     """A batch of conversations with the target's hidden states, padded on the right.
 
-    Tokens and states are on the heads' device. Masks and starts stay on the host: planning the origins of all steps then
-    needs no device synchronisation.
+    Tokens and states are on the heads' device. Masks and starts stay on the host, so planning the origins of all
+    steps needs no device synchronisation.
 
     Attributes:
         supervised_BT: the loss mask, true for tokens that the target generated.
