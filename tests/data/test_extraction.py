@@ -228,7 +228,7 @@ def test_wrong_last_layer_is_refused_without_the_target(
 def test_another_model_is_refused_without_the_target(tiny_target: Target, teacher: TeacherModel, serve: Serve) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
     source = connected(teacher, serve(target=other))
-    with pytest.raises(UserError, match=r"differ from its own by \d+%"):
+    with pytest.raises(UserError, match=r"differ from the server's own by \d+%"):
         source.states([item.tokens for item in some_conversations(tiny_target, 1)], AUX_LAYERS)
 
 

@@ -46,7 +46,7 @@ _EXPLAINS = 0.5
 _CONTINUED = 32
 """Batch size for the continuation of answers."""
 _FEW = 0.05
-"""Fraction of wrong tokens from which on the engine probably serves another target."""
+"""Fraction of wrong tokens above which the engine probably serves another target."""
 _SHOWN = 8
 """Maximum tokens of a prompt to quote in a message."""
 

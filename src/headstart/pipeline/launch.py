@@ -23,7 +23,7 @@ _HOST = "127.0.0.1"
 _PART_OF = "HEADSTART_PART_OF"
 """Environment variable of a rank: folder of the run that launched it; the launching command holds its lock."""
 _CHECKPOINT_SECONDS = 300.0
-"""Seconds from SIGTERM to SIGKILL, in which ranks write a checkpoint."""
+"""Seconds from SIGTERM to SIGKILL: time to write a checkpoint."""
 _REPORT_SECONDS = 15.0
 """Seconds for the other ranks to report and exit after one failed; longer than `train.processes` waits for them."""
 _POLL_SECONDS = 0.1

@@ -224,7 +224,7 @@ class ServedStates:
         off = float((ours_T - theirs_T).abs().mean() / spread)
         if off <= (_EXACT if final_TE.dtype == torch.float32 else _COARSE):
             return ""
-        return f"log-probabilities computed from its last layer differ by {off:.0%} from those that it returns"
+        return f"log-probabilities computed from its last layer differ from the server's own by {off:.0%}"
 
     def _wrong(self, endpoint: Endpoint, fault: str) -> UserError:
         layers = ", ".join(map(str, self._layers))
