@@ -262,7 +262,8 @@ def read_tokenizer(facts: TargetFacts) -> Outline | Target:
     """Return the target for its tokenizer; load the weights only if its files do not suffice."""
     if not facts.spec:
         raise UserError(
-            f"The tokenizer of {facts.name} is needed, but the heads do not say where the model is.", "Add --target."
+            f"The tokenizer of {facts.name} is needed, but the model is not where the heads recorded it.",
+            "Add --target.",
         )
     trusted = facts.trust_remote_code
     return unloaded(facts.spec, trust_remote_code=trusted) or load_target(
