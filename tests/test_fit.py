@@ -93,7 +93,7 @@ def test_a_run_keeps_what_its_first_command_chose(tmp_path: Path, monkeypatch: p
     assert (recipe.data.server, recipe.data.states_server, recipe.eval.engine) == (("vllm",), ("vllm",), "vllm")
     assert (recipe.data.states, recipe.train.batch_tokens, recipe.fit) == ("stored", 8192, False)
     assert said.startswith("Chosen for this machine (1 GPU of 24.0 GB): data.server=vllm, ")
-    assert "States are stored before heads train on the same GPUs." in said
+    assert "Hidden states are stored before training." in said
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text(recipe_text(recipe))
     assert fitted(str(tmp_path / "run" / "recipe.yaml"), tmp_path / "run") == (recipe, "")

@@ -200,9 +200,9 @@ def test_bad_conversation_is_left_out(
         ([None, other_ids], "the states of other token ids than it was sent"),
         (
             [None, fewer_layers],
-            r"states of \[2, 64\] a token and not \[3, 64\].*the layers 1, 2, 3.*vllm serve",
+            r"states of \[2, 64\] per token, not \[3, 64\].*the layers 1, 2, 3.*vllm serve",
         ),
-        ([None, half], "states in bfloat16, and the run's are in float32"),
+        ([None, half], "states in bfloat16, but the run needs float32"),
         ([None, other_names], "files without hidden_states and token_ids"),
     ],
     ids=lambda value: None if isinstance(value, list) else value.split()[1],
@@ -228,7 +228,7 @@ def test_wrong_last_layer_is_refused_without_the_target(
 def test_another_model_is_refused_without_the_target(tiny_target: Target, teacher: TeacherModel, serve: Serve) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer)
     source = connected(teacher, serve(target=other))
-    with pytest.raises(UserError, match=r"differ from its own by \d+%"):
+    with pytest.raises(UserError, match=r"differ from the server's own by \d+%"):
         source.states([item.tokens for item in some_conversations(tiny_target, 1)], AUX_LAYERS)
 
 

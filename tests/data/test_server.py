@@ -255,7 +255,7 @@ def test_unreachable_servers_are_an_error(tiny_target: Target, serve: Serve) -> 
     with pytest.raises(UserError) as told:
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert fake.url in told.value.problem and "503" in told.value.problem and "too much to do" in told.value.problem
-    assert "data.server" in told.value.remedy and "goes on from there" in told.value.remedy
+    assert "data.server" in told.value.remedy and "keeps the finished batches" in told.value.remedy
     assert len(fake.bodies) == client.TRIES
     with pytest.raises(UserError, match=rf"{NOWHERE} did not answer: ConnectError.*{2 * client.TRIES} tries"):
         asked(Servers([NOWHERE, NOWHERE], tiny_target, 16), ROWS)
@@ -588,7 +588,7 @@ class TestConversations:
         splits = built(tiny_target, section, tmp_path / "whole")
         fake.faults = [None] * 6 + [500] * 2  # the server dies in a later part, and comes back
         section = self.section(tmp_path, server=fake.url, server_requests=1)
-        with pytest.raises(UserError, match="goes on from there"):
+        with pytest.raises(UserError, match="keeps the finished batches"):
             built(tiny_target, section, tmp_path / "cut")
         parts = list((tmp_path / "cut" / "batches").glob("*.jsonl"))
         answered = sum(any(item.supervised) for part in parts for item in of_part(part))

@@ -169,7 +169,7 @@ def test_totals_of_replies_are_compared_without_a_page_of_counters(
     [
         ("layer ids - 1", "reads each layer before the trained one"),
         ("layer ids + 1", "reads each layer after the trained one"),
-        ("rotary base", "turns positions with the rotary base 10000"),
+        ("rotary base", "uses the rotary base 10000"),
         ("norm_output", "ignores norm_output"),
     ],
 )
@@ -188,7 +188,7 @@ def test_planted_condition_is_named(
 @pytest.mark.parametrize(
     ("case", "names", "not_names"),
     [
-        ("eagle", ["reads the state before the final norm", "turns positions with the rotary base 500000"], "norm_"),
+        ("eagle", ["reads the state before the final norm", "uses the rotary base 500000"], "norm_"),
         ("medusa", ["reads the state before the final norm", "reads the state of the token before"], "norm_"),
         (
             "eagle3-deep",
@@ -255,7 +255,7 @@ def test_other_tokens_are_found(target: Target, heads: Path, exported: Path, tmp
 
 def test_other_chat_template_is_found(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:
     (problem,) = plant(target, heads, exported, tmp_path, "template")["problems"]
-    assert f"renders {QUESTIONS} of {QUESTIONS} chat prompts otherwise" in problem and "system" in problem
+    assert f"renders {QUESTIONS} of {QUESTIONS} chat prompts differently" in problem and "system" in problem
     assert "--default-chat-template-kwargs" in problem
 
 
@@ -333,7 +333,7 @@ def test_llama_server_renders_and_tokenizes_in_two_requests() -> None:
 def test_bad_options_are_refused(heads: Path) -> None:
     nothing = "http://127.0.0.1:9"
     assert "does not answer" in refused("audit", heads, "--engine", nothing)
-    assert "start an engine, and this one runs" in refused(
+    assert "start an engine, but this one runs" in refused(
         "audit", heads, "--engine", nothing, "--engine-arguments", "--x"
     )
     assert "--samples is for headstart's own loop" in refused("audit", heads, "--engine", nothing, "--samples", 9)

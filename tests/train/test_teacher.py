@@ -84,7 +84,7 @@ def place(tmp_path: Path, tiny_target_folder: Path) -> Place:
     return Place(tmp_path, tiny_target_folder)
 
 
-NOT_LOADED = " is not loaded: its LM head"
+NOT_LOADED = " is not loaded: training only reads"
 
 
 def test_teacher_is_used_when_it_suffices(place: Place) -> None:

@@ -87,7 +87,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None,
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"headstart run works in one process, and a launcher started {os.environ['WORLD_SIZE']}.",
-            "Start it without a launcher: --processes says how many processes train.",
+            "Start it without a launcher, and set the number of training processes with --processes.",
         )
     began = perf_counter()
     work = open_run(recipe, overrides, run_dir, processes)
@@ -461,6 +461,6 @@ def main() -> None:
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")
     warnings.showwarning = show_warning
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # as Ctrl-C: temporary files are deleted
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # end as on Ctrl-C, so that temporary files are deleted
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     app(prog_name="headstart")

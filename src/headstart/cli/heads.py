@@ -118,7 +118,7 @@ def audit(
     transformers does, with every verifier.
 
     With --engine, check a serving engine with the heads instead: its greedy tokens must be the target's, and it must
-    accept as many drafts as a replay of the heads on its answers. A finding names the usual cause.
+    accept as many drafts as a replay of the heads on its answers. If it does not, the audit names the likely cause.
 
     Example: headstart audit runs/quickstart --out audit
 

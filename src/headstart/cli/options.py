@@ -44,7 +44,7 @@ Processes = Annotated[
 def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, processes: int | None = None) -> Run:
     """Return the run of a recipe, fitted to this machine, by default in runs/<its name>.
 
-    `processes` None is `training_processes`.
+    `processes` defaults to `training_processes`.
     """
     from headstart.pipeline.fit import fit_recipe
     from headstart.pipeline.launch import training_processes
@@ -58,7 +58,7 @@ def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, pro
     loaded = fit_recipe(loaded, given_keys(recipe, overrides or []), folder, console)
     is_launched = bool({"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()) or count_processes() > 1
     if is_launched and processes:
-        raise UserError("A launcher has started this process.", "Leave out --processes, or the launcher.")
+        raise UserError("A launcher started this process.", "Leave out --processes, or the launcher.")
     count = 1 if is_launched else processes or training_processes(loaded)
     return Run(loaded, folder, console, processes=count)
 

@@ -1,4 +1,4 @@
-"""Replays of heads on an engine's texts, as trained and under the conditions that engines and files get wrong.
+"""Replays of heads on an engine's texts, as trained and with the usual errors of engines and files.
 
 Shape suffixes: T tokens, M predictions of one step, E hidden size.
 """
@@ -21,15 +21,15 @@ from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 
 Counts = Counter[str | int]
-"""Rounds as "drafts", accepted drafts as "accepted_tokens" and by position from 0, as engines count them."""
+"""Counters as engines name them: "drafts" (rounds), "accepted_tokens", and accepted drafts by position from 0."""
 
 _USUAL_BASES = (10_000.0, 500_000.0, 1_000_000.0)
-"""Rotary bases of engines' defaults (the first) and of common targets."""
+"""Common rotary bases; the first is the default of engines."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """An answer of an engine, and the target's own continuation, which the last drafts may reach into."""
+    """An engine's answer, with the target's continuation, since the last drafts may reach past the answer."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -42,13 +42,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Condition:
-    """Heads as an engine may run them.
+    """One way an engine may run the heads.
 
     Attributes:
-        name: what differs from the training.
-        remedy: how to correct it.
-        layers: the layer whose state is read in place of another's.
-        shift: number of tokens by which the states come early.
+        name: the difference from training, after "An engine that".
+        remedy: its correction.
+        layers: for a trained layer, the layer that is read instead.
+        shift: positions by which states move; with 1 each token reads the state of the token before.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Condition:
 
 
 def conditions(heads: DraftHead, target: Target) -> list[Condition]:
-    """Return the usual errors that these heads allow: layers, norms, positions and alignment."""
+    """Return the usual errors that apply to these heads: in layers, norms, positions and alignment."""
     return [*_read_states(heads, target), *_edited(heads, target)]
 
 
@@ -72,7 +72,7 @@ def _read_states(heads: DraftHead, target: Target) -> Iterator[Condition]:
     layers, last = heads.aux_layers, target.num_layers
     ids = [layer for layer in layers if layer != FINAL]
     ours = f"The layer ids of transformers' hidden_states are {', '.join(map(str, ids))}"
-    remedy = f"{ours}; SGLang and block drafters count one less."
+    remedy = f"{ours}; SGLang and block drafters number them one lower."
     if ids:
         if min(ids) > 0:
             yield Condition("reads each layer before the trained one", remedy, heads, {id: id - 1 for id in ids})
@@ -94,12 +94,12 @@ def _read_states(heads: DraftHead, target: Target) -> Iterator[Condition]:
 
 
 def _edited(heads: DraftHead, target: Target) -> Iterator[Condition]:
-    """Yield heads as they are after a setting of their file was lost or changed."""
+    """Yield heads with one setting of their file lost or changed."""
     published = heads.publish()
     for name, remedy, changed in _edits(published, target):
         if heads.settings_of(changed) == heads.settings_of(published):
             continue  # this family has no such setting
-        with suppress(UserError):  # a combination that no family has
+        with suppress(UserError):  # no family supports the combination
             built = type(heads).from_published(changed, target).to(heads.draft_to_target_D.device)
             dtype = next(heads.parameters()).dtype
             yield Condition(name, remedy, built.to(dtype).eval().requires_grad_(False))
@@ -116,7 +116,7 @@ def _edits(published: Published, target: Target) -> Iterator[tuple[str, str, Pub
         theirs = (getattr(target.config, "rope_parameters", None) or {}).get("rope_theta")
         for base in sorted({*_USUAL_BASES, *([float(theirs)] if isinstance(theirs, int | float) else [])} - {own}):
             remedy = f"rope_theta must be {own:g}, in the spelling that the engine reads."
-            yield f"turns positions with the rotary base {base:g}", remedy, rotary({**rope, "rope_theta": base})
+            yield f"uses the rotary base {base:g}", remedy, rotary({**rope, "rope_theta": base})
         if kind != "default":
             remedy = f"The rope parameters must be {rope}."
             yield f"ignores the {kind} rotary scaling", remedy, rotary({"rope_type": "default", "rope_theta": own})
@@ -134,7 +134,7 @@ def _edits(published: Published, target: Target) -> Iterator[tuple[str, str, Pub
 
 @torch.inference_mode()
 def accepted_drafts(condition: Condition, read: Mapping[int, Tensor], text: Text) -> list[int]:
-    """Return the drafts accepted after each token of a text, up to the depth of the heads, from its hidden states."""
+    """Return the number of accepted drafts after each token of a text, given the target's hidden states of it."""
     tokens_1T = torch.tensor([text.tokens], device=read[FINAL].device)
     supervised_1T = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)[None] >= len(text.prompt)
     batch = HeadBatch(tokens_1T, supervised_1T, condition.states(read))
@@ -147,9 +147,9 @@ def accepted_drafts(condition: Condition, read: Mapping[int, Tensor], text: Text
 
 
 def count_rounds(accepted: Sequence[int], text: Text, drafts: int, longest: int | None) -> Counts:
-    """Count the rounds of an answer in chains of `drafts`, given `accepted_drafts`.
+    """Count rounds and accepted drafts of an answer in chains of `drafts`, given `accepted_drafts`.
 
-    `longest` is the limit of the answer, for engines that do not draft past it.
+    `longest` is the maximum answer length of engines that do not draft past it; None for others.
 
     >>> text = Text((5,), (6, 7, 8, 9))
     >>> count_rounds([2, 0, 1, 0], text, drafts=2, longest=None)

@@ -1,14 +1,15 @@
-"""The audit of a serving engine: are its greedy tokens the target's, and does it accept as many drafts as it should?
+"""Audit of a serving engine: checks that its greedy tokens are the target's and its acceptance is that of the heads.
 
-The engine answers first, so that it may be stopped before the target is loaded. The target then reads each answer once:
+The engine answers first and can stop before the target is loaded. The target then reads each answer once:
 
-- tokens: each is the target's best one after the same prefix, or within rounding of it (`headstart.eval.divergence`);
-- acceptance: the heads are replayed on the engine's own answers, with its number of drafts. Texts, heads and draft
-  length are the same, so the engine's counters may differ from the replay by rounding alone;
-- conditions: the heads are replayed with the errors that engines and files make (`headstart.eval.audit_conditions`).
-  If one of these replays agrees with the counters and the usual one does not, it names the cause. Some errors cost
-  little on short answers and show in the counters of single answers alone;
-- prompts: the engine renders chat messages to the token ids that the heads' target has for them.
+- tokens: each must be the target's top token after the same prefix, or within rounding of it (see
+  `headstart.eval.divergence`);
+- acceptance: the heads are replayed on the engine's answers with its number of drafts. The engine's counters may differ
+  from this replay only by rounding;
+- conditions: the heads are replayed with the usual errors of engines and files (see `headstart.eval.audit_conditions`).
+  A replay that matches the counters, while the replay as trained does not, names the cause. Some errors cost little on
+  short answers; they show only batch by batch;
+- prompts: the engine must render chat messages to the token ids of the target's chat template.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from headstart.servers.process import EngineAnswer, RunningEngine
 from headstart.support.terminal import progress_bar, tracked
 
 MATTERS = 0.02
-"""Smallest relative change in tokens per round that is a finding: rounding changes drafts too, by less than this."""
+"""Smallest relative change in tokens per round that is a finding; rounding alone changes less."""
 ROUNDING = 0.05
-"""Distance of a replay from the counters, per round, that rounding does not reach: vLLM and llama.cpp had 0.02."""
+"""Largest distance of a replay from the counters, per round, due to rounding; vLLM and llama.cpp had 0.02."""
 _EXPLAINS = 0.5
-"""A condition explains the counters if its replay is at most this share of the usual replay's distance from them."""
+"""A condition explains the counters if its distance is at most this fraction of the distance as trained."""
 _CONTINUED = 32
-"""Answers that the target continues at once."""
+"""Batch size for the continuation of answers."""
 _FEW = 0.05
-"""Share of an answer's tokens; with more wrong ones, the engine serves another target."""
+"""Fraction of wrong tokens above which the engine probably serves another target."""
 _SHOWN = 8
-"""Tokens of a prompt that a message quotes."""
+"""Maximum tokens of a prompt to quote in a message."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Concurrent requests: indices of their prompts, the answers, the engine's counters, and its drafts per round.
 
-    `fixed`: whether all rounds had this number, as far as the counters tell.
+    `fixed`: whether every round had this number, according to the counters.
     """
 
     prompts: Sequence[int]
@@ -66,14 +67,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Recording:
-    """The answers of an engine.
+    """Answers and counters of an engine.
 
     Attributes:
         engine: name and version.
         where: its command line or address.
         loads: batches by the number of concurrent requests.
-        rendered: token ids of each question as the engine renders it; None where it does not report them.
-        longest: limit of the answers, for engines that do not draft past it.
+        rendered: token ids of each question in the engine's chat template; None if it does not report them.
+        longest: maximum answer length of engines that do not draft past it; None for others.
     """
 
     engine: str
@@ -98,8 +99,8 @@ def record_engine(
 ) -> Recording:
     """Send the prompts at each number of concurrent requests, in at least `LEAST_UNITS` batches.
 
-    `questions` are the prompts' texts for the engine's own chat template; empty to leave that out. Raises UserError if
-    the engine does not answer, or answered others meanwhile.
+    `questions` are the prompts' texts for the engine's own chat template; empty to skip this check. Raises UserError if
+    the engine does not answer, or served other requests meanwhile.
     """
     rendered = [engine.chat_prompt([{"role": "user", "content": question}]) for question in questions]
     past_end = engine.engine.dialect.drafts_past_end
@@ -121,7 +122,7 @@ def record_engine(
 
 
 def _reported(counted: Counts, answers: Sequence[EngineAnswer]) -> Counts:
-    """Return the engine's counters, or those of its replies if it has no page of counters."""
+    """Return the engine's counters; without a metrics page, the counts in its replies."""
     if counted["draft_tokens"]:
         return counted
     drafted, accepted = sum(answer.drafted for answer in answers), sum(answer.accepted for answer in answers)
@@ -129,11 +130,11 @@ def _reported(counted: Counts, answers: Sequence[EngineAnswer]) -> Counts:
 
 
 def _batch(engine: RunningEngine, chosen: list[int], answers: Sequence[EngineAnswer], counted: Counts) -> Batch:
-    decoded = sum(max(0, len(answer.tokens) - 1) for answer in answers)  # the first token is of the prefill
+    decoded = sum(max(0, len(answer.tokens) - 1) for answer in answers)  # the prefill generates the first token
     accepted = counted["accepted_tokens"]
     by_position = Counts({key: counted[key] for key in counted if isinstance(key, int)})
     past_end = engine.engine.dialect.drafts_past_end
-    rounds = counted["drafts"] if past_end else decoded - accepted  # others do not count rounds without room for drafts
+    rounds = counted["drafts"] if past_end else decoded - accepted  # others skip rounds without room for drafts
     per_round = -(-counted["draft_tokens"] // max(1, counted["drafts"] or rounds))
     drafts = max([per_round, *(key + 1 for key in by_position if isinstance(key, int))])
     if rounds + accepted > decoded + drafts * len(answers) * past_end:
@@ -150,11 +151,11 @@ def _batch(engine: RunningEngine, chosen: list[int], answers: Sequence[EngineAns
 
 
 def judge_engine(recording: Recording, source: Source, console: Console | None = None) -> dict[str, Any]:
-    """Judge the answers with the engine's target and heads, loaded here.
+    """Compare a recording with the target and heads of `source`.
 
     Returns the `engine` part of audit.json: name, where, tokens and acceptance (a row for each number of requests),
-    conditions (replays with errors for one of the loads, the nearest to its counters first) and prompts. The `problem`
-    of a row is a finding.
+    conditions (replays with errors for one of the loads, the nearest to its counters first) and prompts. A row's
+    `problem` is a finding; None if it is clean.
     """
     judging = _Judging(recording, source.target, source.heads)
     judging.read(console)
@@ -176,7 +177,7 @@ def judge_engine(recording: Recording, source: Source, console: Console | None =
 
 
 class _Judging:
-    """The engine's texts, each read once."""
+    """Comparison of a recording with target and heads, which read each text once."""
 
     def __init__(self, recording: Recording, target: Target, heads: DraftHead) -> None:
         self._recording, self._target, self._heads = recording, target, heads
@@ -187,7 +188,7 @@ class _Judging:
         if largest >= target.vocab_size:
             problem = f"{recording.engine} wrote token {largest}, and {target.name} has {target.vocab_size} tokens."
             raise UserError(problem, "Serve the target of the heads.")
-        self._best: list[list[int]] = []  # the target's own token at each place of each text
+        self._best: list[list[int]] = []  # the target's top token at each position of each text
         self._accepted: dict[Text, list[int]] = {}
         self._continued: dict[Text, Text] = {}
 
@@ -197,7 +198,7 @@ class _Judging:
 
     @torch.inference_mode()
     def read(self, console: Console | None) -> None:
-        """Continue every text by the drafts of its last round, and read it."""
+        """Continue each text by one draft length, and read it with target and heads."""
         loop, options = DecodeLoop(self._target), DecodeOptions(self._heads.draft_steps, ignore_end=True)
         for first in range(0, len(self._texts), _CONTINUED):
             part = self._texts[first : first + _CONTINUED]
@@ -216,7 +217,7 @@ class _Judging:
         return self._target.hidden_states([self._continued[text].tokens], sorted({*layers, FINAL}))[0]
 
     def _expected(self, batch: Batch, drafts: int, accepted: Mapping[Text, Sequence[int]]) -> Counts:
-        """Count the rounds of a batch as its engine does, from the drafts accepted after each token."""
+        """Count the rounds of a batch as the engine does, given the accepted drafts after each token."""
         counts, longest = Counts(), self._recording.longest
         for text in self._texts_of(batch):
             counts.update(count_rounds(accepted[text], text, drafts, longest))
@@ -285,10 +286,12 @@ class _Judging:
                 row["problem"] = f"{self._name(load)} drafts nothing: see in its log whether it loads the heads."
             return row
         if drafts > steps:
-            row["problem"] = f"{self._name(load)} drafts {drafts} tokens, and the heads {steps}. Lower its number."
+            row["problem"] = (
+                f"{self._name(load)} drafts {drafts} tokens; these heads draft at most {steps}. Lower its number."
+            )
             return row
         if not all(batch.fixed for batch in batches):
-            return row  # a schedule by load: the number of each round is unknown
+            return row  # a schedule by load: the number of drafts in each round is unknown
         expected = [self._expected(batch, drafts, self._accepted) for batch in batches]
         change = _change(engine, expected)
         row |= {**_shown("expected_", expected, drafts), "change": change, "distance": _distance(engine, expected)}
@@ -304,10 +307,10 @@ class _Judging:
         return row
 
     def moved(self, row: Mapping[str, Any]) -> str:
-        """Describe counters that agree with the replay in total alone."""
+        """Describe counters that agree with the replay only in total."""
         return (
-            f"{self._name(row['requests'])}: {row['tokens_per_round']:.2f} tokens per round, as expected, but in other "
-            f"rounds: {row['distance']:.2f} differences per round."
+            f"{self._name(row['requests'])}: {row['tokens_per_round']:.2f} tokens per round, as expected, but in "
+            f"other rounds ({row['distance']:.2f} differences per round)."
         )
 
     @torch.inference_mode()
@@ -346,10 +349,10 @@ class _Judging:
             same = next((at for at, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), -1)
             at = min(len(theirs), len(ours)) if same < 0 else same
             row["problem"] = (
-                f"{self._recording.engine} renders {len(other)} of {len(known)} chat prompts otherwise: from token "
-                f"{at} on {self._words(theirs[at : at + _SHOWN])} where the heads' target has "
+                f"{self._recording.engine} renders {len(other)} of {len(known)} chat prompts differently: from token "
+                f"{at} on {self._words(theirs[at : at + _SHOWN])}, where the target's template has "
                 f"{self._words(ours[at : at + _SHOWN])}. Serve with the target's own chat template (--chat-template), "
-                "and with the variables of the training (--default-chat-template-kwargs for vLLM, "
+                "and with the template variables of training (--default-chat-template-kwargs for vLLM, "
                 "--chat-template-kwargs for llama-server)."
             )
         return row
@@ -365,7 +368,7 @@ def _change(engine: Sequence[Counts], expected: Sequence[Counts]) -> Interval:
 
 
 def _distance(engine: Sequence[Counts], expected: Sequence[Counts]) -> float:
-    """Return the summed differences of rounds and of accepted drafts, by position if the engine counts so, per round.
+    """Sum the differences in rounds and in accepted drafts (by position if the engine counts so), per round.
 
     >>> _distance([Counts({"drafts": 4, "accepted_tokens": 2, 0: 2})], [Counts({"drafts": 3, 0: 2, 1: 1})])
     0.5
@@ -379,7 +382,7 @@ def _distance(engine: Sequence[Counts], expected: Sequence[Counts]) -> float:
 
 
 def _shown(prefix: str, counts: Sequence[Counts], drafts: int) -> dict[str, Any]:
-    """Return tokens per round, and the share of rounds that accept each position; no positions if not counted."""
+    """Return rounds, tokens per round, and the fraction of rounds that accept each position, if counted."""
     rounds, accepted = (sum(each[key] for each in counts) for key in ("drafts", "accepted_tokens"))
     positions = range(drafts if any(isinstance(key, int) for each in counts for key in each) else 0)
     shares = [sum(each[position] for each in counts) / max(1, rounds) for position in positions]
@@ -408,6 +411,6 @@ def _explanation(tried: Sequence[Mapping[str, Any]]) -> str:
             f"{nearest['remedy']} Export the heads again (headstart export), and serve that folder."
         )
     return (
-        f"None of {len(tried)} usual errors explains it; the nearest is an engine that {nearest['condition']}, with "
-        f"{figures}. Compare with one request at a time, and with the folder of a new export."
+        f"None of {len(tried)} usual errors explains it. The nearest is an engine that {nearest['condition']}, with "
+        f"{figures}. Compare with one concurrent request, and with a fresh export (headstart export)."
     )

@@ -49,8 +49,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Differences between the outputs of the plain loop and of another method; at most one per prompt, unless every
-    token is judged after the same prefix."""
+    """Differences between the outputs of the plain loop and of another method: at most one per prompt (`judge`), or any
+    number (`judge_each`)."""
 
     prompts: int = 0
     tokens_compared: int = 0  # positions up to and including each first difference
@@ -101,7 +101,7 @@ class Judge:
         return self._explained(found, prompts, plain, differences)
 
     def judge_each(self, prompts: Texts, best: Texts, texts: Texts) -> Judgement:
-        """Compare every token of greedy texts with `best`, the target's own token after the same prefix."""
+        """Compare every token of greedy texts with `best`, the target's top token after the same prefix."""
         differences = []
         for number, (prompt, own, text) in enumerate(zip(prompts, best, texts, strict=True)):
             if places := [place for place, pair in enumerate(zip(own, text, strict=True)) if pair[0] != pair[1]]:
@@ -112,7 +112,7 @@ class Judge:
         return self._explained(Judgement(len(prompts), sum(map(len, texts))), prompts, texts, differences)
 
     def _explained(self, found: Judgement, prompts: Texts, texts: Texts, differences: list[Difference]) -> Judgement:
-        """Add differences to a judgement, with the margin that explains them, measured on these texts."""
+        """Add differences to a judgement, and the margin limit for rounding, measured on these texts."""
         if not differences:
             return found
         # A large margin suggests a large rounding error.

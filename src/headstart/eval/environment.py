@@ -46,6 +46,6 @@ def machine() -> dict[str, Any]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the processors that timings depend on."""
+    """Return CPU, core count and GPU, which timings depend on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"cpu": cpu_model(), "cores": core_count(), "gpu": gpu}

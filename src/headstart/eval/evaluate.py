@@ -140,7 +140,7 @@ def measure_methods(
 def ask_first(
     target: FrozenModel, questions: Sequence[Question], options: EvalOptions, plain: Method, console: Console
 ) -> None:
-    """Ask plain decoding all that `measure_methods` asks it."""
+    """Run `plain` on everything that `measure_methods` runs it on, to record its answers."""
     _measure(target, questions, options, {PLAIN: plain}, console)
     _batches(target, questions, options, {PLAIN: plain}, console)
 

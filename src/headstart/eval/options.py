@@ -76,7 +76,7 @@ class AuditedEngine(ServingOptions):
 
     engine: str = option(
         "",
-        f"Audit a serving engine ({ENGINES}, or the address of one that runs) instead of headstart's loop.",
+        f"Audit a serving engine ({ENGINES}, or the address of a running one) instead of headstart's loop.",
         metavar="NAME|URL",
     )
-    engine_requests: str = option("1,4,8", "Numbers of concurrent requests to the engine.", metavar="N,N...")
+    engine_requests: str = option("1,4,8", "Numbers of concurrent requests to test.", metavar="N,N...")

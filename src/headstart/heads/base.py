@@ -70,8 +70,8 @@ class HeadConfig(HeadSettings):
 class HeadBatch:
     """A batch of conversations with the target's hidden states, padded on the right.
 
-    Tokens and states are on the device of the heads. Masks and starts stay on the host, which plans the origins of all
-    steps from them without waiting for the device.
+    Tokens and states are on the heads' device. Masks and starts stay on the host, so planning the origins of all
+    steps needs no device synchronisation.
 
     Attributes:
         supervised_BT: the loss mask, true for tokens that the target generated.
@@ -88,7 +88,7 @@ class HeadBatch:
     starts_BT: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> HeadBatch:
-        """Change tokens and states, for example their device."""
+        """Apply a function to tokens and states, for example to move them to a device."""
         states = {layer: change(state_BTE) for layer, state_BTE in self.states.items()}
         return replace(self, tokens_BT=change(self.tokens_BT), states=states)
 
@@ -318,12 +318,12 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def uses_flex(self) -> bool:
-        """Whether this forward attends by flex attention, which has no gradients on a CPU."""
+        """Whether this forward uses flex attention, which has no backward on a CPU."""
         return self.compiled and self.training and self.draft_to_target_D.device.type != "cpu"
 
     def run_region(self, function: Callable[..., R], *inputs: Any, compiles: bool = True) -> R:
-        """Call a deterministic function, compiled with `compiled`, and recompute it in the backward pass with
-        `gradient_checkpointing`."""
+        """Call a deterministic function: compiled if `compiled` is set, and recomputed in the backward pass if
+        `gradient_checkpointing` is."""
         compiled = compiles and self.compiled and self.training
         run: Callable[..., R] = partial(call_compiled, function) if compiled else function
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
@@ -437,12 +437,12 @@ def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:
 
 
 def origins(batch: HeadBatch, step: int) -> Tensor:
-    """Return a batch's `supervised_origins` that train this step, on the device of the batch."""
+    """Return the `supervised_origins` of a batch that train this step, on the device of its tokens."""
     return upload(host_origins(batch, step), batch.tokens_BT.device)
 
 
 def host_origins(batch: HeadBatch, step: int) -> Tensor:
-    """`origins` on the host, ascending. Those of later steps are among those of earlier ones."""
+    """Return `origins` on the host, ascending. Each step's origins are a subset of the step before."""
     origin_M = supervised_origins(batch.supervised_BT, step)
     if batch.subsampled_steps_BT is None:
         return origin_M

@@ -1,10 +1,9 @@
 """Tuning of the number of drafts in a serving engine, stored with the heads.
 
 Engines draft chains of a length that is fixed at start, or per number of concurrent requests. Two servers, with heads
-and without, answer the same prompts alternately, so that changes in machine speed favour neither; where memory holds
-one server only, the one without heads answers first. The time of a round
-is nearly the same for all texts, acceptance is not: the latter comes from the heads' calibration, which covers more
-texts.
+and without, answer the same prompts alternately, so that changes in machine speed favour neither. If memory holds only
+one server, they run one after the other, without heads first. The time of a round is nearly the same for all texts, but
+acceptance is not: it comes from the heads' calibration, which covers more texts.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def tune_engine(
 ) -> tuple[str, list[Comparison]]:
     """Time plain decoding and chains of each length in a serving engine; returns its version and the measurements.
 
-    `drafting` returns the arguments that add heads for a number of drafts; `at_once` says that memory holds two
-    servers. A UserError without prompts, or where the engine does not start, answer or draft.
+    `drafting` returns the arguments that add heads for a number of drafts. `at_once`: whether memory holds two servers.
+    Raises UserError if there are no prompts, or the engine does not start, answer or draft.
     """
     if not workload.prompts:
         raise UserError("There are no prompts to ask the engine.", "Give conversations with questions.")
@@ -158,9 +157,9 @@ def tune_engine(
 
 
 def _batches(workload: EngineWorkload, requests: int) -> list[list[CompletionRequest]]:
-    """Return the batches of concurrent requests: one of short answers to warm up, then the measured ones.
+    """Return batches of concurrent requests: a warm-up of short answers, then the measured ones.
 
-    The last batch is filled up with prompts from the start.
+    The last batch is filled with the first prompts.
     """
     prompts = list(islice(cycle(workload.prompts), -(-len(workload.prompts) // requests) * requests))
     asked = [CompletionRequest(prompt, workload.max_new_tokens) for prompt in prompts]

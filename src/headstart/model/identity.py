@@ -129,7 +129,7 @@ def sketch(
     sample: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, Any]:
     """Sample a model for `differs`, as JSON: architecture, vocabulary hash, and samples of some unquantised weights.
-    With an adapter, also its hash and the samples without it. `sample` reads a weight's samples."""
+    With an adapter, also its hash and the samples without it. `sample` replaces reading samples from the weights."""
     if origin is not None and origin.quantization != "none":
         return {**origin.sketch, **({} if origin.adapter is None else {"adapter": origin.adapter.hash})}
     plain = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]

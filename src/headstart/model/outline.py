@@ -37,10 +37,10 @@ _SAFETENSORS_DTYPES = {"BF16", "F16", "F32"}
 
 
 class Checkpoint:
-    """A model's parameters in safetensors files, which are opened when a tensor of theirs is read.
+    """A model's parameters in safetensors files, opened on the first read.
 
-    Files may name parameters otherwise, and hold each expert's part of a parameter. Reading raises KeyError for a
-    parameter that the files do not hold in such a way, OSError or SafetensorError for a damaged or missing file.
+    Files may name parameters differently, and store a parameter of all experts in one tensor per expert. Reading raises
+    KeyError for other layouts, and OSError or SafetensorError for a missing or damaged file.
     """
 
     def __init__(self, model: Any, folder: str, revision: str | None) -> None:
@@ -49,7 +49,7 @@ class Checkpoint:
         self._parts = _parts_by_name(model, self._file_of)
 
     def read(self, name: str) -> Tensor:
-        """Read a parameter that is saved as one tensor."""
+        """Read a parameter that is stored in one tensor."""
         tensor: Tensor = self._saved(*self._parts[name])[:]
         return tensor
 
@@ -58,9 +58,9 @@ class Checkpoint:
         return row
 
     def numbers(self, name: str, shape: tuple[int, ...], indices: Iterable[int]) -> Tensor:
-        """Read numbers at flat indices of a parameter; KeyError for another shape or a quantised dtype."""
+        """Read a parameter's numbers at flat indices; KeyError for another shape or a quantised dtype."""
         parts, values = self._parts[name], list[Tensor]()
-        stacked = isinstance(parts[0], list)  # by expert, rows of its matrices one after the other
+        stacked = isinstance(parts[0], list)  # one list per expert; the rows of its matrices are concatenated
         count = len(parts[0]) if stacked else 1
         part_shape = (shape[1] // count, *shape[2:]) if stacked else shape
         if stacked and (len(parts), count * part_shape[0]) != shape[:2]:
@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 def _parts_by_name(model: Any, saved: Iterable[str]) -> dict[str, list[Any]]:
-    """Map parameters to their tensors in the files: one, or for each expert a list of matrices to concatenate."""
+    """Map parameters to tensors in the files: one, or a list of matrices to concatenate for each expert."""
     transforms = get_model_conversion_mapping(model)
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
@@ -108,9 +108,9 @@ class Outline(FrozenModel):
     """A model on the `meta` device, without a tokenizer if there is only a config.
 
     Attributes:
-        dtype: the dtype that it would run in.
-        known: the fingerprint of its weights; empty if they are not local.
-        files: its weights; None if they are not local.
+        dtype: dtype that it would be loaded in.
+        known: fingerprint of its weights; empty if they are not local.
+        files: its weights on disk; None if they are not local.
     """
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, dtype: torch.dtype) -> None:
@@ -123,7 +123,7 @@ class Outline(FrozenModel):
         return Identity(self.spec, self.name, self.known)
 
     def read(self, name: str) -> Tensor:
-        """Read a parameter from the files, in the dtype that it would be loaded in."""
+        """Read a parameter from the files, converted to `dtype`."""
         assert self.files is not None, "the weights are here"
         return self.files.read(name).to(self.dtype)
 
@@ -228,7 +228,7 @@ def unloaded(
         planned.known = fingerprint(planned.model, planned.architecture, sample)
     except (KeyError, OSError, SafetensorError):
         return None
-    with suppress(OSError):  # the config has the end tokens as well
+    with suppress(OSError):  # optional: the config has the end tokens, too
         planned.model.generation_config = GenerationConfig.from_pretrained(folder, **options)
     planned.files, planned.rounded = files, gguf_file(spec) is not None
     return planned

@@ -82,7 +82,7 @@ def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
 
 
 def save_teacher(states: Path, target: Target | Outline, layers: int = 1, revision: str | None = None) -> Path | None:
-    """Save the teacher of a target, loaded or not, with this many of its last layers; skip intact files.
+    """Save the teacher of a target (loaded, or read from its files) with this many last layers; skip intact files.
 
     Returns:
         The teacher's folder; None for a target that training must load: quantised, with an adapter, or of a class
@@ -111,8 +111,8 @@ def save_teacher(states: Path, target: Target | Outline, layers: int = 1, revisi
 def teach(target: Target | Outline, layers: int = 1, device: torch.device | None = None) -> TeacherModel | None:
     """Build a teacher in memory, with this many of its last layers, on the target's device by default.
 
-    The weights are read from the files of a target that is not loaded, and gathered from a sharded one: then call this
-    on all ranks. Returns None as `save_teacher`.
+    If the target is not loaded, its weights are read from its files. If it is sharded, they are gathered: call this on
+    all ranks. Returns None in the same cases as `save_teacher`.
     """
     if isinstance(target, Outline) and not _can_teach(target):
         return None
@@ -128,7 +128,7 @@ def teach(target: Target | Outline, layers: int = 1, device: torch.device | None
 
 
 def _read(target: Target | Outline, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters whole, from the files of a target that is not loaded."""
+    """Return complete parameters: unsharded, or read from the files if the target is not loaded."""
     if isinstance(target, Outline):
         return {name: target.read(name) for name in tensors}
     return {name: unsharded(tensor).detach() for name, tensor in tensors.items()}
@@ -140,7 +140,7 @@ def _can_teach(target: FrozenModel) -> bool:
     model = target.model
     if target.origin is not None or getattr(transformers, type(model).__name__, None) is not type(model):
         return False
-    if isinstance(target, Outline):  # loading keeps some weights in float32, and files may hold others under a name
+    if isinstance(target, Outline):  # some classes load weights in float32
         kept = (getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"))
         if target.files is None or any(kept):
             return False

@@ -86,13 +86,12 @@ def _target_settings(run: Run) -> dict[str, Any]:
 
 
 def check_formats(run: Run, target: FrozenModel) -> list[str]:
-    """Return remarks on the formats of `export.formats` and `eval.engine`; a UserError where one cannot hold the
-    heads."""
+    """Return remarks on the formats of `export.formats` and `eval.engine`; a UserError if one cannot hold the heads."""
     formats, engine = list[str](run.recipe.export.formats), ENGINES.get(run.recipe.eval.engine or "")
     if engine is not None:
         formats = [*dict.fromkeys((*formats, engine.format))]
         if engine.needs_gguf and gguf_file(run.recipe.target.spec) is None:
-            problem = f"eval.engine={engine.name} needs a GGUF file, and {run.recipe.target.spec} is none."
+            problem = f"eval.engine={engine.name} needs a GGUF file, but {run.recipe.target.spec} is not one."
             raise UserError(problem, "Set eval.engine=vllm or null.")
     if not formats:
         return []
@@ -213,7 +212,7 @@ def _conversations(run: Run) -> Outcome:
 
 
 def _writer(run: Run) -> Target:
-    """Return the target that writes conversations; not loaded if servers write, or none are written."""
+    """Return the target for writing conversations; not loaded if servers write or all answers are given."""
     data = run.recipe.data
     return run.described if data.server or not data.own_answers else run.target
 
@@ -237,7 +236,7 @@ def _limit_and_capture(run: Run) -> tuple[float, Capture | None]:
 def help_with_data(run: Run, done: set[str]) -> None:
     """Generate conversations and hidden states for the process that holds the run; add finished stages to `done`.
 
-    Helpers send no requests to servers, since only one process can limit their number and start engines.
+    Helpers send no requests to servers: one process starts engines and limits the number of requests.
     """
     data, path = run.recipe.data, referred(run.folder, "conversations")
     if path is None or (made := _conversations_artifact(run)).folder != path:
@@ -324,7 +323,8 @@ def both_stores(run: Run) -> dict[str, StateStore]:
         teacher = save_teacher(shards, target, layers, run.recipe.target.revision)
 
         @cache
-        def client() -> ServedStates:  # engines start when the first states are missing, and get the whole GPU
+        def client() -> ServedStates:  # lazy: engines start only if states are missing
+            # A teacher on the CPU leaves the whole GPU to the engines.
             unloaded = None if teacher is None or "target" in vars(run) else load_teacher(teacher, torch.device("cpu"))
             return stack.enter_context(served_states(run, unloaded or run.target, aux_layers(run)))
 

@@ -137,7 +137,7 @@ class _DryRun:
         return count
 
     def step_bytes(self, size: int) -> int:
-        """Extrapolate the peak bytes of forward and backward on a batch from `size` tokens and the warm-up."""
+        """Extrapolate the peak bytes of a full batch, forward and backward, from `size` tokens and the warm-up."""
         (fewer, least), (more, most) = self._warm_up, self._train_peak(size)
         return int(more + (more - fewer) / (most - least) * (self._recipe.train.batch_tokens - most))
 

@@ -1,4 +1,4 @@
-"""The audit of heads in a serving engine, which is started here or runs at an address."""
+"""Audit of heads in a serving engine, started here or running at an address."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from headstart.pipeline.in_engine import exported_heads, numbers, read_tokenizer
 from headstart.servers.process import RunningEngine, engine_at
 
 _MOST_DRAFTS = 64
-"""Room that a context must leave for the drafts after an answer."""
+"""Tokens that the context must leave for drafts after an answer."""
 _APPLY = {"max_new_tokens", "limit", "raw", "heads_name"}
-"""Options of an audit that apply to engines."""
+"""Audit options that apply to engines."""
 
 
 def audit_in_engine(
@@ -39,9 +39,9 @@ def audit_in_engine(
     load: Callable[[], Source],
     console: Console,
 ) -> dict[str, Any]:
-    """Audit heads in the engine that `serving` names, or that runs at its address.
+    """Audit heads in the engine or at the address of `serving`.
 
-    `load` loads target and heads once the engine has answered, and has stopped if it was started here. Returns the
+    `load` loads target and heads after the engine has answered (and stopped, if it was started here). Returns the
     content of audit.json: schema_version, clean, problems (a sentence each), prompts, engine (see `judge_engine`),
     settings, environment.
     """
@@ -51,7 +51,7 @@ def audit_in_engine(
         raise UserError(f"--{unused[0].replace('_', '-')} is for headstart's own loop.", "Leave it out with --engine.")
     requests = numbers(serving.engine_requests, "--engine-requests", 1024)
     if not requests:
-        raise UserError("--engine-requests names no number.", "For example: --engine-requests 1,4,8")
+        raise UserError("--engine-requests is empty.", "For example: --engine-requests 1,4,8")
     texts = list(questions or PROMPTS)[: options.limit]
     with _running(folder, serving, target, max(requests), console) as (engine, where, facts):
         prompts = _prompts(texts, options, facts)
@@ -88,7 +88,7 @@ def _running(
     """Yield the engine with heads, its command line or address, and facts of its target."""
     if serving.engine.startswith(("http://", "https://")):
         if serving != AuditedEngine(engine=serving.engine, engine_requests=serving.engine_requests):
-            problem = "--engine-command, --engine-target and --engine-arguments start an engine, and this one runs."
+            problem = "--engine-command, --engine-target and --engine-arguments start an engine, but this one runs."
             raise UserError(problem, "Leave them out with an address.")
         facts = facts_of_heads(heads_folder(folder), target)
         remedy = "Give the address of an engine that serves the target with these heads, such as http://localhost:8000."
@@ -115,7 +115,7 @@ def _prompts(texts: Sequence[str], options: AuditOptions, facts: TargetFacts) ->
     longest, room = max(map(len, prompts)), reads.max_length - options.max_new_tokens - _MOST_DRAFTS
     if longest > room:
         raise UserError(
-            f"A prompt has {longest} tokens, and the context of {reads.max_length} leaves {room} before the answer.",
+            f"A prompt has {longest} tokens, but the context of {reads.max_length} leaves {room} before the answer.",
             "Ask shorter questions, or lower --max-new-tokens.",
         )
     return prompts

@@ -1,6 +1,6 @@
-"""Settings that depend on the machine: engines where they are installed, sizes and states by the GPUs found.
+"""Settings chosen for the machine: `auto` engines, and sizes and storage of hidden states fitted to its GPUs.
 
-A run keeps what its first command chose: its recipe.yaml holds the choices.
+The first command of a run chooses; later ones take its choices from the run's recipe.yaml.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from headstart.support.terminal import tell
 _USED = 0.9
 """Usable fraction of a GPU's memory."""
 _WORKING = 2e9
-"""Memory beside the target's weights, of an engine or of this process: KV cache, activations, CUDA graphs."""
+"""Bytes that an engine or this process needs besides the target's weights: KV cache, activations, CUDA graphs."""
 _LEAST_TOKENS = 4096
-"""Smallest batch of training: smaller ones cost time and save little memory."""
+"""Smallest `train.batch_tokens` to choose: smaller batches cost time and save little memory."""
 _AUTO = ("data.server", "data.states_server", "eval.engine")
 _FITTED = (
     *("target.device", "data.states", "data.batch_size", "data.cache_gigabytes", "data.server_arguments"),
@@ -44,7 +44,7 @@ _FITTED = (
 
 
 def fit_recipe(recipe: Recipe, given: Collection[str], folder: Path, console: Console) -> Recipe:
-    """Replace `auto` engines and, for recipes with `fit`, settings that are not `given`; print what was chosen."""
+    """Resolve `auto` engines and, for recipes with `fit`, choose settings that are not `given`; print the choices."""
     autos = [key for key in _AUTO if _value(recipe, key) in ("auto", ("auto",))]
     if not autos and not recipe.fit:
         return recipe
@@ -59,34 +59,33 @@ def fit_recipe(recipe: Recipe, given: Collection[str], folder: Path, console: Co
         fitted = fit_to_gpus(recipe, target, gpus, given, free_disk(folder))
         recipe, chosen = _with(recipe, fitted), chosen | fitted
         if (takes := training_bytes(recipe, target)) > (room := _USED * min(gpus)):
-            tell(console, f"Training takes about {format_bytes(takes)} and has {format_bytes(room)}: it may not fit.")
+            sizes = f"needs about {format_bytes(takes)} of GPU memory, and {format_bytes(room)} are usable"
+            tell(console, f"Training {sizes}: it may run out of memory.")
     found = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
     words = ", ".join(f"{key}={'null' if value is None else value}" for key, value in chosen.items())
-    why = "are computed while heads train" if recipe.data.online else "are stored before heads train on the same GPUs"
+    why = "are computed during training" if recipe.data.online else "are stored before training"
     if any(chosen.values()):
-        tell(
-            console, f"Chosen for this machine ({found}): {words}. States {why}. Settings that you give replace these."
-        )
+        tell(console, f"Chosen for this machine ({found}): {words}. Hidden states {why}. Set key=value to override.")
     return recipe
 
 
 def _kept(recipe: Recipe, folder: Path) -> Recipe | None:
-    """Return the recipe that a run of the same target began with."""
+    """Load the recipe of an earlier command of this run; None if there is none, or it has another target."""
     file = folder / "recipe.yaml"
     try:
         kept = load_recipe(str(file)) if file.is_file() else None
-    except UserError:  # the run's first stage rewrites it
+    except UserError:  # unreadable: the run rewrites it
         return None
     return kept if kept is not None and kept.target.spec == recipe.target.spec else None
 
 
 def _with_engines(recipe: Recipe, autos: Collection[str]) -> tuple[Recipe, dict[str, Any]]:
-    """Replace `auto` engines: vllm if it is installed and serves the target, and reads the heads to measure them."""
+    """Resolve `auto` engines: vllm if it is installed and serves the target; for `eval.engine` also the heads."""
     chosen = dict[str, Any]()
     data, target = recipe.data, recipe.target
     command = split_words(data.server_command, "data.server_command") or ENGINES["vllm"].command.split()
     serves = not target.adapter and target.quantization == "none" and not target.spec.endswith(".gguf")
-    # A command that the user names, and that is missing, is an error of the engine's start.
+    # Starting the engine reports a missing command of the user.
     is_here = serves and (bool(data.server_command) or shutil.which(command[0]) is not None)
     if "data.server" in autos:
         chosen["data.server"] = "vllm" if is_here else None
@@ -104,7 +103,7 @@ def _with_engines(recipe: Recipe, autos: Collection[str]) -> tuple[Recipe, dict[
 
 
 def _can_serve(recipe: Recipe, engine: str) -> bool:
-    """Whether an engine serves heads like the recipe's."""
+    """Whether an engine can serve the recipe's heads."""
     section = recipe.target
     target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
     heads = heads_of(recipe, target)
@@ -116,7 +115,7 @@ def _can_serve(recipe: Recipe, engine: str) -> bool:
 
 
 def heads_of(recipe: Recipe, target: Outline) -> DraftHead:
-    """Build the recipe's heads without memory for their weights."""
+    """Build the recipe's heads on the meta device."""
     shapes = cast(Target, target)
     config = make_config(recipe.heads, shapes)
     with torch.device("meta"):
@@ -129,11 +128,11 @@ def heads_of(recipe: Recipe, target: Outline) -> DraftHead:
 def fit_to_gpus(
     recipe: Recipe, target: Outline, gpus: Sequence[int], given: Collection[str], disk: int
 ) -> dict[str, Any]:
-    """Choose settings for GPUs of these bytes from the memory estimates of `headstart plan`; `disk` bytes are free.
+    """Choose settings from the memory estimates of `headstart plan`, for GPUs of these bytes and `disk` free bytes.
 
-    An engine spans GPUs until the target's weights fit. It streams states if other GPUs are left for training. On the
-    same GPUs, engine and training take turns, and states are stored. Without an engine, training computes states if the
-    target fits beside it.
+    An engine spans as many GPUs as the target's weights need. If GPUs remain for training, the engine streams hidden
+    states; otherwise the two take turns and states are stored. Servers at addresses always stream. Without a server,
+    training computes states if target and training fit together on a GPU.
     """
     memory, data, chosen = _USED * min(gpus), recipe.data, dict[str, Any]()
 
@@ -182,7 +181,7 @@ def fit_to_gpus(
 
 
 def training_bytes(recipe: Recipe, target: Outline) -> int:
-    """Estimate the memory of a training process; states computed elsewhere leave the target out."""
+    """Estimate the memory of a training process, which holds the target only if it computes hidden states."""
     elsewhere = recipe.data.online and recipe.data.states_source is not None
     return _workload(_with(recipe, {"data.states": "stored"}) if elsewhere else recipe, target).memory()["train"]
 
@@ -197,7 +196,7 @@ def _workload(recipe: Recipe, target: Outline) -> Workload:
     layers = sorted({*heads.aux_layers, FINAL})
     tables = (heads.config.draft_width, target.vocab_size)
     matrices = [weight for weight in heads.parameters() if weight.dim() == 2 and not {*weight.shape} & {*tables}]
-    # Of each matrix, the backward needs input and output at every drafted position; of a recomputed layer its input.
+    # For the backward: input and output of each matrix at every drafted position; with checkpointing, layer inputs.
     position = sum(map(sum, (weight.shape for weight in matrices)))
     if section.gradient_checkpointing:
         position = 4 * target.hidden_size
@@ -214,7 +213,7 @@ def _value(recipe: Recipe, key: str) -> Any:
 
 
 def _with(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """Change settings by dotted key, and mark the recipe as fitted."""
+    """Return the recipe with settings changed by dotted key, marked as fitted."""
     values = recipe.model_dump(mode="json")
     for key, value in changes.items():
         section, _, name = key.partition(".")

@@ -21,8 +21,8 @@ LOGS = "logs"
 
 @contextmanager
 def generation_servers(run: Run) -> Iterator[Servers | None]:
-    """Yield the servers of the recipe, or None to generate in this process; engines start when a conversation is
-    missing, and end with the context."""
+    """Yield the recipe's servers, or None to generate in this process. Engines start if a conversation is missing, and
+    end with the context."""
     data, target = run.recipe.data, run.described
     if not data.server or not data.own_answers:
         yield None
@@ -46,10 +46,10 @@ def engines(
     more: Callable[[int], Sequence[str]] = lambda number: (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Server]:
-    """Return engines of the run's target, not started: one for each group of GPUs.
+    """Create (but do not start) engines of the run's target, one per group of GPUs.
 
-    `log` names their log files, by default as the engine. `more` returns further arguments of the engine with a number,
-    which overrule the recipe's.
+    `log` is the prefix of their log files, by default `name`. `more` returns further arguments for the engine with this
+    number, which override the recipe's.
     """
     engine, section, data = ENGINES[name], run.recipe.target, run.recipe.data
     spec = section.spec

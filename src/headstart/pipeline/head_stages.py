@@ -78,7 +78,7 @@ def _train(run: Run) -> Outcome:
 def _trained(run: Run) -> Outcome:
     """Describe the finished training of a run."""
     folder = referred(run.folder, "train")
-    assert folder is not None, "training adds its reference"
+    assert folder is not None, "training adds a reference to it"
     result = read_json(folder / RESULT)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=folder.name)
 
@@ -109,7 +109,7 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
 
 @contextmanager
 def _states_of(run: Run, target: FrozenModel, stores: Sequence[States]) -> Iterator[None]:
-    """Connect streamed states to their servers, on every rank."""
+    """Connect streamed states to their servers; call it on every rank."""
     with ExitStack() as stack:
         if streamed := [store for store in stores if isinstance(store, StreamedStates)]:
             client = stack.enter_context(served_states(run, target, aux_layers(run)))

@@ -47,9 +47,9 @@ from headstart.support.terminal import program
 
 _UTILIZATION = "--gpu-memory-utilization"
 _USED = 0.9
-"""Fraction of free GPU memory that two servers may take."""
+"""Fraction of free GPU memory that two servers may use together."""
 _WORKING = 3e9
-"""Memory of a server for anything but weights."""
+"""Bytes that a server needs besides weights."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
@@ -64,7 +64,7 @@ def served_with(engine: ServingEngine, exported: Exported, drafts: Mapping[int, 
 
 @dataclass(frozen=True)
 class _Servable:
-    """Heads exported for an engine; `start` takes drafting arguments and a log's name, and creates a server. `at_once`
+    """Heads exported for an engine. `start` creates a server from drafting arguments and the name of its log. `at_once`
     is whether two servers fit in memory."""
 
     engine: ServingEngine
@@ -125,8 +125,8 @@ def exported_heads(folder: Path, target: str | None, options: ServingOptions, re
 def fits_twice(engine: ServingEngine, arguments: str, weights: int | None, room: int) -> tuple[bool, str]:
     """Return whether two servers fit into `room` bytes of GPU memory, and the arguments to start them with.
 
-    vLLM takes the fraction of the memory in its arguments. Without one, each of two servers gets less than half.
-    Weights of unknown size (None) do not fit.
+    vLLM allocates a fraction of the memory, --gpu-memory-utilization. If it is not given, each of two servers gets less
+    than half. Weights of unknown size (None) count as too large.
 
     >>> vllm = ENGINES["vllm"]
     >>> fits_twice(vllm, "", 16 * 10**9, 80 * 10**9), fits_twice(vllm, "", 16 * 10**9, 24 * 10**9)
@@ -141,7 +141,7 @@ def fits_twice(engine: ServingEngine, arguments: str, weights: int | None, room:
 
 
 def _bytes(*paths: str | Path) -> int | None:
-    """Return the bytes of weights in files and folders; None if one is not here."""
+    """Return the bytes of weights in files and folders; None if a path does not exist."""
     places = [Path(path).expanduser() for path in paths]
     if not all(place.exists() for place in places):
         return None
@@ -208,9 +208,9 @@ def evaluate_in_engine(
 ) -> dict[str, Any]:
     """Measure heads in a serving engine on questions, against the engine without them, through its API.
 
-    Two servers answer in turns, one request at a time and as many as `sweep_batch` says; where memory holds one server
-    only, the one without heads answers first. The number of drafts is that
-    of `tune_in_engine`, or else of the format.
+    Two servers answer in turns, with one request and with each number of concurrent requests in `sweep_batch`. If
+    memory holds only one server, they run one after the other, without heads first. The number of drafts comes from
+    `tune_in_engine`, or else from the format.
 
     Returns the content of results.json, see `headstart.eval.evaluate`. A UserError for options of headstart's own loop.
     """
@@ -259,9 +259,12 @@ def evaluate_in_engine(
 
 
 def read_tokenizer(facts: TargetFacts) -> Outline | Target:
-    """Return a target with its tokenizer, without its weights if its files allow that."""
+    """Return the target for its tokenizer; load the weights only if its files do not suffice."""
     if not facts.spec:
-        raise UserError(f"{facts.name}, whose tokenizer is needed, is not where the heads have it.", "Add --target.")
+        raise UserError(
+            f"The tokenizer of {facts.name} is needed, but the model is not where the heads recorded it.",
+            "Add --target.",
+        )
     trusted = facts.trust_remote_code
     return unloaded(facts.spec, trust_remote_code=trusted) or load_target(
         facts.spec, device="cpu", trust_remote_code=trusted

@@ -1,4 +1,4 @@
-"""Training in several processes of this machine, started by the command itself."""
+"""Launcher of training ranks on this machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from headstart.train.interrupt import Interrupt
 
 _HOST = "127.0.0.1"
 _PART_OF = "HEADSTART_PART_OF"
-"""Environment variable of a rank: the folder of the run that started it and holds its lock."""
+"""Environment variable of a rank: folder of the run that launched it; the launching command holds its lock."""
 _CHECKPOINT_SECONDS = 300.0
-"""Time for a checkpoint, from SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL: time to write a checkpoint."""
 _REPORT_SECONDS = 15.0
-"""Time for other ranks to end by themselves after one has failed: longer than they wait for each other."""
+"""Seconds for the other ranks to report and exit after one failed; longer than `train.processes` waits for them."""
 _POLL_SECONDS = 0.1
 
 
@@ -37,25 +37,25 @@ def training_processes(recipe: Recipe) -> int:
 
 
 def is_part_of(run: Run) -> bool:
-    """Whether this process is a rank that the run's own command started."""
+    """Whether this process is a rank that `launch_training` started for the run."""
     return os.environ.get(_PART_OF) == str(run.folder.resolve())
 
 
 def must_launch(run: Run) -> bool:
-    """Whether training needs processes of its own: several, or one on other GPUs than the engine's."""
+    """Whether to train in launched ranks: for several processes, or to keep training off the engine's GPUs."""
     return not is_part_of(run) and (run.processes > 1 or _engine_share(run.recipe) > 0)
 
 
 def launch_training(run: Run) -> None:
-    """Train in `run.processes` ranks, `-m headstart.train` with the run's recipe each; they end with this process.
+    """Train in `run.processes` ranks of `python -m headstart.train`, which end with this process.
 
     Raises:
-        SystemExit: a rank failed and has reported why.
+        SystemExit: a rank failed and has printed its error.
         UserError: a rank was killed.
-        KeyboardInterrupt: a signal arrived, and the ranks have written a checkpoint.
+        KeyboardInterrupt: a signal arrived; the ranks have ended, with a checkpoint if there was time.
     """
     run.release()
-    # The ranks meet at this store: no port is chosen before it is taken.
+    # Ranks join through this store. Port 0: another program cannot take the port before the ranks use it.
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     words = [sys.executable, "-m", "headstart.train", str(run.folder / "recipe.yaml"), "--run-dir", str(run.folder)]
     ranks: list[Popen[bytes]] = []
@@ -81,7 +81,7 @@ def launch_training(run: Run) -> None:
 
 
 def _wait(ranks: Sequence[Popen[bytes]], interrupt: Interrupt) -> list[int]:
-    """Wait until all ranks have ended; ask them to end after a signal, and some time after a failure of one."""
+    """Wait until all ranks have ended; stop them after a signal, or `_REPORT_SECONDS` after one failed."""
     failed_at, asked = 0.0, False
     while None in (codes := [rank.poll() for rank in ranks]):
         failed_at = failed_at or (monotonic() if any(codes) else 0.0)
@@ -97,7 +97,7 @@ def _wait(ranks: Sequence[Popen[bytes]], interrupt: Interrupt) -> list[int]:
 
 
 def _environment(run: Run, rank: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank, in the form that torchrun gives it."""
+    """Return the environment of a rank, with torchrun's variables."""
     gpus, count = visible_gpus(), run.processes
     environment = without_launcher() | {
         _PART_OF: str(run.folder.resolve()),
@@ -115,7 +115,7 @@ def _environment(run: Run, rank: int, port: int) -> dict[str, str]:
 
 
 def _engine_share(recipe: Recipe) -> int:
-    """Return the number of GPUs left to the engine that computes hidden states while heads train."""
+    """Return the number of GPUs reserved for engines that stream hidden states to training."""
     data, count = recipe.data, len(visible_gpus())
     if not data.online or data.states_source != ("vllm",) or count < 2:
         return 0

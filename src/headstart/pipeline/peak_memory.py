@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, in bytes of tensors."""
+"""Peak tensor memory of a call, in bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ R = TypeVar("R")
 
 
 def peak_bytes(device: torch.device, work: Callable[[], R]) -> tuple[int, R]:
-    """Return the most bytes of tensors that exist at once during some work, beyond those before, and its result. On
-    CPUs, memory that an operation frees before it returns is not seen."""
+    """Call `work`; return the peak bytes of tensors that it adds, and its result.
+
+    On a CPU this misses scratch memory that an operation frees before it returns.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -29,7 +31,7 @@ def peak_bytes(device: torch.device, work: Callable[[], R]) -> tuple[int, R]:
 
 
 class _Allocated(TorchDispatchMode):
-    """Counts the bytes of tensors that operations inside create, until they are freed."""
+    """Dispatch mode that tracks the live bytes of tensors created under it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -293,8 +293,8 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
             facts.append(
                 (
                     "Stored or streamed",
-                    f"stored, servers read {kept} tokens once and {format_bytes(kept * work.state_bytes)} are on "
-                    f"disk; streamed, they read about {anew} while training, and nothing is on disk",
+                    f"stored: servers read {kept} tokens once, and {format_bytes(kept * work.state_bytes)} are on "
+                    f"disk; streamed: they read about {anew} tokens during training, and nothing is on disk",
                 )
             )
         if plan.network:

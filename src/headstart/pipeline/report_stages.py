@@ -178,7 +178,7 @@ def _eval_settings(run: Run) -> dict[str, Any]:
 
 
 def _measure(run: Run, heads: Path, questions: Sequence[Question], out: Path) -> None:
-    """Measure exported heads as the recipe says, in an engine or in this process, and write the report."""
+    """Measure exported heads in eval.engine, or in this process, and write the report."""
     section, data, facts = run.recipe.eval, run.recipe.data, _training_facts(run)
     name = "held out" if section.questions == "heldout" else Path(section.questions).name
     chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature"})

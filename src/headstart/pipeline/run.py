@@ -58,7 +58,7 @@ class NoTarget(UserError):
 @dataclass
 class Run:
     """One recipe in one folder. Stages in `again` are redone even if done; `device` overrides the recipe's on a rank
-    of a distributed training, which the stage `train` starts if there are several `processes`."""
+    of a distributed training. With several `processes`, the stage `train` launches ranks."""
 
     recipe: Recipe
     folder: Path
@@ -75,7 +75,7 @@ class Run:
 
     @cached_property
     def described(self) -> Target:
-        """The target's tokenizer, sizes and identity; read from its files, without weights, where servers run it."""
+        """The target's tokenizer, sizes and identity; read from its files, without weights, if servers run it."""
         from headstart.data.prompts.chat import with_template_kwargs
         from headstart.model.outline import unloaded
 
@@ -126,8 +126,8 @@ class Run:
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 
     def frozen(self) -> FrozenModel:
-        """Return the loaded target; else a teacher, kept with the states or read from the files of a target that
-        servers run; else load the target."""
+        """Return the target if it is loaded. Otherwise return the stored teacher, or build one from the target's files
+        if servers run the target. Load the target if neither is possible."""
         from headstart.heads.base import make_config
         from headstart.model.loading import pick_device
         from headstart.model.outline import Outline

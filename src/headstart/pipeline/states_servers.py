@@ -1,4 +1,4 @@
-"""Servers that compute a run's hidden states: running ones, or engines that the run starts and stops."""
+"""Servers that compute a run's hidden states: at given addresses, or engines that the run starts and stops."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from headstart.train.processes import raise_on_all_ranks
 
 _MEMORY = Path("/dev/shm")
 _FILES = "headstart-states-"
-"""Prefix of a folder of engines' files."""
+"""Prefix of the folders for the engines' files."""
 _FAULT = "fault.json"
-"""File of that folder with the problem and remedy of engines that cannot be started again."""
+"""File in that folder: the error, once an engine can no longer be restarted."""
 _NEW = 30.0
-"""Minimum age in seconds of an abandoned folder: a new one is unlocked for a moment."""
+"""Minimum age in seconds of a folder to delete: a new one is not locked yet."""
 _HEALTH_SECONDS = 5.0
 _WATCH_SECONDS, _RESTART_SECONDS = 0.5, 1800.0
-"""Time between looks at the engines, and the longest wait for one to be started again."""
+"""Seconds between checks of the engines, and the longest wait for a restart."""
 _CPU_CONNECTOR = Path(guard.__file__).parent / "templates" / "vllm_cpu_connector.py"
-"""Module that vLLM's CPU build imports, without headstart."""
+"""Module that vLLM's CPU build imports; it works without headstart."""
 
 
 @contextmanager
 def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> Iterator[ServedStates]:
-    """Yield a client of the servers of data.states_server, which may be engines that run as long as the context.
+    """Yield a client of the servers in data.states_server; start engines and stop them at the end.
 
-    Every rank of a training calls this. The first rank of each machine starts engines and restarts them when they die.
+    Collective in training. The first rank of each machine starts its engines and restarts them when they die.
 
     Raises:
         UserError: an engine does not start.
@@ -64,7 +64,7 @@ def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> It
     urls, recover = list(data.states_source), None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     command = extraction_command(run, model, aux_layers)
-    remedy = f"Start it so, and run the same command again, which goes on from here: {command}"
+    remedy = f"Run the same command again to resume, once such a server runs: {command}"
     with ExitStack() as stack:
         if "://" not in urls[0]:
             began: tuple[list[str], Path] | None = None
@@ -76,20 +76,20 @@ def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> It
             urls, folder = next(found for name, found in everywhere if name == here and found is not None)
             ranks = sum(name == here for name, _ in everywhere)
             recover = partial(_wait_for_restart, folder)
-            remedy = f"See {run.folder / LOGS}, and run the same command again: it goes on from here."
+            remedy = f"Its log is in {run.folder / LOGS}. Run the same command again to resume."
         requests = data.server_requests or REQUESTS * len(urls)
         yield ServedStates(urls, model, aux_layers, max(1, requests // ranks), remedy, recover)
 
 
 def extraction_command(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> str:
-    """Return the command of a vLLM server that writes the run's hidden states."""
+    """Return the command that starts a vLLM server for the run's hidden states."""
     files = extraction_arguments(model, aux_layers, (run.folder / "vllm-states").resolve())
     return shlex.join(["vllm", "serve", loadable_folder(run.recipe.target.spec), *files])
 
 
 @contextmanager
 def _engines(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> Iterator[tuple[list[str], Path]]:
-    """Run engines that write states to a private folder; yield their addresses and the folder."""
+    """Run engines that write hidden states to a private folder; yield their addresses and the folder."""
     with _private_folder(run, aux_layers, model) as folder, ExitStack() as stack:
         connector, environment = None, dict[str, str]()
         if not torch.cuda.is_available():  # vLLM's own connector copies through CUDA streams
@@ -111,7 +111,7 @@ def _engines(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> Iterato
 
 
 def _watch(fleet: Fleet, servers: Sequence[Server], folder: Path, stop: threading.Event) -> None:
-    """Start engines again when they die, until one dies too often."""
+    """Restart engines that die; if one cannot be restarted, record the error for all ranks and return."""
     while not stop.wait(_WATCH_SECONDS):
         for number, server in enumerate(servers):
             if server.has_died:
@@ -126,7 +126,7 @@ def _watch(fleet: Fleet, servers: Sequence[Server], folder: Path, stop: threadin
 
 
 def _wait_for_restart(folder: Path, url: str) -> bool:
-    """Wait until an engine answers; returns whether it did not before."""
+    """Wait until an engine is healthy; return whether it was not at first, or False after a timeout."""
     with closing(Endpoint(url)) as endpoint:
         until, has_died = time.monotonic() + _RESTART_SECONDS, False
         while time.monotonic() < until:
@@ -141,7 +141,7 @@ def _wait_for_restart(folder: Path, url: str) -> bool:
 
 
 def _share_of_memory(run: Run) -> list[str]:
-    """Return arguments that leave training a part of the GPU that it shares with an engine."""
+    """Return arguments that limit an engine to half of a GPU that it shares with training."""
     shared = run.recipe.data.online and torch.cuda.is_available() and not os.environ.get(ENGINE_GPUS)
     option = "--gpu-memory-utilization"
     is_given = any(name == option for name, _ in option_values(run.recipe.data.server_arguments))
@@ -150,7 +150,7 @@ def _share_of_memory(run: Run) -> list[str]:
 
 @contextmanager
 def _private_folder(run: Run, aux_layers: Sequence[int], model: FrozenModel) -> Iterator[Path]:
-    """Yield a locked folder for the engines' files: in memory where they fit, else in the run's folder."""
+    """Yield a locked folder for the engines' files: in /dev/shm if it has twice the room, else in the run's folder."""
     data = run.recipe.data
     longest = min(model.max_length, data.max_prompt_tokens + data.max_new_tokens)
     count = data.server_requests or REQUESTS * len(gpu_groups(data.server_arguments))
@@ -167,7 +167,7 @@ def _private_folder(run: Run, aux_layers: Sequence[int], model: FrozenModel) -> 
 
 
 def _sweep(place: Path) -> None:
-    """Delete the folders that killed processes left."""
+    """Delete the folders of killed processes."""
     for folder in place.glob(f"{_FILES}*"):
         try:
             if folder.stat().st_uid == os.getuid() and folder.stat().st_mtime < time.time() - _NEW:

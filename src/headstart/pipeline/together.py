@@ -44,8 +44,8 @@ def execute_together(run: Run, stages: Sequence[Stage]) -> None:
 def train_together(run: Run) -> None:
     """Bring a run up to date through training; called on every rank.
 
-    A single process writes missing data first; several only train. A UserError on one rank is raised on all. Ranks that
-    the run's own command started leave its lock, its data and its records to that command.
+    A single process writes missing data first; several only train. A UserError on one rank is raised on all. Ranks from
+    `launch_training` leave lock, data and records of the run to the launching command.
     """
     *data, training = stages_until("train")
     check_inputs(run.recipe, [training])

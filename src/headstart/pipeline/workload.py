@@ -119,8 +119,9 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, context: int) 
 @dataclass(frozen=True)
 class Speeds:
     """Seconds of a decoding `step`, a `token` to read, a token `written` in batches by all workers or servers, and a
-    training step on a `batch`, with `batch_bytes` of gradients, activations and logits at its peak; 0 and no text
-    `measured` if unknown.
+    training step on a `batch`; 0 if unknown.
+
+    `batch_bytes` is the step's peak of gradients, activations and logits. `measured` lists the measurements.
     """
 
     step: float = 0.0
@@ -304,14 +305,14 @@ class Workload:
         training += self.checkpoint_bytes + states
         if drafts < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
             training += drafts * target.hidden_size * item
-        # Unmeasured: gradients, and the teacher's logits; sampled softmax keeps float32.
+        # If not measured: gradients and the teacher's logits, which sampled softmax keeps in float32.
         logits = section.batch_tokens * (4 * candidates if 0 < candidates < drafts else item * drafts)
         step = self.speeds.batch_bytes or 4 * self.trained_weights + logits
         if self._on_cpu and section.position_weight == "subsampled":
             step *= _SHAPES
         if section.lora_rank:  # merged weights and their gradients
             step += 8 * self.weights
-        training += max(step, 4 * self.weights if self._on_cpu else 0)  # bytes being written, after a step
+        training += max(step, 4 * self.weights if self._on_cpu else 0)  # on a CPU: a checkpoint being written
 
         # The report decodes with our KV cache and transformers'. Divergences are checked in float32, one module at a
         # time; the largest is the LM head.

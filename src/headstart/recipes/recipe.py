@@ -29,10 +29,9 @@ class Recipe(Section):
     )
     fit: bool = Field(
         False,
-        description="Fit the run to the machine's GPUs, if there are any: choose target.device, data.states, "
-        "data.batch_size, data.cache_gigabytes, data.server_arguments, train.batch_tokens, "
-        "train.gradient_accumulation_steps and train.gradient_checkpointing, except those that a recipe of yours or "
-        "the command sets.",
+        description="Fit the run to the machine's GPUs, if any: choose target.device, data.states, data.batch_size, "
+        "data.cache_gigabytes, data.server_arguments, train.batch_tokens, train.gradient_accumulation_steps and "
+        "train.gradient_checkpointing. Settings in the command or in your own recipe files stay.",
     )
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()

@@ -145,26 +145,26 @@ class DataSection(Section):
         None,
         description=f"Server that writes the conversations: an engine that the run starts and stops ({ENGINES}), or "
         "the address of a vLLM server or llama-server with this target, or several with commas between them; null "
-        "writes them in this process, and auto is vllm where its command is found, else null.",
+        "writes them in this process; auto means vllm if its command is found, else null.",
     )
     states_server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
         None,
-        description="Server that computes the hidden states, to be kept (data.states=stored) or streamed to training "
-        "(online): vllm, which the run starts and stops; addresses of vLLM servers that extract them; auto, which is "
-        "vllm where data.server is; null computes them in this process.",
+        description="Server that computes the hidden states, stored (data.states=stored) or streamed to training "
+        "(online): vllm, which the run starts and stops; or addresses of vLLM servers that extract them; null computes "
+        "them in this process; auto means vllm if data.server is vllm, else null.",
     )
     server_command: Annotated[str, Role.RUNTIME] = Field(
         "",
-        description="Command that starts the engines, such as a path in another environment; empty for the usual one.",
+        description="Command that starts the engines, such as a path in another environment; empty for the default.",
     )
     server_arguments: Annotated[str, Role.RUNTIME] = Field(
-        "", description="More arguments for the engines, such as '--max-model-len 4096 --tensor-parallel-size 2'."
+        "", description="Further arguments for the engines, such as '--max-model-len 4096 --tensor-parallel-size 2'."
     )
     server_requests: Annotated[int | None, Role.RUNTIME] = Field(
         None,
         ge=1,
-        description="Concurrent requests over all servers; null means 512 for each address that writes, twice the "
-        "slots of a llama-server, and 64 for each address that computes states.",
+        description="Concurrent requests over all servers. null means 512 per vLLM address that writes, twice the "
+        "slots of a llama-server, and 64 per address that computes states.",
     )
 
     @field_validator("server", "states_server", mode="before")
@@ -193,7 +193,7 @@ class DataSection(Section):
 
     @property
     def states_source(self) -> tuple[str, ...] | None:
-        """Addresses of the servers that compute hidden states, ("vllm",) for engines that a run starts; else None."""
+        """Addresses of servers that compute hidden states; ("vllm",) if the run starts them; None without servers."""
         if self.states_server == ("auto",):
             return ("vllm",) if self.engine == "vllm" else None
         return self.states_server
@@ -225,12 +225,12 @@ class DataSection(Section):
 
     @property
     def online(self) -> bool:
-        """Whether training reads hidden states that are not stored."""
+        """Whether hidden states are computed during training, not stored."""
         return self.states == "online"
 
     @property
     def forwards_in_training(self) -> bool:
-        """Whether the training processes compute hidden states, with the target loaded."""
+        """Whether training processes load the target and compute hidden states themselves."""
         return self.online and not self.states_source
 
     @property
@@ -310,7 +310,7 @@ class TrainSection(Section):
     compile: Annotated[bool | Literal["auto"], Role.RUNTIME] = Field(
         "auto",
         description="Compile layers, attention and loss with torch.compile, which takes a minute or two at the start; "
-        "auto does so on a GPU. If it fails, training logs why and runs uncompiled.",
+        "auto compiles on a GPU. If compilation fails, training logs the reason and runs uncompiled.",
     )
     shard_target: Annotated[bool, Role.RUNTIME] = Field(
         False,
@@ -403,17 +403,17 @@ class EvalSection(Section):
     temperature: float = Field(0.0, ge=0, description="0 is greedy; above 0 the target's distribution is sampled.")
     compare: tuple[str, ...] = Field(
         ("heads+ngram",),
-        description="Other drafters in the same report, without an engine; see `headstart eval --compare`.",
+        description="Other drafters in the report, see `headstart eval --compare`; ignored with eval.engine.",
     )
     engine: Literal["vllm", "llama.cpp", "auto"] | None = Field(
         None,
-        description=f"Measure in a serving engine that the run starts ({ENGINES}), with and without heads; auto is the "
-        "engine that data.server starts, if it can serve the heads, and null measures headstart's own decoding.",
+        description=f"Serving engine ({ENGINES}) that the run starts to measure with and without heads. auto means the "
+        "engine of data.server, if it can serve the heads; null measures headstart's own decoding.",
     )
     engine_command: Annotated[str, Role.RUNTIME] = Field(
-        "", description="Command that starts it; empty for data.server_command."
+        "", description="Command that starts eval.engine; empty for data.server_command."
     )
-    engine_arguments: str = Field("", description="More arguments for it; empty for data.server_arguments.")
+    engine_arguments: str = Field("", description="Further arguments for eval.engine; empty for data.server_arguments.")
 
     @model_validator(mode="after")
     def _options_of_an_engine(self) -> Self:

@@ -89,7 +89,7 @@ def read_values(
 
 
 def given_keys(name: str, overrides: Iterable[str] = ()) -> set[str]:
-    """Return the dotted keys that overrides and the user's own recipe files set, but not the packaged ones."""
+    """Return the dotted keys that overrides and the user's own recipe files set; packaged recipes do not count."""
     given = {".".join(path) for _, path, _ in map(_parse_override, overrides)}
     for path, level in _levels(name, Path(), []):
         if not path.is_relative_to(_PACKAGED):
@@ -102,7 +102,7 @@ def are_minutes(value: Any) -> TypeGuard[float]:
 
 
 def _levels(name: str, folder: Path, seen: list[str]) -> list[tuple[Path, dict[str, Any]]]:
-    """Read the recipes that a recipe extends, and then itself, each with its file: a path in `extends` starts there."""
+    """Read the recipes that a recipe extends and then itself, each with its file; `extends` is relative to the file."""
     known = packaged_recipes()
     path = known.get(name) or folder / Path(name).expanduser()
     if not path.is_file():

@@ -240,7 +240,7 @@ class Pool:
         return answers
 
     def restart_dead(self) -> None:
-        """Restart dead servers at once: requests to one hang if another program takes its port."""
+        """Restart dead servers now: requests to a dead server hang if another program takes its port."""
         for endpoint in self._endpoints:
             self._recover(endpoint.url)
 

@@ -56,8 +56,8 @@ class Dialect(ABC):
     """API of a kind of server.
 
     Attributes:
-        streams: whether its events have the ids of all tokens.
-        drafts_past_end: whether the last drafts of an answer may go past its longest length, and count as accepted.
+        streams: whether its streamed events have the ids of all tokens.
+        drafts_past_end: whether drafts past the maximum answer length count as accepted.
     """
 
     streams = True

@@ -18,7 +18,7 @@ class ServingEngine:
         command: start command, followed by `target_option`, the target and further options.
         measuring: options for benchmarks: counters on, prefix caching off.
         generating: options for many concurrent requests.
-        identity: option that names the model in its replies.
+        identity: option that sets the model's name in the API.
         version_path: path and JSON key of the running engine's version.
         needs_gguf: whether it loads only GGUF targets.
         drafts_by_load: whether the draft length depends on the number of concurrent requests.

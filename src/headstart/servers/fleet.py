@@ -85,9 +85,9 @@ class Fleet:
 
 
 def gpu_groups(arguments: str) -> list[str]:
-    """Split `engine_gpus` into a group for each engine, of the size that its arguments ask for.
+    """Split `engine_gpus` into groups of the `parallel_size` of an engine's arguments.
 
-    Returns the groups as values of CUDA_VISIBLE_DEVICES; [""] (an engine sees all visible GPUs) if fewer than two fit.
+    Returns values of CUDA_VISIBLE_DEVICES. If fewer than two groups fit, returns one; "" means all visible GPUs.
     """
     gpus, size = engine_gpus(), parallel_size(arguments)
     groups = [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
@@ -113,6 +113,6 @@ def visible_gpus() -> list[str]:
 
 
 def engine_gpus() -> list[str]:
-    """Return the GPUs that engines may use: those of HEADSTART_ENGINE_GPUS, by default the visible ones."""
+    """Return the GPUs for engines: HEADSTART_ENGINE_GPUS, by default all visible GPUs."""
     named = os.environ.get(ENGINE_GPUS, "")
     return named.split(",") if named else visible_gpus()

@@ -1,10 +1,10 @@
-"""Run a command, and end its process group when standard input closes: also if the caller is killed.
+"""Run a command, and end its process group when standard input closes, even if the caller is killed.
 
     python guard.py SECONDS COMMAND ARGUMENTS...
 
-A byte on standard input, SIGTERM, SIGINT and SIGHUP end it too: by SIGTERM, after these seconds or at a further signal
-by SIGKILL. Exits with the command's code when its process group is gone, or after `KILL_SECONDS`. Needs nothing but
-Python.
+A byte on standard input, SIGTERM, SIGINT and SIGHUP also end it. The group gets SIGTERM, then SIGKILL after SECONDS or
+on another signal. Exits with the command's code once the group is gone, or after `KILL_SECONDS`. Needs only the
+standard library.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def start(words: Sequence[str], seconds: float, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a guarded command that ends with this process; `options` are of `subprocess.Popen`."""
+    """Start a guarded command that ends with this process; `options` go to `subprocess.Popen`."""
     guarded = [sys.executable, __file__, str(seconds), *words]
     return subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True, **options)
 
 
 def ask(process: subprocess.Popen[bytes]) -> None:
-    """Let a guarded command end, without waiting for it."""
+    """Ask a guarded command to end, without waiting for it."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.write(b"\n")
@@ -40,9 +40,9 @@ def ask(process: subprocess.Popen[bytes]) -> None:
 
 
 def stop(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a guarded command, within these seconds by SIGKILL."""
+    """End a guarded command, with SIGKILL after these seconds."""
     try:
-        process.communicate(b"\n", seconds)  # a byte, since a forked child may keep the pipe open
+        process.communicate(b"\n", seconds)  # closing is not enough: a forked child may keep the pipe open
     except subprocess.TimeoutExpired:
         with suppress(OSError):
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
         with suppress(ChildProcessError):
             os.waitpid(-command.pid, os.WNOHANG)
         sleep(_POLL_SECONDS)
-    return code if code >= 0 else 128 - code  # 128 and the signal that killed it, as shells report
+    return code if code >= 0 else 128 - code  # 128 + signal number, as in shells
 
 
 def _send(group: int, number: signal.Signals) -> bool:

@@ -13,7 +13,7 @@ FormatName = Literal["vllm", "sglang", "speculators", "gguf"]  # headstart.hub.e
 FORMATS = ", ".join(get_args(FormatName))
 KNOWN_ENGINES = "vllm, sglang, speculators, llama.cpp"  # headstart.hub.engines.known_engines.KNOWN_ENGINES
 ENGINES = "vllm, llama.cpp"  # headstart.servers.engines.ENGINES
-STATES_ENGINES = "vllm"  # those that extract hidden states
+STATES_ENGINES = "vllm"  # engines that extract hidden states
 
 
 def split_words(typed: str, name: str) -> list[str]:

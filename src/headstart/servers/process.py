@@ -35,7 +35,7 @@ _LAST_LINES = 6
 _KILLED = 137
 """Exit code after SIGKILL, which the kernel sends when memory runs out."""
 _NOISE = re.compile(r"^\s*(\(.*?\)\s*)?((INFO|WARNING|srv|slot|que)\b|[\d.]+ [IWD] )")
-_CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): |^[\d.]+ E ")  # vLLM's, and llama-server's after a time stamp
+_CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): |^[\d.]+ E ")  # of vLLM, and of llama-server (after a timestamp)
 _NOT_THE_CAUSE = re.compile(r"initialization failed|\b(WARNING|INFO)\b")
 _COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+)_total(?:\{(.*)\})?\s+([\d.eE+-]+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -46,9 +46,9 @@ _OF_LAUNCHERS = re.compile(r"TORCHELASTIC_\w+|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """Generated token ids, the arrival of each in milliseconds since the request, and the seconds of the whole.
+    """Generated token ids, their arrival times in milliseconds after the request, and the total seconds.
 
-    `drafted` and `accepted` count draft tokens, if the reply itself reports them.
+    `drafted` and `accepted` are the reply's counts of draft tokens; 0 if it has none.
     """
 
     tokens: tuple[int, ...]
@@ -137,7 +137,7 @@ class RunningEngine:
 
 
 class Recorded(RunningEngine):
-    """An engine without heads that answers each batch of requests once; known answers outlive it."""
+    """Cache of an engine's answers: each batch of requests is sent once, and known batches need no running engine."""
 
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
@@ -153,7 +153,7 @@ class Recorded(RunningEngine):
 
 
 def engine_at(url: str, spec: str, remedy: str) -> RunningEngine:
-    """Connect to an engine that the user started and that serves this Hub id or path; its first model by default."""
+    """Connect to a running engine and its model `spec` (Hub id or path); an empty `spec` selects the first model."""
     endpoint = Endpoint(url)
     try:
         served = served_by(endpoint, spec)
@@ -171,7 +171,7 @@ class Server(RunningEngine):
     options for this number of concurrent `requests`; with `many`, its `generating` options instead.
 
     Attributes:
-        model: name of the target in requests, which no other program at the port has.
+        model: random name of the target in requests, which no other server on the port has.
 
     Raises:
         UserError: the command is missing, exited, or did not answer in time; quotes its log.
@@ -280,7 +280,7 @@ class Server(RunningEngine):
             with suppress(RetryableError):
                 ready = self._endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success
                 if ready and self.model in self._endpoint.send("/v1/models", seconds=_HEALTH_SECONDS).text:
-                    return  # another program at the port would name other models
+                    return  # a different server on this port would list other models
             sleep(_POLL_SECONDS)
         problem = f"did not answer within {self._seconds:.0f} seconds: {self.log_excerpt()}"
         raise UserError(f"{self.engine.name} {problem}", self._remedy)

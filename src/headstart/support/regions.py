@@ -1,4 +1,4 @@
-"""Regional compilation: torch.compile of parts of a model, which other code calls as it is."""
+"""Regional compilation: torch.compile on parts of a model, called from uncompiled code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ R = TypeVar("R")
 
 @cache
 def compile_region(function: Callable[..., R]) -> Callable[..., R]:
-    """Compile a function, once in this process."""
+    """Compile a function, once per process."""
     return torch.compile(function)
 
 
 def call_compiled(function: Callable[..., R], *inputs: Any) -> R:
-    """Call a function or method, compiled. All objects of a class share the code of a method."""
+    """Call a function or method, compiled. Objects of a class share the compiled code of a method."""
     code: Callable[..., R] = compile_region(getattr(function, "__func__", function))
     return code(function.__self__, *inputs) if isinstance(function, MethodType) else code(*inputs)

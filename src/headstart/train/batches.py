@@ -141,7 +141,7 @@ class ReadBatch:
 def read_batch(
     store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False, width: int = 0
 ) -> ReadBatch:
-    """Read conversations from the store, padded on the right or packed into one row of at least `width` tokens.
+    """Read conversations from the store, padded on the right, or packed into one row padded to at least `width` tokens.
 
     Positions and attention restart with each packed conversation, and its first token is not supervised: no draft
     crosses a boundary. Padding is one more conversation. Online stores compute the states of a batch together.

@@ -42,7 +42,7 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
         ),
         (
             sharded and recipe.data.states_source is not None,
-            "train.shard_target does not go with data.states_server, whose servers hold the target.",
+            "train.shard_target has no effect with data.states_server: the servers hold the target.",
             "Set train.shard_target=false, or data.states_server=null.",
         ),
         (

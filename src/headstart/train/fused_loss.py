@@ -83,7 +83,7 @@ class Teacher:
     def _counts(self, tokens_S: Tensor) -> Tensor:
         """Count each draft token, [D]."""
         index_S = torch.searchsorted(self._ids_D, tokens_S).clamp_max(len(self._ids_D) - 1)
-        # bincount would wait for the device.
+        # bincount would synchronise with the device.
         return torch.zeros_like(self._ids_D).index_add_(0, index_S, (self._ids_D[index_S] == tokens_S).long())
 
     @torch.no_grad()

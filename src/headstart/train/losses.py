@@ -132,7 +132,7 @@ def dpace(origins: Sequence[Tensor], alphas: Sequence[Tensor]) -> list[Tensor]:
     the draft's probability of the token that the target chose; here it is the shared mass, the same if the target's
     distribution is one-hot. A draft that ends early has no terms after its end.
 
-    `origins` ascend, and those of later steps are among the first's. `alphas` are [M] for each step, in [0, 1]; the
+    `origins` ascend, and each step's are a subset of the first step's. `alphas` are [M] for each step, in [0, 1]; the
     weights are float32 [M], up to K at the first step.
     """
     drafts = [torch.searchsorted(origins[0], origin_M) for origin_M in origins]

@@ -24,7 +24,7 @@ _REPORTING = "headstart/reporting"  # key in the distributed store: number of ra
 _EXIT_TIMEOUT = 10.0  # seconds the main rank waits for other ranks: it may host the store
 _JOIN_TIMEOUT = timedelta(seconds=30)
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Longest wait for another rank, which may start an engine; a launcher ends all ranks when one ends."""
+"""Longest wait in a collective: another rank may be starting an engine. Launchers end all ranks if one ends."""
 LOST_CONTACT = (
     "Another process of this training has ended.",
     "See what it said above, if anything; the same command goes on from the last checkpoint.",

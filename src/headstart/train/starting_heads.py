@@ -20,7 +20,7 @@ from headstart.replay.patch import FINAL
 from headstart.train.batches import read_ahead, read_batch
 from headstart.train.processes import raise_on_all_ranks
 
-_READERS = 16  # of stored or streamed conversations; a server answers several at a time
+_READERS = 16  # concurrent reads of conversations: servers answer several at once
 _FIRST_TOKENS = 200_000  # of the training data, for closed-form fits and the choice of weights to freeze
 
 

@@ -114,8 +114,10 @@ def train(
 
 @dataclass(frozen=True)
 class _Unread:
-    """An optimiser step's loss sum and gradient norm, not yet read from the device, and the predictions of the first
-    draft step; `group` is its batches over all ranks."""
+    """Loss sum and gradient norm of an optimiser step, still on the device.
+
+    `group` are the batches of all ranks, `count` their predictions of the first draft step.
+    """
 
     number: int
     group: list[Batch]
@@ -178,7 +180,7 @@ class _Trainer:
         self.unread: list[_Unread] = []
         self.losses: list[float] = []  # since the last validation
         self.latest: float | None = None
-        # Ranks agree on the host, so that none waits for its GPU.
+        # Ranks synchronise counts on the host, so that none waits for its GPU.
         self.host_group = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.records: list[dict[str, Any]] = []
 
@@ -224,7 +226,7 @@ class _Trainer:
         self.log.say(describe_processes(self.accelerator))
         if isinstance(self.target, TeacherModel):
             self.log.say(
-                f"{self.target.name} is not loaded: its LM head and embeddings are all that training reads."
+                f"{self.target.name} is not loaded: training only reads its embeddings and LM head."
                 if self.store.stored
                 else f"Each process holds a part of the weights of {self.target.name}."
             )
@@ -288,7 +290,7 @@ class _Trainer:
 
     def _step(self, group: list[Batch], batches: list[HeadBatch], count: int) -> None:
         """Take one optimiser step. Its loss is summed over all draft steps, batches and ranks, and divided by `count`,
-        the predictions of the first draft step. A GPU computes it later, see `_read_losses`."""
+        the predictions of the first draft step. On a GPU, `_read_losses` reads it later."""
         for optimizer in self.optimizers:
             for parameters in optimizer.param_groups:
                 parameters["lr"] = self.trainer_state.lr
@@ -311,8 +313,8 @@ class _Trainer:
             optimizer.zero_grad(set_to_none=True)
 
     def _read_losses(self) -> None:
-        """Read the losses of the latest steps, waiting for the device once. Raises a UserError at a step that is not
-        finite, before it is validated or saved; on a GPU some more steps may have run."""
+        """Read the losses of unread steps with one device synchronisation. A UserError if a step is not finite: before
+        any validation or checkpoint, but on a GPU possibly some steps later."""
         unread, self.unread = self.unread, []
         if not unread:
             return
@@ -320,14 +322,14 @@ class _Trainer:
             unread, torch.stack([step.figures_2 for step in unread]).tolist(), strict=True
         ):
             mean, fp16 = total / step.count, self.accelerator.mixed_precision == "fp16"
-            # With fp16 a gradient may overflow now and then; the scaler skips that step.
+            # With fp16 gradients may overflow occasionally; the scaler skips such steps.
             if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or fp16):
                 raise not_finite(step.number, mean, step.group)
             self.latest = mean
             self.losses.append(mean)
 
     def _compile(self, batch: HeadBatch) -> None:
-        """Compile on a first batch. If that fails on any rank, all run uncompiled."""
+        """Compile on a first batch. If that fails on any rank, all ranks run uncompiled."""
         self.loss, failure = compile_region(self.loss), ""
         self.wrapped.train()
         try:
@@ -335,7 +337,7 @@ class _Trainer:
             torch.autograd.grad(self._loss(self.wrapped, batch, 0), weights, allow_unused=True)
         except UserError:
             raise
-        except Exception as error:  # compilers raise anything
+        except Exception as error:  # a compiler may raise any exception
             failure = f" ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         if self._synchronise(bool(failure), False)[0]:
             self.heads.compiled, self.loss = False, LOSSES[self.section.loss]
@@ -459,7 +461,7 @@ class _Trainer:
     # -- data, time and checkpoints ------------------------------------------------------------------------------
 
     def _read(self, store: States, batch: Batch, packed: bool = False) -> ReadBatch:
-        # Compiled code is made for a width.
+        # One width, so that code is compiled once.
         width = self.section.batch_tokens if packed and self.heads.compiled else 0
         return read_batch(store, batch, sorted({*self.heads.aux_layers, FINAL}), packed, width)
 

@@ -279,7 +279,7 @@ class _SplitBuilder:
     def batches(self) -> Iterator[ConversationBatch]:
         """Generate missing batches, and yield all in order until the split is complete."""
         build, pending, running = self._build, self._pending, self._running
-        while build.missing(self._split) > 0:  # existing ones first: they need no worker, and no server
+        while build.missing(self._split) > 0:  # existing batches first: they need neither worker nor server
             if (new := self._plan()) is None:
                 return
             pending.append(new)
@@ -308,10 +308,10 @@ class _SplitBuilder:
                     return
 
     def _next(self) -> ConversationBatch | None:
-        """Select the first pending batch, which exists; None if the time is over."""
+        """Select the first pending batch, which must exist; None if the time is up."""
         planned = self._pending.popleft()
         batch = planned.batch or ConversationBatch.read(planned.file)
-        self._start = max(self._start, batch.prompts[1])  # another process may have another batch size
+        self._start = max(self._start, batch.prompts[1])  # other processes may use another batch size
         if not self._clock.admit(batch, is_new=planned.batch is None):
             return None
         self._build.select(self._split, batch)

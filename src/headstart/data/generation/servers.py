@@ -36,9 +36,9 @@ def _pool_of(
 class Servers:
     """A `TextGenerator` on servers of the target: vLLM-compatible ones or llama-server.
 
-    `urls` may be a function that starts them, called when they are first needed. `requests` bounds the concurrent
-    requests over all of them; None derives it from the servers. `recover` restarts the server of an address if it has
-    died, see `headstart.servers.fleet`.
+    `urls` may be a function that starts the servers and returns their addresses, called on first use. `requests` bounds
+    the concurrent requests over all servers; None derives it from them. `recover` restarts the server at an address if
+    it has died (see `headstart.servers.fleet`).
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Servers:
         self._refused = (0, 0)  # consecutive refused rows and batches since the last answer
         self._requests = requests
         remedy = (
-            "See whether the server runs and data.server is its address; then the same command goes on from there: "
-            "finished batches are kept."
+            "Check that the server runs and that data.server is its address. Then run the same command again: it keeps "
+            "the finished batches."
         )
         self._connect = partial(_pool_of, urls, requests, remedy, recover)
         if not callable(urls):

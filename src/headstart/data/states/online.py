@@ -53,7 +53,7 @@ class OnlineStates(States):
         self._tokens_S, self._supervised_S = _tensor(tokens, torch.int32), _tensor(supervised, torch.bool)
 
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        """Compute a batch; conversations without usable states are fully masked, with one warning each."""
+        """Compute a batch. Conversations without usable states are fully masked, with one warning each."""
         layers, samples = self.aux_layers if layers is None else layers, list[Sample]()
         for index, states in zip(indices, self._states(tuple(indices), layers), strict=True):
             tokens_T, supervised_T = self._tokens(index), self._supervised(index)
@@ -73,9 +73,9 @@ class OnlineStates(States):
         return samples
 
     def _states(self, indices: tuple[int, ...], layers: Sequence[int]) -> list[dict[int, Tensor] | str]:
-        """Compute each conversation's states, or return the reason why it has none.
+        """Return each conversation's states by layer, or the reason why there are none.
 
-        With a sharded target all ranks run the forwards of every rank's batch.
+        With a sharded target, all ranks run the forwards of every rank's batch.
         """
         assert isinstance(self._target, Target), "it computes states"
         batches: list[Any] = [indices]

@@ -32,7 +32,7 @@ BATCH_TOKENS = 2048
 SHARD_BYTES = 64_000_000, 2_000_000_000
 """Lower and upper limit of the shard size. A kill loses at most one shard of work."""
 Compute = Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Mapping[int, Tensor] | str]]
-"""Computes the states of rows at layers: each row's [T, E] by layer, or the reason why it has none."""
+"""Function of rows and layers that returns each row's states [T, E] by layer, or the reason why there are none."""
 _SHARDS = 200
 """Approximate number of shards of a build, within these limits."""
 
@@ -142,7 +142,7 @@ def compute_states(
     """Compute the states that no shard holds, shared with other processes.
 
     Every process splits the conversations into the same groups, of about a shard each, and claims the first group that
-    no other process has claimed. Returns the index of all shards, and by key the reason of each conversation without
+    no other process has claimed. Returns the index of all shards, and by key the reasons for conversations without
     states.
     """
     rows = {tokens_key(item.tokens): item.tokens for item in conversations}
@@ -186,7 +186,7 @@ def compute_states(
 def _compute_shard(
     kind: StateKind, shards: Path, rows: Mapping[str, Sequence[int]], compute: Compute
 ) -> dict[str, str]:
-    """Compute and write a shard of rows, longest first; return by key the reason of each row without states."""
+    """Compute and write a shard of rows, longest first; return by key the reasons for rows without states."""
     computed = zip(rows, compute(list(rows.values()), kind.aux_layers), strict=True)
     without, found = dict[str, str](), dict[str, Mapping[int, Tensor]]()
     for key, states in computed:
@@ -200,7 +200,7 @@ def _compute_shard(
 
 
 def _forward(target: Target, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[dict[int, Tensor] | str]:
-    """Compute states of rows, longest first, by the target's own forwards."""
+    """Compute states of rows (longest first) with forwards of the loaded target."""
     states: list[dict[int, Tensor] | str] = []
     for batch in _batches(rows):
         for of_row in target.hidden_states(batch, layers):

@@ -43,8 +43,8 @@ from headstart.support.files import TensorPlace, format_bytes, read_json, tensor
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
 FORMAT = 4
-NOT_FINITE = "its hidden states are not finite (with target.dtype=float32 they may be)"
-"""Reason to leave out a conversation."""
+NOT_FINITE = "its hidden states are not finite (target.dtype=float32 may help)"
+"""Reason for leaving out a conversation."""
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -151,7 +151,8 @@ class StateStore(States):
 
     Attributes:
         dropped: number of conversations beyond the byte budget.
-        left_out: ids of conversations without usable states, by index; `reasons` are theirs.
+        left_out: ids of conversations without usable states, by index.
+        reasons: distinct reasons for leaving them out.
 
     Raises a UserError if there is no finished store, or a shard is missing, truncated or damaged.
     """

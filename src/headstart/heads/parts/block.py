@@ -161,7 +161,7 @@ class BlockHead(GraphedHead):
         return torch.cat(outputs)
 
     def context_rotary(self, batch: HeadBatch, like: Tensor) -> Angles:
-        """Return the rotary positions of all tokens of a batch."""
+        """Return the rotary angles of all tokens of a batch."""
         tokens_BT, starts_BT = batch.tokens_BT, batch.starts_BT
         positions_BT = positions_of(tokens_BT, None if starts_BT is None else upload(starts_BT, tokens_BT.device))
         return self._rotary.at(positions_BT, like.dtype, tokens_BT.shape[1])

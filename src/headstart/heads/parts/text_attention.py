@@ -2,14 +2,14 @@
 
 Besides the text, an origin's queries see its own tokens: its draft steps so far, or the slots of its block.
 
-Compiled training on a GPU (`VisibleRange.flex`) attends to the text by torch's flex attention, with a mask of blocks,
-and merges the own tokens by their log-sum-exp. Otherwise short texts materialise all scores at once. Longer ones are
-split into parts of a few queries: each part reads only the positions visible to its queries and recomputes its scores
-in the backward pass. On CPUs two products and a softmax are faster than torch's fused masked kernel.
+Compiled training on a GPU (`VisibleRange.flex`) attends to the text with torch's flex attention and a block mask, and
+merges in the own tokens by log-sum-exp. Otherwise short texts materialise all scores at once. Longer ones are split
+into parts of a few queries: each part reads only the positions visible to its queries and recomputes its scores in the
+backward pass. On CPUs two products and a softmax are faster than torch's fused masked kernel.
 
-Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S visible positions, G query heads per key
+Shape suffixes: B rows, T tokens, A queries of a row (for blocks: origins), S visible positions, G query heads per key
 head, N key heads, d head size, K slots of a block, Q = A * K queries of a row, R query rows of an origin (G * K), X own
-tokens of an origin, M origins, I and J blocks of queries and of positions.
+tokens of an origin, M origins, I and J blocks of queries and of positions in flex attention's mask.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from headstart.support.regions import call_compiled
 from headstart.support.uploads import upload
 
 Kernel = Callable[..., Tensor]
-"""Takes queries, keys and values of the text, the mask of hidden positions, and the queries' own tensors."""
+"""Attention of queries, given keys and values of the text, the mask of hidden positions, and own tensors."""
 
 _MAX_SCORES, _MAX_SCORES_GPU = 1 << 22, 1 << 25
-"""Most scores to compute at once. Beyond, parts are also faster on a CPU, since they fit its cache."""
+"""Most scores to compute at once. Above that, parts are also faster on a CPU, since they fit its cache."""
 _PART_SCORES, _PART_SCORES_GPU = 1 << 22, 1 << 28
 """Most scores of a part."""
 _MIN_ROWS, _MAX_ROWS, _MAX_ROWS_GPU = 32, 128, 512
 """Fewest and most query rows of a part; a part of the fewest may exceed `_PART_SCORES`."""
 _MULTIPLE = 64
-"""Multiple that queries and positions are rounded to for oneDNN, which compiles a kernel per shape in bfloat16."""
+"""Multiple to round queries and positions up to on a CPU in bfloat16, where oneDNN compiles a kernel per shape."""
 _FLEX_BLOCK = 128
 """Queries and positions in a block of flex attention's masks. On a GPU origins are padded to this multiple, so that
 compiled code sees few shapes."""
@@ -59,7 +59,7 @@ class VisibleRange:
     up to the row's padding.
 
     With a `window` (size, slots of a block) of size > 0, each slot sees only that many tokens, itself and other slots
-    included. `flex` chooses flex attention.
+    included. `flex` selects flex attention.
     """
 
     index_BA: Tensor
@@ -81,7 +81,7 @@ class VisibleRange:
     def of_origins(
         cls, index_BA: Tensor, batch: HeadBatch, window: tuple[int, int] = (0, 1), flex: bool = False
     ) -> VisibleRange:
-        """The text up to these positions, given on the host, of each one's conversation."""
+        """Each origin's conversation up to its position; `index_BA` is on the host."""
         device, starts_BT = batch.tokens_BT.device, batch.starts_BT
         starts_BA = None if starts_BT is None else upload(starts_BT.gather(1, index_BA), device)
         return cls(upload(index_BA, device), batch.tokens_BT.shape[1], starts_BA, window, flex)
@@ -132,8 +132,8 @@ class VisibleRange:
 
     @property
     def block_mask(self) -> BlockMask:
-        """Mask for flex attention of the queries [B, Q], cached. Its blocks follow from the ends of each query's range:
-        neither a table of all positions nor a wait for the device."""
+        """Flex attention's mask for the queries [B, Q], cached. Built from the ends of each query's range, without a
+        table of all positions or a device synchronisation."""
         if self._block_mask is None:
             (width, slots), size = self.window, _FLEX_BLOCK
             last_BQ = self.index_BA.repeat_interleave(slots, 1)
@@ -148,7 +148,7 @@ class VisibleRange:
                 return (position >= first_BQ[row, query]) & (position <= last_BQ[row, query])
 
             queries = last_BQ.shape[1]
-            # Beyond the last query nothing is visible, so the last block is never complete.
+            # Padding queries see nothing, so a block with padding is never complete.
             first_BIi, last_BIi = (
                 F.pad(end_BQ, (0, -queries % size), value=beyond).view(len(end_BQ), -1, size)
                 for end_BQ, beyond in ((first_BQ, self.length), (last_BQ, -1))
@@ -180,8 +180,9 @@ def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
 
 
 def by_row(origin_M: Tensor, shape: torch.Size, kind: str, each: int = 1) -> tuple[Tensor, Tensor]:
-    """Group origins, of `each` queries on a device of this kind, by row: positions [B, A], padded by the row's last
-    one, and the mask of real ones; all on the host.
+    """Group origins by row; return positions [B, A], padded with the row's last one, and the mask of real ones.
+
+    All tensors are on the host. The padding fits `each` queries per origin on a device of type `kind`.
 
     >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]), "cpu")]
     [[[1, 2], [1, 1]], [[True, True], [True, False]]]
@@ -197,7 +198,7 @@ def by_row(origin_M: Tensor, shape: torch.Size, kind: str, each: int = 1) -> tup
 
 
 def round_up(count: int, kind: str, each: int = 1) -> int:
-    """Round a number of origins of `each` queries up to the device's multiple."""
+    """Round a number of origins with `each` queries up to the multiple for this type of device."""
     multiple = max(1, _multiple(kind) // each)
     return -(-count // multiple) * multiple
 
@@ -211,7 +212,7 @@ def _multiple(kind: str) -> int:
 def causal_attention(
     queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, complete: VisibleRange | None = None
 ) -> Tensor:
-    """Causal attention over complete texts, [B, N, G, T, d]; rows of several conversations need `complete`, their
+    """Causal attention over complete texts, [B, N, G, T, d]. Packed rows need `complete`, the batch's
     `VisibleRange.of_text`."""
     if complete is not None and complete.starts_BA is not None:
         return attend(queries_BNGTd, keys_BNTd, values_BNTd, complete)
@@ -269,8 +270,8 @@ def attend_flex(
 ) -> Tensor:
     """Attend to the text, under the mask of the queries [B, Q], and to the origins' own tokens, [B, N, G, A, K, d].
 
-    The two attentions are averaged by their shares of the sum of exp(score). torch materialises all scores unless this
-    function runs compiled.
+    Merges the two outputs in proportion to their sums of exp(score). Call it compiled: uncompiled flex attention
+    materialises all scores.
     """
     shape, queries_BHQd = queries_BNGAKd.shape, queries_BNGAKd.flatten(3, 4).flatten(1, 2)
     text_BHQd, aux = flex_attention(

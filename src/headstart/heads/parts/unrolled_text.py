@@ -22,7 +22,7 @@ _WORTH_A_COPY = 0.9
 
 class UnrolledText:
     """State of `unroll` over a batch: keys and values of the text's entries (`kv`) and of each origin's later steps
-    (`chains`). `feedback_BAE` is the previous step's; at step 0, the text's states. `flex` chooses the attention, see
+    (`chains`). `feedback_BAE` is the previous step's; at step 0, the text's states. `flex` selects flex attention, see
     `VisibleRange`."""
 
     def __init__(
@@ -67,7 +67,7 @@ class UnrolledText:
         return stream_BTE.gather(1, self.visible.index_BA[:, :, None].expand(-1, -1, stream_BTE.shape[2]))
 
     def without_padding(self, x_BAE: Tensor) -> Tensor:
-        """Select the origins themselves, [M, E]."""
+        """Drop the padding of rows; returns [M, E]."""
         return x_BAE.flatten(0, 1)[upload(self._real_BA.flatten().nonzero()[:, 0], self._device)]
 
     def entries(self, step: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Hidden-states connector for vLLM's CPU build, which lacks the CUDA streams of the stock connector.
 
-vLLM imports a copy of this module in its own environment; nothing of headstart imports it (see `states_servers`).
+vLLM imports a copy of this module in its own environment; headstart itself does not (see `states_servers`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (  # type: ignore[impor
 
 
 class _Copied:
-    """A completed CUDA event."""
+    """Stand-in for a completed CUDA event."""
 
     def query(self) -> bool:
         return True
@@ -25,7 +25,7 @@ class _Copied:
 
 
 class CpuHiddenStates(stock.ExampleHiddenStatesConnector):  # type: ignore[misc]  # Any here
-    """Connector that writes the same files as the stock connector."""
+    """Connector that writes the stock connector's files synchronously."""
 
     def _submit_async_write(self, pending: Any) -> None:
         if not self._is_tp_rank_zero:
