@@ -203,6 +203,7 @@ CHANGES: dict[str, Any] = {
     "states": "online",
     "cache_gigabytes": 9.0,
     "states_dtype": "fp8",
+    "states_server": ("vllm",),
     "server_command": "vllm serve",
     "server_arguments": "--max-model-len 9",
     "server_requests": 3,

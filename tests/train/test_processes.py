@@ -30,7 +30,7 @@ class Gpus:
         self._patch.setenv("LOCAL_RANK", str(rank))
         self._patch.setenv("WORLD_SIZE", str(ranks))
 
-    def state(self, cpu: bool = False) -> Any:
+    def state(self, cpu: bool = False, **_: Any) -> Any:
         """Return `cuda:<local rank>` under a launcher, else `cuda`, the current GPU."""
         launched = os.environ.get("LOCAL_RANK")
         device = "cpu" if cpu else "cuda" if launched is None else f"cuda:{launched}"

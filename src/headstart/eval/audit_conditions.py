@@ -136,7 +136,7 @@ def _edits(published: Published, target: Target) -> Iterator[tuple[str, str, Pub
 def accepted_drafts(condition: Condition, read: Mapping[int, Tensor], text: Text) -> list[int]:
     """Return the number of accepted drafts after each token of a text, given the target's hidden states of it."""
     tokens_1T = torch.tensor([text.tokens], device=read[FINAL].device)
-    supervised_1T = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)[None] >= len(text.prompt)
+    supervised_1T = torch.arange(tokens_1T.shape[1])[None] >= len(text.prompt)
     batch = HeadBatch(tokens_1T, supervised_1T, condition.states(read))
     accepted_T = torch.zeros_like(tokens_1T[0])
     for step, predicted in enumerate(condition.heads.unroll(batch)):

@@ -11,10 +11,14 @@ import torch
 
 R = TypeVar("R")
 
+_VARIANTS = 64
+"""Beyond torch's limit of 8, attention would run uncompiled, and store all scores."""
+
 
 @cache
 def compile_region(function: Callable[..., R]) -> Callable[..., R]:
-    """Compile a function, once per process."""
+    """Compile a function, once per process, for up to `_VARIANTS` kinds of inputs."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
     return torch.compile(function)
 
 

@@ -23,7 +23,7 @@ from headstart.support.terminal import complain, explained
 _REPORTING = "headstart/reporting"  # key in the distributed store: number of ranks with an error to report
 _EXIT_TIMEOUT = 10.0  # seconds the main rank waits for other ranks: it may host the store
 _JOIN_TIMEOUT = timedelta(seconds=30)
-_COLLECTIVE_TIMEOUT = timedelta(hours=1)
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Longest wait in a collective: another rank may be starting an engine. Launchers end all ranks if one ends."""
 LOST_CONTACT = (
     "Another process of this training has ended.",
@@ -56,14 +56,14 @@ def join_processes(device: str) -> str | None:
     if ranks == 1:
         return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else None
     if device == "cpu" or not torch.cuda.is_available():
-        PartialState(cpu=True, timeout=_COLLECTIVE_TIMEOUT)
+        PartialState(cpu=True, timeout=COLLECTIVE_TIMEOUT)
         return device  # loading the target refuses `cuda` without a GPU
     if ":" in device:
         raise UserError(
             f"target.device={device} is one GPU, and {ranks} processes train.",
             "Set target.device=auto: each process takes a GPU of its own. CUDA_VISIBLE_DEVICES chooses among them.",
         )
-    return str(PartialState(timeout=_COLLECTIVE_TIMEOUT).device)
+    return str(PartialState(timeout=COLLECTIVE_TIMEOUT).device)
 
 
 def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:

@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from headstart.data.states.store import States
-from headstart.errors import UserError
+from headstart.errors import UserError, out_of_memory
 from headstart.heads.base import HeadBatch
 from headstart.heads.io import save_heads
 from headstart.heads.settings import Role
@@ -57,6 +57,7 @@ from headstart.train.interrupt import Interrupt
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import learning_rate_now, make_optimizers
 from headstart.train.processes import (
+    COLLECTIVE_TIMEOUT,
     broadcast_from_main,
     describe_processes,
     is_main,
@@ -181,7 +182,7 @@ class _Trainer:
         self.losses: list[float] = []  # since the last validation
         self.latest: float | None = None
         # Ranks synchronise counts on the host, so that none waits for its GPU.
-        self.host_group = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self.host_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if self.ranks > 1 else None
         self.records: list[dict[str, Any]] = []
 
     def _settings(self) -> dict[str, Any]:
@@ -338,6 +339,8 @@ class _Trainer:
         except UserError:
             raise
         except Exception as error:  # a compiler may raise any exception
+            if out_of_memory(error):
+                raise
             failure = f" ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         if self._synchronise(bool(failure), False)[0]:
             self.heads.compiled, self.loss = False, LOSSES[self.section.loss]
