@@ -11,11 +11,14 @@ import tempfile
 import time
 from pathlib import Path
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from headstart.cli.app import app
 from headstart.errors import UserError
 from headstart.heads.base import parse_heads
 from headstart.pipeline import in_engine, launch
@@ -32,6 +35,7 @@ from tests.test_pipeline import logged, once, quiet, tiny_recipe
 from tests.test_stages import said
 from tests.train.conftest import clean_environment
 
+PLANS = Path(__file__).parents[1] / "docs" / "plans"
 FAKE = Path(__file__).with_name("engines") / "fake_engine.py"
 Command = list[str | Path]
 
@@ -157,6 +161,21 @@ def test_engines_get_the_gpus_that_the_user_named(tmp_path: Path, monkeypatch: p
     assert (run.processes, around["CUDA_VISIBLE_DEVICES"], around["HEADSTART_ENGINE_GPUS"]) == (5, "3,4,5,6,7", "0,1,2")
 
 
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_plan_is_for_the_processes_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "eagle3-8b", f"target={PLANS / 'llama-3.1-8b'}", "data.server=null", "data.states_server=null"]
+    words += ["--prompt-tokens", "200", "--json", "plan.json"]
+    estimates = []
+    for more in ([], ["--processes", "8"], ["--processes", "2"]):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 0, done.output
+        estimates.append(json.loads(Path("plan.json").read_text())["network"])
+    default, eight, two = estimates
+    assert default == eight > two > 0
+
+
 REFUSED = {
     "an engine on all GPUs": (["data.server_arguments=-tp 8"], None, "needs 8 GPUs"),
     "too many ranks beside it": (["data.server_arguments=-tp 4"], 6, "leaves it 2"),
@@ -223,9 +242,10 @@ def test_an_interruption_lets_every_rank_clean_up(monkeypatch: pytest.MonkeyPatc
     ]
     for rank in ranks:
         assert rank.stdout is not None and rank.stdout.readline()
+    ranks[1].wait()
     with Interrupt() as interrupt:
         interrupt.requested = True
-        assert launch._wait(ranks, interrupt)[0] == 130
+        assert launch._wait(ranks, interrupt) == {1: 3, 0: 130}
     assert ranks[0].returncode == 7, "not killed"
 
 
