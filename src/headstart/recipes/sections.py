@@ -152,7 +152,7 @@ class DataSection(Section):
         None,
         description="Server that computes the hidden states, stored (data.states=stored) or streamed to training "
         "(online): vllm, which the run starts and stops; or addresses of vLLM servers that extract them; null computes "
-        "them in this process; auto means vllm if data.server is vllm and it extracts states of this target, else null.",
+        "them in this process; auto means vllm if data.server is vllm and it extracts this target's states, else null.",
     )
     server_command: Annotated[str, Role.RUNTIME] = Field(
         "",
