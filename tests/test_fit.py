@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +20,19 @@ PLANS = Path(__file__).parents[1] / "docs" / "plans"
 GB = 10**9
 TURNS: dict[str, Any] = {"data.states": "stored"}
 HALF = {"train.batch_tokens": 8192, "train.gradient_accumulation_steps": 2}
+QUARTER = {"train.batch_tokens": 4096, "train.gradient_accumulation_steps": 4}
+PAIRS = {"data.server_arguments": "--tensor-parallel-size 2"}
 SPANNED = {"data.states": "online", "data.server_arguments": "--tensor-parallel-size 4", "target.device": "all"}
 CASES = {
     "8B, 24 GB": ("eagle3-8b", "llama-3.1-8b", [24], TURNS | HALF),
     "8B, 40 GB": ("eagle3-8b", "llama-3.1-8b", [40], TURNS),
     "8B, 80 GB": ("eagle3-8b", "llama-3.1-8b", [80], TURNS),
     "8B, 8 x 80 GB": ("eagle3-8b", "llama-3.1-8b", [80] * 8, {}),
-    "8B, 8 x 24 GB": ("eagle3-8b", "llama-3.1-8b", [24] * 8, HALF),
+    "8B, 8 x 24 GB": ("eagle3-8b", "llama-3.1-8b", [24] * 8, HALF | PAIRS),
     "30B-A3B, 80 GB": ("eagle3-30b-a3b", "qwen3-30b-a3b", [80], TURNS),
     "70B, 8 x 80 GB": ("eagle3-70b", "llama-3.3-70b", [80] * 8, SPANNED),
+    "70B, 8 x 80 GiB": ("eagle3-70b", "llama-3.3-70b", [85] * 8, SPANNED),
+    "70B, 3 x 40 GB": ("eagle3-70b", "llama-3.3-70b", [40] * 3, SPANNED | PAIRS | QUARTER),
 }
 
 
@@ -124,3 +129,39 @@ def test_auto_is_no_engine_where_none_is_installed(tmp_path: Path, monkeypatch: 
     assert (recipe.data.server, recipe.eval.engine) == (("vllm",), "vllm"), "named by the user"
     recipe, _ = fitted("eagle3-8b", tmp_path, TARGET, engine, "heads={family: hydra, num_heads: 4}")
     assert (recipe.data.server, recipe.eval.engine) == (("vllm",), None), "it cannot serve these heads"
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize(("ranks", "batches"), [(1, 2), (2, 1), (6, 1)])
+def test_ranks_share_the_batches_of_a_step(ranks: int, batches: int, tmp_path: Path) -> None:
+    console, name = Console(file=io.StringIO()), "eagle3-8b"
+    recipe = fit_recipe(load_recipe(name, [TARGET]), given_keys(name, [TARGET]), tmp_path, console, ranks)
+    assert (recipe.train.batch_tokens, recipe.train.gradient_accumulation_steps) == (8192, batches)
+    kept = "train.gradient_accumulation_steps=5"
+    recipe = fit_recipe(load_recipe(name, [TARGET, kept]), given_keys(name, [TARGET, kept]), tmp_path, console, ranks)
+    assert recipe.train.gradient_accumulation_steps == 5
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_an_engine_too_large_for_the_gpus_is_announced(tmp_path: Path) -> None:
+    assert "vLLM needs about" not in fitted("eagle3-8b", tmp_path, TARGET)[1]
+    assert "vLLM needs about 143.1 GB" in fitted("eagle3-70b", tmp_path, f"target={PLANS / 'llama-3.3-70b'}")[1]
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_auto_leaves_targets_that_vllm_cannot_extract_from(tmp_path: Path) -> None:
+    recipe, _ = fitted("eagle3-8b", tmp_path, f"target={PLANS / 'gemma-3-1b'}")
+    assert (recipe.data.server, recipe.data.states_server) == (("vllm",), None)
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("files", ["quantised", "bin"])
+def test_auto_leaves_targets_that_only_loading_describes(files: str, tmp_path: Path) -> None:
+    config = json.loads((PLANS / "llama-3.2-1b" / "config.json").read_text())
+    if files == "quantised":
+        config["quantization_config"] = {"quant_method": "fp8"}
+    else:
+        (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe, _ = fitted("eagle3-8b", tmp_path / "run", f"target={tmp_path}")
+    assert (recipe.data.server, recipe.data.states_server, recipe.eval.engine) == (None, None, None)

@@ -10,11 +10,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from subprocess import PIPE, Popen
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from headstart.cli.app import app
+from headstart.errors import UserError
 from headstart.heads.base import parse_heads
 from headstart.pipeline import in_engine, launch
 from headstart.pipeline.run import Run, execute
@@ -22,11 +27,15 @@ from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.values import recipe_text
 from headstart.servers.fleet import engine_gpus, gpu_groups
+from headstart.support.files import write_json
+from headstart.train import checkpoint
+from headstart.train.interrupt import Interrupt
 from tests.forks import Forks
 from tests.test_pipeline import logged, once, quiet, tiny_recipe
 from tests.test_stages import said
 from tests.train.conftest import clean_environment
 
+PLANS = Path(__file__).parents[1] / "docs" / "plans"
 FAKE = Path(__file__).with_name("engines") / "fake_engine.py"
 Command = list[str | Path]
 
@@ -98,6 +107,10 @@ SHARES = {
     "from a large engine": (["data.server_arguments=--tensor-parallel-size 4"], 4, "0,1,2,3", "4,5,6,7"),
     "stored": (["data.states=stored"], 8, None, None),
     "in each process": (["data.states_server=null"], 8, None, None),
+    "from pairs": (["data.server_arguments=--tensor_parallel_size=2"], 6, "0,1,2,3,4,5", "6,7"),
+    "from threes": (["data.server_arguments=-tp 3"], 5, "0,1,2,3,4", "5,6,7"),
+    "spread": (["target.device=all", "data.states_server=null"], 1, None, None),
+    "sharded": (["target.device=all", "data.states_server=null", "train.shard_target=true"], 8, None, None),
     "on one GPU": (["target.device=cuda:0", "data.states=stored"], 1, None, None),
 }
 
@@ -108,7 +121,7 @@ def test_gpus_are_shared_between_training_and_engine(states: str, monkeypatch: p
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
     recipe = load_recipe("eagle3-8b", ["data.server=vllm", "data.states_server=vllm", *overrides])
-    assert launch.training_processes(recipe) == processes
+    assert launch.training_processes(recipe, Path("run")) == processes
     run = Run(recipe, Path("run"), Console(), processes=processes)
     assert launch.must_launch(run) == (processes > 1)
     around = launch._environment(run, 3, 29500)
@@ -119,6 +132,121 @@ def test_gpus_are_shared_between_training_and_engine(states: str, monkeypatch: p
     if engines is not None:
         assert ",".join(engine_gpus()) == engines
         assert ",".join(gpu_groups(recipe.data.server_arguments)) == engines
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+
+
+def streaming(folder: Path, *overrides: str, processes: int | None = None) -> Run:
+    recipe = load_recipe("eagle3-8b", ["data.server=vllm", "data.states_server=vllm", *overrides])
+    return Run(recipe, folder, Console(), processes=processes or launch.training_processes(recipe, folder))
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_launched_ranks_launch_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = streaming(tmp_path, processes=1)
+    assert launch.must_launch(run)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not launch.must_launch(run)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_engines_get_the_gpus_that_the_user_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_ENGINE_GPUS", "0,1,2")
+    run = streaming(tmp_path)
+    around = launch._environment(run, 0, 29500)
+    assert (run.processes, around["CUDA_VISIBLE_DEVICES"], around["HEADSTART_ENGINE_GPUS"]) == (5, "3,4,5,6,7", "0,1,2")
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_plan_is_for_the_processes_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "eagle3-8b", f"target={PLANS / 'llama-3.1-8b'}", "data.server=null", "data.states_server=null"]
+    words += ["--prompt-tokens", "200", "--json", "plan.json"]
+    estimates = []
+    for more in ([], ["--processes", "8"], ["--processes", "2"]):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 0, done.output
+        estimates.append(json.loads(Path("plan.json").read_text())["network"])
+    default, eight, two = estimates
+    assert default == eight > two > 0
+
+
+REFUSED = {
+    "an engine on all GPUs": (["data.server_arguments=-tp 8"], None, "needs 8 GPUs"),
+    "too many ranks beside it": (["data.server_arguments=-tp 4"], 6, "leaves it 2"),
+    "a numbered GPU": (["target.device=cuda:3"], None, "target.device=cuda:3 is one GPU"),
+}
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize("case", REFUSED)
+def test_gpus_that_do_not_suffice_are_refused(case: str, tmp_path: Path) -> None:
+    overrides, processes, problem = REFUSED[case]
+    with pytest.raises(UserError, match=problem):
+        launch.check_gpus(streaming(tmp_path, *overrides, processes=processes))
+    launch.check_gpus(streaming(tmp_path, *overrides, "data.states=stored", processes=processes))
+    launch.check_gpus(streaming(tmp_path))
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_an_interrupted_training_keeps_its_number_of_processes(tmp_path: Path) -> None:
+    trained = tmp_path / "heads"
+    (last := trained / "checkpoints" / "step-00000003").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "references.json", {"train": "../heads"})
+    for count, taken in ((3, 3), (16, 6)):
+        manifest = {"trainer_state": {"step": 3}, "settings": {checkpoint.PROCESSES: count}, "files": {}}
+        write_json(last / checkpoint.MANIFEST, manifest)
+        assert streaming(tmp_path / "run").processes == taken
+    write_json(last / checkpoint.MANIFEST, {**manifest, "settings": {checkpoint.PROCESSES: 3}})
+    (trained / "result.json").touch()
+    assert streaming(tmp_path / "run").processes == 6, "finished"
+
+
+ENDS = {
+    "killed": (("exit(2)", "os.kill(os.getpid(), signal.SIGKILL)", "exit(2)"), UserError, "process 1 of 3 .* 137"),
+    "reported": (("exit(1)", "exit(2)", "exit(2)"), SystemExit, "2"),
+    "hanging": (("exit(2)", "time.sleep(60)", "exit(2)"), SystemExit, "2"),
+    "interrupted": (("exit(130)", "exit(130)", "exit(130)"), KeyboardInterrupt, None),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_the_rank_that_failed_is_reported(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, error, problem = ENDS[ends]
+    start = launch.guard.start
+
+    def started(_: list[str], seconds: float, env: dict[str, str]) -> Popen[bytes]:
+        line = f"import os, signal, time; {lines[int(env['RANK'])]}"
+        return start([sys.executable, "-c", line], seconds, env=env)
+
+    monkeypatch.setattr(launch.guard, "start", started)
+    monkeypatch.setattr(launch, "_REPORT_SECONDS", 1.0)
+    with pytest.raises(error, match=problem):
+        launch.launch_training(Run(load_recipe("quickstart"), tmp_path, Console(), processes=3))
+
+
+def test_an_interruption_lets_every_rank_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "_KILL_SECONDS", 0.0)
+    tidy = "import signal, time; signal.signal(15, lambda *_: (time.sleep(1), exit(7)))"
+    tidy += "; print(flush=True); time.sleep(60)"
+    ranks = [
+        launch.guard.start([sys.executable, "-c", line], 30.0, stdout=PIPE)
+        for line in (tidy, "print(flush=True); exit(3)")
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline()
+    ranks[1].wait()
+    with Interrupt() as interrupt:
+        interrupt.requested = True
+        assert launch._wait(ranks, interrupt) == {1: 3, 0: 130}
+    assert ranks[0].returncode == 7, "not killed"
 
 
 def _last_checkpoint(folder: Path) -> str:

@@ -397,8 +397,6 @@ class TestByTheConfigAlone:
         with pytest.raises(UserError, match="cannot be reached") as refused:
             make_plan(quiet(load_recipe("eagle3-8b"), tmp_path / "none"))
         assert "config.json alone is enough" in refused.value.remedy
-        with pytest.raises(UserError, match="0 processes"):
-            make_plan(quiet(load_recipe("eagle3-8b"), tmp_path / "none"), 0)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -80,6 +80,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None,
     Example: headstart run eagle3-8b target=path/to/model --processes 8
     """
     from headstart.eval.report import show_results
+    from headstart.pipeline.launch import check_gpus
     from headstart.pipeline.run import HEADS, REPORT
     from headstart.pipeline.stages import STAGES
     from headstart.support.files import read_json
@@ -91,6 +92,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None,
         )
     began = perf_counter()
     work = open_run(recipe, overrides, run_dir, processes)
+    check_gpus(work)
     worked, now = _execute(work, STAGES), perf_counter() - began
     every = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
     if not worked:
@@ -170,7 +172,12 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     run_dir: RunDir = None,
-    processes: Annotated[int, typer.Option(help="Plan for this many training processes, each on its own GPU.")] = 1,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Plan for this many training processes, each on its own GPU.", show_default="as for run"
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Assume prompts of this many tokens instead of reading some of them.")
     ] = None,
@@ -192,7 +199,7 @@ def plan(
     from headstart.pipeline.stages import STAGES, check_inputs
     from headstart.support.files import write_json
 
-    work = open_run(recipe, overrides, run_dir)
+    work = open_run(recipe, overrides, run_dir, processes)
     check_inputs(work.recipe, STAGES)
     estimate = make_plan(work, processes, prompt_tokens, tokens_per_second)
     show_plan(work, estimate)
@@ -254,13 +261,14 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 
     Example: headstart train quickstart train.minutes=3
     """
-    from headstart.pipeline.launch import is_part_of
+    from headstart.pipeline.launch import check_gpus, is_part_of
     from headstart.pipeline.run import TRAIN
     from headstart.pipeline.together import train_together
     from headstart.train.processes import exit_together
 
     with exit_together():
         work = open_run(recipe, overrides, run_dir, processes)
+        check_gpus(work)
         train_together(work)
     if is_part_of(work):
         return

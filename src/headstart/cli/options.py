@@ -55,11 +55,12 @@ def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, pro
 
     loaded, console = load_recipe(recipe, overrides or []), Console()
     folder = run_dir or Path("runs") / loaded.name
-    loaded = fit_recipe(loaded, given_keys(recipe, overrides or []), folder, console)
     is_launched = bool({"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()) or count_processes() > 1
     if is_launched and processes:
         raise UserError("A launcher started this process.", "Leave out --processes, or the launcher.")
-    count = 1 if is_launched else processes or training_processes(loaded)
+    ranks = count_processes() if is_launched else processes
+    loaded = fit_recipe(loaded, given_keys(recipe, overrides or []), folder, console, ranks)
+    count = 1 if is_launched else processes or training_processes(loaded, folder)
     return Run(loaded, folder, console, processes=count)
 
 

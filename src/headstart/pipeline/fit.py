@@ -19,8 +19,11 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.hub.engines.export import check_heads
 from headstart.hub.engines.facts import facts_of_target
+from headstart.hub.engines.known_engines import extracts_states
+from headstart.model.loading import loadable_folder, tensor_files
 from headstart.model.model import Target
-from headstart.model.outline import Outline, outline
+from headstart.model.outline import Outline, outline, weights_are_here
+from headstart.pipeline.launch import training_processes
 from headstart.pipeline.workload import Speeds, Workload, assumed_lengths
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.replay.patch import FINAL
@@ -34,6 +37,10 @@ _USED = 0.9
 """Usable fraction of a GPU's memory."""
 _WORKING = 2e9
 """Bytes that an engine or this process needs besides the target's weights: KV cache, activations, CUDA graphs."""
+_ENGINE_WORKING = 4e9
+"""Bytes on each GPU of an engine of several GPUs, besides its weights and KV cache."""
+_ENGINE_REQUESTS = 16
+"""Concurrent requests of the longest conversations that an engine's KV cache should hold."""
 _LEAST_TOKENS = 4096
 """Smallest `train.batch_tokens` to choose: smaller batches cost time and save little memory."""
 _AUTO = ("data.server", "data.states_server", "eval.engine")
@@ -43,8 +50,13 @@ _FITTED = (
 )
 
 
-def fit_recipe(recipe: Recipe, given: Collection[str], folder: Path, console: Console) -> Recipe:
-    """Resolve `auto` engines and, for recipes with `fit`, choose settings that are not `given`; print the choices."""
+def fit_recipe(
+    recipe: Recipe, given: Collection[str], folder: Path, console: Console, processes: int | None = None
+) -> Recipe:
+    """Resolve `auto` engines and, for recipes with `fit`, choose settings that are not `given`; print the choices.
+
+    Batches per step are chosen for this number of ranks, by default `training_processes`.
+    """
     autos = [key for key in _AUTO if _value(recipe, key) in ("auto", ("auto",))]
     if not autos and not recipe.fit:
         return recipe
@@ -54,13 +66,19 @@ def fit_recipe(recipe: Recipe, given: Collection[str], folder: Path, console: Co
     gpus = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
     fits, (recipe, chosen) = recipe.fit, _with_engines(recipe, autos)
     if fits and gpus and recipe.target.device in ("auto", "cuda"):
-        section = recipe.target
-        target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
+        target, room = _outline(recipe), _USED * min(gpus)
         fitted = fit_to_gpus(recipe, target, gpus, given, free_disk(folder))
-        recipe, chosen = _with(recipe, fitted), chosen | fitted
-        if (takes := training_bytes(recipe, target)) > (room := _USED * min(gpus)):
-            sizes = f"needs about {format_bytes(takes)} of GPU memory, and {format_bytes(room)} are usable"
-            tell(console, f"Training {sizes}: it may run out of memory.")
+        recipe = _with(recipe, fitted)
+        accumulated = recipe.train.gradient_accumulation_steps
+        batches = math.ceil(accumulated / (processes or training_processes(recipe, folder)))
+        if batches != accumulated and "train.gradient_accumulation_steps" not in given:
+            fitted["train.gradient_accumulation_steps"] = batches
+            recipe = _with(recipe, fitted)
+        chosen |= fitted
+        for name, takes in (("Training", training_bytes(recipe, target)), ("vLLM", engine_bytes(recipe, target))):
+            if takes > room:
+                sizes = f"needs about {format_bytes(takes)} of GPU memory, and {format_bytes(room)} are usable"
+                tell(console, f"{name} {sizes}: it may run out of memory.")
     found = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {format_bytes(min(gpus))}" if gpus else "no GPU"
     words = ", ".join(f"{key}={'null' if value is None else value}" for key, value in chosen.items())
     why = "are computed during training" if recipe.data.online else "are stored before training"
@@ -80,20 +98,25 @@ def _kept(recipe: Recipe, folder: Path) -> Recipe | None:
 
 
 def _with_engines(recipe: Recipe, autos: Collection[str]) -> tuple[Recipe, dict[str, Any]]:
-    """Resolve `auto` engines: vllm if it is installed and serves the target; for `eval.engine` also the heads."""
+    """Resolve `auto` engines: vllm if it is installed and serves the target; for `eval.engine` also the heads.
+
+    Targets that must be loaded to describe them get no engine: both would hold their weights.
+    """
     chosen = dict[str, Any]()
     data, target = recipe.data, recipe.target
     command = split_words(data.server_command, "data.server_command") or ENGINES["vllm"].command.split()
     serves = not target.adapter and target.quantization == "none" and not target.spec.endswith(".gguf")
     # Starting the engine reports a missing command of the user.
     is_here = serves and (bool(data.server_command) or shutil.which(command[0]) is not None)
+    is_here = bool(autos) and is_here and _is_described(recipe)
     if "data.server" in autos:
         chosen["data.server"] = "vllm" if is_here else None
         if not is_here:
             chosen |= {f"data.{name}": "" for name in ("server_command", "server_arguments") if getattr(data, name)}
     server = chosen.get("data.server", data.engine)
     if "data.states_server" in autos:
-        chosen["data.states_server"] = "vllm" if server == "vllm" else None
+        extracts = server == "vllm" and extracts_states(_outline(recipe).config.model_type)
+        chosen["data.states_server"] = "vllm" if extracts else None
     if "eval.engine" in autos:
         chosen["eval.engine"] = server if server and _can_serve(recipe, server) else None
         if not chosen["eval.engine"]:
@@ -104,14 +127,27 @@ def _with_engines(recipe: Recipe, autos: Collection[str]) -> tuple[Recipe, dict[
 
 def _can_serve(recipe: Recipe, engine: str) -> bool:
     """Whether an engine can serve the recipe's heads."""
-    section = recipe.target
-    target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
+    target = _outline(recipe)
     heads = heads_of(recipe, target)
     try:
         check_heads(ENGINES[engine].format, heads.publish(), facts_of_target(target))
     except UserError:
         return False
     return True
+
+
+def _is_described(recipe: Recipe) -> bool:
+    """Whether the target's files describe it without loading it: unquantised, and in safetensors if they are here."""
+    section = recipe.target
+    if getattr(_outline(recipe).model.config, "quantization_config", None) is not None:
+        return False
+    here = weights_are_here(section.spec, section.revision)
+    return not here or bool(tensor_files(loadable_folder(section.spec), section.revision))
+
+
+def _outline(recipe: Recipe) -> Outline:
+    section = recipe.target
+    return outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
 
 
 def heads_of(recipe: Recipe, target: Outline) -> DraftHead:
@@ -142,8 +178,10 @@ def fit_to_gpus(
 
     weights = target.parameters * target.dtype.itemsize
     size = parallel_size(data.server_arguments)
-    if "vllm" in (data.engine, *(data.states_source or ())) and size == 1 and "data.server_arguments" not in given:
-        while size < len(gpus) and weights / size + _WORKING > memory:
+    if _starts_vllm(recipe) and size == 1 and "data.server_arguments" not in given:
+        longest = assumed_lengths(data, target.max_length).longest
+        held = weights + _ENGINE_REQUESTS * longest * target.kv_bytes_per_token
+        while 2 * size <= len(gpus) and held / size + _ENGINE_WORKING > memory:
             size *= 2
         if size > 1:
             choose("data.server_arguments", f"{data.server_arguments} --tensor-parallel-size {size}".strip())
@@ -178,6 +216,16 @@ def fit_to_gpus(
         halves = (data.batch_size >> count for count in range(data.batch_size.bit_length()))
         choose("data.batch_size", next((rows for rows in halves if writing_bytes(recipe, target, rows) <= memory), 1))
     return chosen
+
+
+def engine_bytes(recipe: Recipe, target: Outline) -> int:
+    """Estimate the least memory of a vLLM engine on each of its GPUs; 0 if the run starts none."""
+    weights = target.parameters * target.dtype.itemsize
+    return int(weights / parallel_size(recipe.data.server_arguments) + _WORKING) if _starts_vllm(recipe) else 0
+
+
+def _starts_vllm(recipe: Recipe) -> bool:
+    return "vllm" in (recipe.data.engine, *(recipe.data.states_source or ()))
 
 
 def training_bytes(recipe: Recipe, target: Outline) -> int:

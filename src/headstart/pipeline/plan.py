@@ -72,18 +72,16 @@ class Plan:
 
 
 def make_plan(
-    run: Run, processes: int = 1, prompt_tokens: int | None = None, tokens_per_second: float | None = None
+    run: Run, processes: int | None = None, prompt_tokens: int | None = None, tokens_per_second: float | None = None
 ) -> Plan:
-    """Estimate a run with this many training processes, each on its own GPU or sharing one CPU.
+    """Estimate a run with this many training processes (None: the run's), each on its own GPU or sharing one CPU.
 
     `prompt_tokens` (template included) replaces the count of the prompts, `tokens_per_second` the measured speed of
     writing answers. A recipe that would fail in its first minute is a UserError.
     """
-    if processes < 1:
-        raise UserError(f"There is no plan for {processes} processes.", "Give --processes 1 or more.")
-    recipe, section, plan = run.recipe, run.recipe.target, _finished(run)
+    recipe, section, plan, ranks = run.recipe, run.recipe.target, _finished(run), processes or run.processes
     for option, is_given, stage in (
-        ("--processes", processes > 1, "train"),
+        ("--processes", processes is not None, "train"),
         ("--prompt-tokens", prompt_tokens is not None, "conversations"),
         ("--tokens-per-second", tokens_per_second is not None, "conversations"),
     ):
@@ -117,8 +115,8 @@ def make_plan(
         layers,
         lengths,
         speeds,
-        processes,
-        processes,
+        ranks,
+        ranks,
         bytes_with_target=bytes_with_target,
         free=free,
     )
@@ -128,7 +126,7 @@ def make_plan(
         return _estimate(run, work, plan)
     if target.device.type == "cpu":
         cores = (core_count() or 1) / torch.get_num_threads()
-        work = replace(work, bytes_without_target=before, parallel_speed=min(processes, max(1.0, cores)))
+        work = replace(work, bytes_without_target=before, parallel_speed=min(ranks, max(1.0, cores)))
     work = _measure(run, work, plan)
     plan = replace(
         plan, room=work.room("train"), free_bytes=free_disk(run.folder), seconds={"target": loading, **plan.seconds}

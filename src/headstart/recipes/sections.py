@@ -145,13 +145,14 @@ class DataSection(Section):
         None,
         description=f"Server that writes the conversations: an engine that the run starts and stops ({ENGINES}), or "
         "the address of a vLLM server or llama-server with this target, or several with commas between them; null "
-        "writes them in this process; auto means vllm if its command is found, else null.",
+        "writes them in this process; auto means vllm if its command is found and the target is not stored quantised, "
+        "else null.",
     )
     states_server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
         None,
         description="Server that computes the hidden states, stored (data.states=stored) or streamed to training "
         "(online): vllm, which the run starts and stops; or addresses of vLLM servers that extract them; null computes "
-        "them in this process; auto means vllm if data.server is vllm, else null.",
+        "them in this process; auto means vllm if data.server is vllm and it extracts this target's states, else null.",
     )
     server_command: Annotated[str, Role.RUNTIME] = Field(
         "",

@@ -29,10 +29,12 @@ def split_words(typed: str, name: str) -> list[str]:
 
 
 def option_values(arguments: str) -> list[tuple[str, str]]:
-    """Return each word of an engine's arguments with the next one: options with their values, whether typed with a
-    space or with `=`.
+    """Pair each word of an engine's arguments with the next one: options with their values.
 
-    >>> option_values("-tp 2 --dtype=float16")
-    [('-tp', '2'), ('2', '--dtype'), ('--dtype', 'float16')]
+    Values may follow a space or `=`. Options may be typed with `_` for `-`, as vLLM allows.
+
+    >>> option_values("-tp 2 --kv_cache_dtype=fp8_e5m2")
+    [('-tp', '2'), ('2', '--kv-cache-dtype'), ('--kv-cache-dtype', 'fp8_e5m2')]
     """
-    return list(pairwise(shlex.split(arguments.replace("=", " "))))
+    words = shlex.split(arguments.replace("=", " "))
+    return list(pairwise(word.replace("_", "-") if word.startswith("--") else word for word in words))

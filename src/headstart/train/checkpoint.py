@@ -157,9 +157,9 @@ def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[s
         remedy = "Go on with the same settings, or begin anew in another folder of runs (--run-dir elsewhere/NAME)."
         if key == PROCESSES:
             batches, rest = divmod(batches_of_step(kept), wanted)
-            remedy = f"Start {was} processes, or begin anew in another folder of runs."
+            remedy = f"Use --processes {was}, or begin anew in another folder of runs."
             if batches and not rest:
-                remedy = f"Set {ACCUMULATION}={batches} for the same batches per step, or start {was} processes."
+                remedy = f"Set {ACCUMULATION}={batches} for the same batches per step, or use --processes {was}."
         raise UserError(f"The run in {run} was trained with {name} = {was!r}, and now it is {wanted!r}{more}.", remedy)
 
 
