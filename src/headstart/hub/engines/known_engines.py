@@ -217,6 +217,13 @@ _WITHOUT_HOOKS = frozenset(
         *("nemotron", "olmoe", "opt", "qwen2_moe", "stablelm"),
     }
 )
+
+
+def extracts_states(model_type: str) -> bool:
+    """Whether vLLM extracts hidden states of targets of this type."""
+    return model_type not in _WITHOUT_HOOKS
+
+
 _VLLM = EngineTraits(
     "vllm",
     {
