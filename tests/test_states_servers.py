@@ -218,7 +218,8 @@ def test_wrong_address_is_answered_with_the_command_that_starts_a_server(
         execute(run, stages_until("train"))
     words = shlex.split(refusal.value.remedy.partition(": ")[2])
     assert words[:3] == ["vllm", "serve", written[0].target.spec]
-    assert words[3:8] == ["--revision", "main", "--trust-remote-code", "--dtype", "float32"]
+    expected = ["--revision", "main", "--trust-remote-code", "--max-model-len", "auto", "--dtype", "float32"]
+    assert words[3:10] == expected
     layers = json.loads(words[words.index("--speculative-config") + 1])["draft_model_config"]["hf_config"]
     assert layers == {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
@@ -277,7 +278,7 @@ def test_options_for_two_kinds_of_engine_are_refused() -> None:
     given = {"server": "llama.cpp", "states_server": "vllm"}
     assert DataSection.model_validate(given).states_source == ("vllm",)
     with pytest.raises(UserError, match=r"data\.server_command='llama' would apply to both llama\.cpp and vllm"):
-        parse_recipe({"data": {**given, "server_command": "llama"}})
+        parse_recipe({"name": "two", "data": {**given, "server_command": "llama"}})
 
 
 def test_engine_without_extraction_is_refused(written: tuple[Recipe, Path]) -> None:

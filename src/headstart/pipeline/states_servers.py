@@ -30,6 +30,7 @@ from headstart.pipeline.generation_servers import LOGS, engines, target_options
 from headstart.pipeline.run import CONVERSATIONS, Run
 from headstart.servers import guard
 from headstart.servers.client import Endpoint, RetryableError
+from headstart.servers.engines import ENGINES
 from headstart.servers.fleet import ENGINE_GPUS, Fleet, gpu_groups
 from headstart.servers.names import option_values
 from headstart.servers.process import Server
@@ -97,7 +98,8 @@ def extraction_command(run: Run, model: FrozenModel, aux_layers: Sequence[int]) 
     """Return the command that starts a vLLM server for the run's hidden states."""
     section = run.recipe.target.model_copy(update={"dtype": "auto"})  # `files` names the dtype
     files = extraction_arguments(model, aux_layers, (run.folder / "vllm-states").resolve())
-    return shlex.join(["vllm", "serve", loadable_folder(section.spec), *target_options(section, "vllm"), *files])
+    options = [*target_options(section, "vllm"), *ENGINES["vllm"].generating, *files]
+    return shlex.join(["vllm", "serve", loadable_folder(section.spec), *options])
 
 
 @contextmanager
