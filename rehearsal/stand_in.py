@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model-name", "--alias", dest="name")
-    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--max-model-len", type=lambda value: None if value == "auto" else int(value))
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--speculative-config", type=json.loads, default={})
     parser.add_argument("--kv-transfer-config", type=json.loads, default={})

@@ -82,6 +82,8 @@ def test_report_of_an_engine_resumes(tiny_target_folder: Path, tmp_path: Path, m
     heads = parse_heads({"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]})
     measured = {"engine": "vllm", "engine_command": shlex.join([sys.executable, str(FAKE), "vllm", "none"])}
     recipe = tiny_recipe(tmp_path, tiny_target_folder, eval=measured).model_copy(update={"heads": heads})
+    section = recipe.target.model_copy(update={"dtype": "float32", "revision": "main", "trust_remote_code": True})
+    recipe = recipe.model_copy(update={"target": section})
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("headstart.pipeline.in_engine.measure_methods", once(in_engine.measure_methods, 0))
         patch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -92,6 +94,8 @@ def test_report_of_an_engine_resumes(tiny_target_folder: Path, tmp_path: Path, m
     execute(run, STAGES)
     assert "7/7 eval  measuring against the baselines (continuing)" in said(run) and "in vllm, measured" in said(run)
     assert (tmp_path / "run" / "report" / "report.html").is_file()
+    results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())
+    assert "--revision main --dtype float32 --trust-remote-code" in results["environment"]["command"]
 
 
 def test_error_of_ranks_is_shown_once(command: Command, forks: Forks, tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ import json
 import os
 import shlex
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,13 @@ import torch
 from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
+from headstart.data.states.served import ServedStates
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.pipeline import states_servers
+from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
@@ -161,15 +167,59 @@ def test_engine_that_keeps_dying_ends_the_training(
     assert not [pid for pid in lives(tmp_path) if Path(f"/proc/{pid}").exists()] and not list(memory.iterdir())
 
 
+def test_ranks_stop_when_the_engines_are_gone(tiny_target: Target, memory: Path) -> None:
+    """Also while a silent program at the engine's port accepts a request."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        check = partial(states_servers._refuse_ended, memory / "1", "Run it again.")
+        client = ServedStates([url], tiny_target, [1], 1, "Start it.", lambda _: False, check)
+        (memory / "1").mkdir()
+        threading.Timer(0.2, (memory / "1").rmdir).start()
+        with pytest.raises(UserError, match=r"engines that compute hidden states have ended.*Run it again"):
+            client.states([[1, 2, 3]], [1])
+    with pytest.raises(UserError, match=r"engines that compute hidden states have ended.*Run it again"):
+        states_servers._wait_for_restart(memory / "1", "Run it again.", url)
+
+
+def test_wait_for_an_engine_ends(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states_servers, "_RESTART_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 was not restarted within 0 minutes.*Run it again"):
+        states_servers._wait_for_restart(memory, "Run it again.", "http://127.0.0.1:9")
+
+
+def test_targets_that_vllm_extracts_nothing_from_are_refused(
+    written: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(changed(written[0], states_server="vllm"), tmp_path / "run")
+    monkeypatch.setattr(run.described.config, "model_type", "gemma2")
+    with pytest.raises(UserError, match=r"no hooks for models of type 'gemma2'.*data\.states_server=null"):
+        execute(run, stages_until("train"))
+    assert not (run.folder / "data" / "conversations").exists()
+
+
+def test_engines_start_without_the_target_in_memory(
+    written: tuple[Recipe, Path], runs: Path, tmp_path: Path, server: StatesServer
+) -> None:
+    command = engine_command(tmp_path, server)
+    run = run_of(changed(written[0], states="stored", states_server="vllm", server_command=command), runs / "run")
+    assert run.target is run.described
+    execute(run, stages_until("states"))
+    assert len(lives(tmp_path)) == 1 and "target" not in vars(run)
+
+
 def test_wrong_address_is_answered_with_the_command_that_starts_a_server(
     written: tuple[Recipe, Path], runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "TRIES", 1)
-    run = run_of(changed(written[0], states_server="http://127.0.0.1:9"), runs / "run")
+    values = changed(written[0], states_server="http://127.0.0.1:9").model_dump(mode="json")
+    more = {"revision": "main", "trust_remote_code": True, "dtype": "float32"}
+    run = run_of(parse_recipe({**values, "target": {**values["target"], **more}}), runs / "run")
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9 did not answer") as refusal:
         execute(run, stages_until("train"))
     words = shlex.split(refusal.value.remedy.partition(": ")[2])
-    assert words[:3] == ["vllm", "serve", written[0].target.spec] and words[words.index("--dtype") + 1] == "float32"
+    assert words[:3] == ["vllm", "serve", written[0].target.spec]
+    expected = ["--revision", "main", "--trust-remote-code", "--max-model-len", "auto", "--dtype", "float32"]
+    assert words[3:10] == expected
     layers = json.loads(words[words.index("--speculative-config") + 1])["draft_model_config"]["hf_config"]
     assert layers == {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
@@ -195,6 +245,20 @@ def test_files_go_to_memory_if_they_fit(
     assert [path.name for path in run.folder.glob(f"{states_servers._FILES}*")] == [f"{states_servers._FILES}left-new"]
 
 
+def test_files_have_room_for_the_longest_conversations(
+    written: tuple[Recipe, Path], tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(states_servers, "need_disk", lambda place, needed, *_: asked.append(needed))
+    run, later = run_of(written[0], written[1] / "run"), run_of(written[0], tmp_path / "later")
+    for each in (run, later):
+        with states_servers._private_folder(each, (1,), run.described):
+            pass
+    token = 64 * run.described.hidden_size * 4
+    texts = [text for split in ("train", "validation") for text in conversations(run, split)]
+    assert asked == [max(len(text.tokens) for text in texts) * token, run.described.max_length * token]
+
+
 @pytest.mark.parametrize(
     ("data", "source"),
     [
@@ -208,6 +272,13 @@ def test_files_go_to_memory_if_they_fit(
 )
 def test_source_of_states(data: dict[str, Any], source: tuple[str, ...] | None) -> None:
     assert DataSection.model_validate(data).states_source == source
+
+
+def test_options_for_two_kinds_of_engine_are_refused() -> None:
+    given = {"server": "llama.cpp", "states_server": "vllm"}
+    assert DataSection.model_validate(given).states_source == ("vllm",)
+    with pytest.raises(UserError, match=r"data\.server_command='llama' would apply to both llama\.cpp and vllm"):
+        parse_recipe({"name": "two", "data": {**given, "server_command": "llama"}})
 
 
 def test_engine_without_extraction_is_refused(written: tuple[Recipe, Path]) -> None:

@@ -16,7 +16,7 @@ from headstart.model.model import Target
 from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.inventory import delete, run_states, show_runs, unreferenced
 from headstart.pipeline.plan import make_plan
-from headstart.pipeline.run import execute
+from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.recipes.values import recipe_text
@@ -118,6 +118,19 @@ def test_unsupported_formats_are_refused(data: tuple[Recipe, Path], tmp_path: Pa
     assert not (run.folder / "data" / "conversations").exists()
     with pytest.raises(UserError):
         make_plan(run)
+
+
+def test_heads_that_the_engine_of_the_report_cannot_serve_are_refused(
+    data: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any conversation, and without loading a target that servers run."""
+    values = data[0].model_dump(mode="json")
+    changes = {"heads": HEADS["hydra"], "eval": {"engine": "vllm"}, "data": {**values["data"], "server": "vllm"}}
+    run = quiet(tmp_path / "run", parse_recipe({**values, **changes}))
+    monkeypatch.setattr(Run, "target", property(lambda run: pytest.fail("the target was loaded")))
+    with pytest.raises(UserError, match=r"Or leave vllm out of export\.formats and eval\.engine"):
+        execute(run, stages_until("train"))
+    assert not (run.folder / "data" / "conversations").exists()
 
 
 def test_heads_that_fit_the_formats_are_accepted(data: tuple[Recipe, Path], tiny_target: Target) -> None:

@@ -215,6 +215,15 @@ def test_servers_get_their_own_gpus(
         assert "CUDA_VISIBLE_DEVICES=7" in around
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_context_fits_into_memory_unless_it_is_given(many: bool, tmp_path: Path) -> None:
+    for given, value in (("", "auto"), ("--max-model-len 99", "99")):
+        words = Server(ENGINES["vllm"], "target", (), tmp_path / "log", options=given, many=many).words
+        last = len(words) - 1 - words[::-1].index("--max-model-len")  # vLLM takes the last one
+        assert words[last + 1] == value
+    assert "--max-model-len" not in Server(ENGINES["llama.cpp"], "t.gguf", (), tmp_path / "log", many=many).words
+
+
 def test_prompts_are_sent_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, all_are_there = Server(ENGINES["vllm"], "target", (), tmp_path / "log"), threading.Barrier(4)
 

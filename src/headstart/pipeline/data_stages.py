@@ -27,6 +27,7 @@ from headstart.hub.engines.facts import facts_of_target
 from headstart.model.frozen import FrozenModel
 from headstart.model.loading import gguf_file
 from headstart.model.model import Target
+from headstart.model.outline import Outline
 from headstart.model.teacher import load_teacher, save_teacher, teacher_folder, teacher_problem
 from headstart.pipeline.generation_servers import generation_servers
 from headstart.pipeline.run import (
@@ -41,7 +42,7 @@ from headstart.pipeline.run import (
     content,
     flat,
 )
-from headstart.pipeline.states_servers import served_states
+from headstart.pipeline.states_servers import refuse_without_hooks, served_states
 from headstart.pipeline.workload import counted_lengths
 from headstart.replay.patch import FINAL
 from headstart.servers.engines import ENGINES
@@ -98,7 +99,7 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
     config = make_config(run.recipe.heads, target)
     heads = family(config.family)(config)
     if heads.publishing_reads_target:
-        heads.bind(target)
+        heads.bind(run.frozen() if isinstance(target, Outline) else target)
     facts, remarks = facts_of_target(target), list[str]()
     for name in formats:
         try:
@@ -114,7 +115,9 @@ def _target(run: Run) -> Outcome:
     target = run.described
     check_prompts(target.tokenizer, run.recipe.data.self_share > 0)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
-    for remark in check_formats(run, run.frozen()) if run.recipe.export.formats else ():
+    if run.recipe.data.states_source == ("vllm",):
+        refuse_without_hooks(target)
+    for remark in check_formats(run, target):
         tell(run.console, remark)
     if run.recipe.data.minutes is None and not run.recipe.data.online:
         _need_room_for_states(run)
@@ -283,6 +286,8 @@ def _state_settings(run: Run) -> dict[str, Any]:
 
 
 def _states(run: Run) -> Outcome:
+    if run.recipe.data.states_source == ("vllm",):
+        run.release()  # a target that wrote the conversations: engines need the GPU's memory
     if run.recipe.data.online:
         (run.folder / STATES).mkdir(parents=True, exist_ok=True)
         forget(run.folder, "states")

@@ -10,6 +10,7 @@ from headstart.data.generation.servers import Servers
 from headstart.errors import UserError
 from headstart.model.loading import gguf_file, loadable_folder
 from headstart.pipeline.run import Run
+from headstart.recipes.sections import TargetSection
 from headstart.servers.engines import ENGINES
 from headstart.servers.fleet import Fleet, gpu_groups
 from headstart.servers.process import Server
@@ -61,16 +62,11 @@ def engines(
     target = engine.target_argument(loadable_folder(spec), gguf_file(spec) if engine.needs_gguf else None)
     if not target:
         raise UserError(f"{name} needs a GGUF file, and {spec} is none.", "Set data.server=vllm or null.")
-    options = list[str]()
-    if not engine.needs_gguf:
-        options += ["--revision", section.revision] if section.revision else []
-        options += ["--dtype", section.dtype] if section.dtype != "auto" else []
-        options += ["--trust-remote-code"] if section.trust_remote_code else []
     return [
         Server(
             engine,
             target,
-            options,
+            target_options(section, name),
             run.folder / LOGS / f"{log or name}-{number}.log",
             command=data.server_command,
             options=f"{data.server_arguments} {shlex.join(more(number))}",
@@ -80,3 +76,12 @@ def engines(
         )
         for number, gpus in enumerate([""] if engine.needs_gguf else gpu_groups(data.server_arguments))
     ]
+
+
+def target_options(section: TargetSection, name: str) -> list[str]:
+    """Return the options of an engine for the target's revision, dtype and code; a GGUF file needs none."""
+    if ENGINES[name].needs_gguf:
+        return []
+    revision = ["--revision", section.revision] if section.revision else []
+    dtype = ["--dtype", section.dtype] if section.dtype != "auto" else []
+    return [*revision, *dtype, *["--trust-remote-code"] * section.trust_remote_code]

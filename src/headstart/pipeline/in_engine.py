@@ -81,7 +81,9 @@ def _engine_named(name: str) -> ServingEngine:
 
 
 @contextmanager
-def exported_heads(folder: Path, target: str | None, options: ServingOptions, requests: int = 1) -> Iterator[_Servable]:
+def exported_heads(
+    folder: Path, target: str | None, options: ServingOptions, requests: int = 1, trust_remote_code: bool = False
+) -> Iterator[_Servable]:
     """Export heads for the engine of the options into a temporary folder; logs are kept if an error refers to them.
 
     Servers answer at most `requests` at a time.
@@ -92,7 +94,7 @@ def exported_heads(folder: Path, target: str | None, options: ServingOptions, re
     groups = gpu_groups(options.engine_arguments)
     gpus = (groups[0], groups[1]) if len(groups) > 1 else ("", "")  # both see all
     with _work_folder() as place:
-        exported = export_for(folder, place / "heads", engine.format, target)
+        exported = export_for(folder, place / "heads", engine.format, target, None, trust_remote_code)
         served = options.engine_target or engine.target_argument(exported.facts.folder, exported.facts.gguf)
         if not served:
             raise UserError(
@@ -205,6 +207,7 @@ def evaluate_in_engine(
     serving: ServingOptions,
     target: str | None,
     console: Console,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Measure heads in a serving engine on questions, against the engine without them, through its API.
 
@@ -222,7 +225,7 @@ def evaluate_in_engine(
     requests = max((1, *options.sweep_batch))
     with (
         console.status("exporting") as status,
-        exported_heads(heads_folder(heads), target, serving, requests) as servable,
+        exported_heads(heads_folder(heads), target, serving, requests, trust_remote_code) as servable,
     ):
         engine, exported = servable.engine, servable.exported
         facts, published = exported.facts, exported.published

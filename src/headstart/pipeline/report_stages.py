@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from headstart.hub.format import export_heads, refuse_other_files
 from headstart.model.teacher import TeacherModel
 from headstart.pipeline.actions import add_engines_to_report, keeping_engine_tunings, report
 from headstart.pipeline.data_stages import conversation_files, conversations
+from headstart.pipeline.generation_servers import target_options
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.in_engine import evaluate_in_engine
 from headstart.pipeline.run import (
@@ -191,8 +193,11 @@ def _measure(run: Run, heads: Path, questions: Sequence[Question], out: Path) ->
     command, arguments = section.engine_command, section.engine_arguments
     if section.engine == data.engine:
         command, arguments = command or data.server_command, arguments or data.server_arguments
+    target = run.recipe.target
+    arguments = f"{shlex.join(target_options(target, section.engine))} {arguments}".strip()
     serving = ServingOptions(section.engine, command, engine_arguments=arguments)
-    results = evaluate_in_engine(heads, questions, options, serving, None, run.console)
+    trusted = target.trust_remote_code
+    results = evaluate_in_engine(heads, questions, options, serving, None, run.console, trust_remote_code=trusted)
     results["settings"]["heads"] |= facts
     write_report(results, out)
 

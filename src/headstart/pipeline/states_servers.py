@@ -20,14 +20,17 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.markup import escape
 
+from headstart.data.conversations.records import each_conversation
 from headstart.data.states.served import REQUESTS, ServedStates, extraction_arguments
 from headstart.errors import UserError
+from headstart.hub.engines.known_engines import extracts_states
 from headstart.model.frozen import FrozenModel
 from headstart.model.loading import loadable_folder
-from headstart.pipeline.generation_servers import LOGS, engines
-from headstart.pipeline.run import Run
+from headstart.pipeline.generation_servers import LOGS, engines, target_options
+from headstart.pipeline.run import CONVERSATIONS, Run
 from headstart.servers import guard
 from headstart.servers.client import Endpoint, RetryableError
+from headstart.servers.engines import ENGINES
 from headstart.servers.fleet import ENGINE_GPUS, Fleet, gpu_groups
 from headstart.servers.names import option_values
 from headstart.servers.process import Server
@@ -61,7 +64,7 @@ def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> It
     """
     data = run.recipe.data
     assert data.states_source is not None, "there is a server"
-    urls, recover = list(data.states_source), None
+    urls, recover, check = list(data.states_source), None, None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     command = extraction_command(run, model, aux_layers)
     remedy = f"Run the same command again to resume, once such a server runs: {command}"
@@ -75,21 +78,34 @@ def served_states(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> It
             everywhere = gather_object([(here, began)]) if ranks > 1 else [(here, began)]
             urls, folder = next(found for name, found in everywhere if name == here and found is not None)
             ranks = sum(name == here for name, _ in everywhere)
-            recover = partial(_wait_for_restart, folder)
             remedy = f"Its log is in {run.folder / LOGS}. Run the same command again to resume."
+            recover, check = partial(_wait_for_restart, folder, remedy), partial(_refuse_ended, folder, remedy)
         requests = data.server_requests or REQUESTS * len(urls)
-        yield ServedStates(urls, model, aux_layers, max(1, requests // ranks), remedy, recover)
+        yield ServedStates(urls, model, aux_layers, max(1, requests // ranks), remedy, recover, check)
+
+
+def refuse_without_hooks(model: FrozenModel) -> None:
+    """Raise a UserError if vLLM cannot extract hidden states of this target."""
+    if not extracts_states(model.config.model_type):
+        raise UserError(
+            f"data.states_server=vllm cannot extract hidden states of {model.name}: vLLM 0.32 has no hooks for models "
+            f"of type {model.config.model_type!r}.",
+            "Set data.states_server=null.",
+        )
 
 
 def extraction_command(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> str:
     """Return the command that starts a vLLM server for the run's hidden states."""
+    section = run.recipe.target.model_copy(update={"dtype": "auto"})  # `files` names the dtype
     files = extraction_arguments(model, aux_layers, (run.folder / "vllm-states").resolve())
-    return shlex.join(["vllm", "serve", loadable_folder(run.recipe.target.spec), *files])
+    options = [*target_options(section, "vllm"), *ENGINES["vllm"].generating, *files]
+    return shlex.join(["vllm", "serve", loadable_folder(section.spec), *options])
 
 
 @contextmanager
 def _engines(run: Run, model: FrozenModel, aux_layers: Sequence[int]) -> Iterator[tuple[list[str], Path]]:
     """Run engines that write hidden states to a private folder; yield their addresses and the folder."""
+    refuse_without_hooks(model)
     with _private_folder(run, aux_layers, model) as folder, ExitStack() as stack:
         connector, environment = None, dict[str, str]()
         if not torch.cuda.is_available():  # vLLM's own connector copies through CUDA streams
@@ -125,19 +141,26 @@ def _watch(fleet: Fleet, servers: Sequence[Server], folder: Path, stop: threadin
                     return
 
 
-def _wait_for_restart(folder: Path, url: str) -> bool:
-    """Wait until an engine is healthy; return whether it was not at first, or False after a timeout."""
+def _refuse_ended(folder: Path, remedy: str) -> None:
+    """Raise a UserError if an engine cannot be restarted, or if all have ended."""
+    if (folder / _FAULT).is_file():
+        raise UserError(*read_json(folder / _FAULT))
+    if not folder.is_dir():
+        raise UserError("The engines that compute hidden states have ended.", remedy)
+
+
+def _wait_for_restart(folder: Path, remedy: str, url: str) -> bool:
+    """Wait until an engine is healthy; return whether it was not at first. Raises a UserError after a timeout."""
     with closing(Endpoint(url)) as endpoint:
         until, has_died = time.monotonic() + _RESTART_SECONDS, False
         while time.monotonic() < until:
-            if (folder / _FAULT).is_file():
-                raise UserError(*read_json(folder / _FAULT))
+            _refuse_ended(folder, remedy)
             with suppress(RetryableError):
                 if endpoint.send("/health", seconds=_HEALTH_SECONDS).is_success:
                     return has_died
             has_died = True
             time.sleep(_WATCH_SECONDS)
-        return False
+        raise UserError(f"The engine at {url} was not restarted within {_RESTART_SECONDS / 60:.0f} minutes.", remedy)
 
 
 def _share_of_memory(run: Run) -> list[str]:
@@ -152,7 +175,9 @@ def _share_of_memory(run: Run) -> list[str]:
 def _private_folder(run: Run, aux_layers: Sequence[int], model: FrozenModel) -> Iterator[Path]:
     """Yield a locked folder for the engines' files: in /dev/shm if it has twice the room, else in the run's folder."""
     data = run.recipe.data
-    longest = min(model.max_length, data.max_prompt_tokens + data.max_new_tokens)
+    files = (run.folder / CONVERSATIONS / f"{split}.jsonl" for split in ("train", "validation"))
+    texts = (text for file in files if file.is_file() for text in each_conversation(file))
+    longest = max((len(text.tokens) for text in texts), default=model.max_length)
     count = data.server_requests or REQUESTS * len(gpu_groups(data.server_arguments))
     needed = count * longest * len(aux_layers) * model.hidden_size * model.dtype.itemsize
     place = _MEMORY if _MEMORY.is_dir() and free_disk(_MEMORY) > 2 * needed else run.folder

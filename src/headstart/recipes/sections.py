@@ -204,6 +204,11 @@ class DataSection(Section):
         given = next((name for name in ("server_command", "server_arguments") if getattr(self, name)), None)
         if given and self.engine is None and self.states_source != ("vllm",):
             raise UserError(f"data.{given} is for an engine that the run starts.", f"Set data.server: {ENGINES}.")
+        if given and self.engine == "llama.cpp" and self.states_source == ("vllm",):
+            raise UserError(
+                f"data.{given}={getattr(self, given)!r} would apply to both llama.cpp and vllm.",
+                "Leave it out, or set data.server or data.states_server to null or to an address.",
+            )
         for name in ("server_command", "server_arguments"):
             split_words(getattr(self, name), f"data.{name}")
         return self

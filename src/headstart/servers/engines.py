@@ -16,8 +16,8 @@ class ServingEngine:
         name: name on the command line, and in the table of engines of `headstart.hub.engines`.
         format: format of `headstart.hub.engines` that it loads.
         command: start command, followed by `target_option`, the target and further options.
-        measuring: options for benchmarks: counters on, prefix caching off.
-        generating: options for many concurrent requests.
+        measuring: options for benchmarks: counters on, prefix caching off, a context that fits into memory.
+        generating: options for many concurrent requests, with such a context.
         identity: option that sets the model's name in the API.
         version_path: path and JSON key of the running engine's version.
         needs_gguf: whether it loads only GGUF targets.
@@ -43,13 +43,14 @@ class ServingEngine:
         return str(gguf or "") if self.needs_gguf else folder
 
 
+_FITTED = ("--max-model-len", "auto")  # vLLM exits if one request of the whole context does not fit into memory
 _VLLM = ServingEngine(
     name="vllm",
     format="vllm",
     command="vllm serve",
     dialect=OpenAI(),
-    measuring=("--no-enable-prefix-caching",),  # a hit would be timed as a full prefill
-    generating=(),
+    measuring=("--no-enable-prefix-caching", *_FITTED),  # a hit would be timed as a full prefill
+    generating=_FITTED,
     identity="--served-model-name",
     version_path=("/version", "version"),
     drafts_by_load=True,

@@ -78,6 +78,7 @@ class ServedStates:
         requests: concurrent requests over all servers.
         remedy: of errors about a missing or wrong server.
         recover: waits for the restart of an engine (see `Pool`); None for the user's own servers.
+        check: polled while requests run, to abort them by raising; None for none.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class ServedStates:
         requests: int,
         remedy: str,
         recover: Callable[[str], bool] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
+        self._check = check or (lambda: None)
         self._model, self._layers, self._remedy = model, engine_layers(aux_layers, model), remedy
         norm = final_norm(model)
         # A teacher's norm runs on the CPU: on a GPU it would queue behind the training step.
@@ -102,7 +105,7 @@ class ServedStates:
         Raises:
             UserError: no server answers, or one returns states of another model or layer.
         """
-        ask = self._pool.run(len(rows), lambda number, endpoint: self._ask(endpoint, rows[number], layers))
+        ask = self._pool.run(len(rows), lambda number, endpoint: self._ask(endpoint, rows[number], layers), self._check)
         with closing(ask) as answers:
             found = dict(answers)
         refused = "the server refuses its tokens (a longer context may help: --max-model-len)"
