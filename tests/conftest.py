@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import site
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tests.hub.client import Client
     from tests.hub.fake_hub import FakeHub
     from tests.standin import StandIn
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for `rehearsal`; last: its links are called train, data ...
 
 FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),

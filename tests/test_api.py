@@ -445,7 +445,10 @@ def test_a_stream_is_closed_from_another_thread_at_any_time(decoder: Decoder) ->
                 closer.join(60)
                 assert not closer.is_alive()
             stream.close()
-            assert not errors and stream.answer is None and list(stream) == []
+            assert not errors and list(stream) == []
+            assert stream.answer is None or len(stream.answer.tokens) == 900, (
+                "a busy machine may close it after its end"
+            )
             assert "headstart-stream" not in [other.name for other in threading.enumerate()]
     unread = decoder.stream("Hello")
     unread.close()

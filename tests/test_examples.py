@@ -15,11 +15,8 @@ import pytest
 from headstart.data.prompts.shapes import parse_prompt
 from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe
-from tests.hub.helpers import export
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
-
 from rehearsal.engine_http import StandIn
+from tests.hub.helpers import export
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "decode.ipynb").read_text(encoding="utf-8"))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import doctest
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
 
 from rehearsal import pages, table
 from rehearsal.pages import Command, commands_in, printed

@@ -320,7 +320,7 @@ def test_ctrl_c_keeps_the_step(together: Ranks, forks: Forks, workplace: Workpla
     assert_codes(ended, 130, 130)
     assert_one_voice(ended, "Stopped after step 4")
     assert [path.name for path in (run / "train" / "checkpoints").iterdir()] == ["step-00000004"]
-    words = [file, "--run-dir", run, "train.gradient_accumulation_steps=2"]
+    words = [file, "--run-dir", run, "train.gradient_accumulation_steps=2", "--processes", "1"]
     alone = forks.run("-m", "headstart.train", *words, env=clean_environment())
     assert alone.returncode == 0, alone.stderr
     assert "Continuing from a training on another number of processes of these heads" in alone.stdout
