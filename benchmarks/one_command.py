@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if any(rows[0][key] != rows[1][key] for key in ("conversations", "steps", "files")):
         raise Failed(f"The killed run ends with other results: {rows}")
     rows.append(row("stored", "once/stored", "data.states=stored", "data.states_server=null"))
-    what = f"`headstart run {options.recipe}` from nothing to a report by {options.engine}, alone and killed."
+    what = f"One command ({options.recipe}) from nothing to a report by {options.engine}, alone and killed."
     record(options.out / "one_command.json", what, rows, here(), __file__, arguments, details={"killed": events})
     print(figures(rows))
 

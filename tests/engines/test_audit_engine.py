@@ -270,7 +270,7 @@ def test_longer_chain_than_trained_is_found(target: Target, heads: Path, exporte
     stand_in.drafts = 4  # as it counts
     with running(stand_in) as url:
         (problem,) = audit(heads, url, tmp_path, "--engine-requests", 1)["problems"]
-    assert "drafts 4 tokens, and the heads 3" in problem
+    assert "drafts 4 tokens; these heads draft at most 3" in problem
 
 
 def test_schedule_of_drafts_is_not_compared(target: Target, heads: Path, exported: Path, tmp_path: Path) -> None:
