@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
 import subprocess
 import sys
 import traceback
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -36,24 +34,19 @@ from unittest import mock
 
 import psutil
 import torch
+from gpu_bench import Bench, Row, refuse, untrained
 from record import in_turn, record, rows_of
-from tables import written
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headstart.api import load
-from headstart.data.prompts.chat import has_template, prompt_tokens
 from headstart.data.states.store import Sample
 from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decoder import Decoder
 from headstart.errors import UserError
-from headstart.eval.audit import PROMPTS, run_audit
+from headstart.eval.audit import run_audit
 from headstart.eval.environment import environment, machine
 from headstart.eval.options import AuditOptions
-from headstart.heads.base import DraftHead, HeadBatch, family, make_config
-from headstart.model.loading import load_target
+from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.replay.patch import FINAL
@@ -64,14 +57,10 @@ from headstart.train.batches import count_predictions, read_batch
 from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
-from headstart.tree.tree import Tree, TreeBatch, TreeShape
+from headstart.tree.tree import Tree, TreeBatch
 
 OUT = Path(__file__).parent / "results" / "on_gpu.json"
 WHAT = "Checks and measurements on a GPU, by section."
-TREE = TreeShape.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-"""Tree of untrained heads."""
-SPREAD = 5.0
-"""Standard deviation of the small model's logits: large enough for likely texts and rare ties."""
 ROOM = 0.75
 """Fraction of a batch's memory that is too little for the batch, and enough for half of it."""
 COUNTED = 16
@@ -81,146 +70,6 @@ LIMIT, QUICKSTART_MINUTES = 240, 2.5
 """Seconds of a section, and minutes of a quickstart's work without loading and report."""
 PARTS = ("draft", "forward", "host")
 """Parts of a round."""
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the models and of the work.
-
-    Attributes:
-        target: shape of the random target.
-        small: shape of the float32 model.
-        batches: rows.
-        widths: nodes of a tree.
-        context: tokens of a prompt.
-        new_tokens: tokens of an answer.
-        repeats: of each timing.
-        samples: of each sampling test.
-        texts: number of texts in a training step, and tokens of each.
-    """
-
-    target: Mapping[str, int]
-    small: Mapping[str, int]
-    batches: Sequence[int]
-    widths: Sequence[int]
-    context: int
-    new_tokens: int
-    repeats: int
-    samples: int
-    texts: tuple[int, int]
-
-
-def shape(vocab: int, hidden: int, mlp: int, layers: int, heads: int) -> dict[str, int]:
-    """Return the sizes of a Llama by their names in transformers, with four query heads per key head."""
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 4,
-    }
-
-
-FULL = Sizes(
-    target=shape(128256, 4096, 14336, 32, 32),
-    small=shape(512, 512, 1024, 8, 8),
-    batches=(1, 4, 16),
-    widths=(1, 8, 16, 64),
-    context=512,
-    new_tokens=128,
-    repeats=20,
-    samples=2000,
-    texts=(16, 1024),
-)
-QUICK = Sizes(
-    target=shape(128, 64, 96, 8, 4),
-    small=shape(512, 64, 96, 8, 4),
-    batches=(1, 4),
-    widths=(1, 8),
-    context=24,
-    new_tokens=8,
-    repeats=2,
-    samples=50,
-    texts=(2, 32),
-)
-
-
-class Bench:
-    """State of the run; models are created at first use."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.started = options, perf_counter()
-        self.device = torch.device(options.device)
-        self.sizes = QUICK if options.quick else FULL
-        self.rows: list[Row] = []
-        self.section = ""
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def say(self, text: str) -> None:
-        print(f"[{perf_counter() - self.started:6.1f} s] {self.section}: {text}", flush=True)
-
-    def note(self, name: str, **figures: Any) -> None:
-        """Add a row to the results."""
-        self.rows.append({"name": f"{self.section}, {name}", **figures})
-        self.say(", ".join([name, *(f"{key} {written(value, key)}" for key, value in figures.items())]))
-
-    def check_forwards(self, target: Target) -> None:
-        """Fail the section unless tree forwards run as CUDA graphs, or replayed on a CPU."""
-        expected = "CUDA graphs" if self.cuda else "replayed"
-        refuse([f"Forwards run {target.forwards}."] if target.forwards != expected else [])
-
-    @cached_property
-    def decoder(self) -> Decoder:
-        """The target with its heads."""
-        options = self.options
-        if options.heads:
-            return load(options.heads, options.target, dtype="bfloat16", device=str(self.device))
-        if options.target:
-            target = load_target(options.target, "bfloat16", str(self.device))
-        else:
-            target = Target(random_model(self.sizes.target, torch.bfloat16, self.device))
-        return Decoder(target, untrained(target).to(target.dtype).eval().requires_grad_(False), TREE)
-
-    @cached_property
-    def small(self) -> Decoder:
-        """A small random model in float32, with untrained heads."""
-        model = random_model(self.sizes.small, torch.float32, self.device)
-        with torch.no_grad():
-            model.lm_head.weight.mul_(SPREAD / (model.lm_head.weight.std() * model.config.hidden_size**0.5))
-        target = Target(model)
-        return Decoder(target, untrained(target).eval().requires_grad_(False), TREE)
-
-    def prompts(self, target: Target, rows: int) -> list[list[int]]:
-        """Return questions if the target has a chat template, else random tokens; lengths differ."""
-        if target.tokenizer is not None and has_template(target.tokenizer):
-            asked = [prompt_tokens([{"role": "user", "content": text}], target.tokenizer) for text in PROMPTS]
-            return [asked[row % len(asked)] for row in range(rows)]
-        draw, length = random.Random(0), self.sizes.context
-        return [[draw.randrange(target.vocab_size) for _ in range(length - row % 5)] for row in range(rows)]
-
-
-def random_model(sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Create a random Llama on the device."""
-    config = LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def untrained(target: Target) -> DraftHead:
-    """Return untrained EAGLE-3 heads in float32, without the solved start."""
-    settings = {"family": "eagle3", "draft_steps": 7, "draft_vocab_size": min(32000, target.vocab_size)}
-    config = make_config(settings, target)
-    torch.manual_seed(0)
-    heads = family(config.family)(config)
-    heads.warm_start(target)
-    return heads.to(target.device)
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------
@@ -280,8 +129,7 @@ def decoding(bench: Bench) -> None:
             plain_step_ms=sum(mean_ms["plain"].values()),
             round_ms=mean_ms["heads"],
             reserved_gigabytes=needed_bytes(loops["heads"], prompts, asked) / GIGABYTE,
-            # The lambda is called at once, before the loop goes on.
-            peak_gigabytes=peak_bytes(bench, lambda: generate(loops["heads"], prompts, asked)) / GIGABYTE,  # noqa: B023
+            peak_gigabytes=peak_bytes(bench, partial(generate, loops["heads"], prompts, asked)) / GIGABYTE,
         )
 
 
@@ -305,11 +153,8 @@ def training(bench: Bench) -> None:
         losses, spent = list[float](), list[float]()
         start = clock(target)
         train_steps(bench, heads[way], trained, section, 1, losses, spent)  # compiles
-        # The lambda is called at once, before the loop goes on.
-        peak = peak_bytes(
-            bench,
-            lambda: train_steps(bench, heads[way], trained, section, bench.sizes.repeats, losses, spent),  # noqa: B023
-        )
+        steps = partial(train_steps, bench, heads[way], trained, section, bench.sizes.repeats, losses, spent)
+        peak = peak_bytes(bench, steps)
         step = median(spent[1:])
         bench.note(
             f"{way}{', compiled' * compiled}, {rows} texts of at most {longest} tokens",
@@ -425,12 +270,6 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 
 # -- helpers of the sections ------------------------------------------------------------------------------------------
-
-
-def refuse(problems: Sequence[str]) -> None:
-    """Fail the section on any problem."""
-    if problems:
-        raise RuntimeError(" ".join(problems))
 
 
 def clock(target: Target) -> float:

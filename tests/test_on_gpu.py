@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,10 +63,11 @@ def test_a_section_that_fails_loses_no_other(
 
 def test_forwards_on_the_device(on_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA graphs, too, on the stand-in."""
-    made, host = on_gpu.random_model, torch.device("cpu")
-    monkeypatch.setattr(on_gpu, "random_model", lambda sizes, dtype, _: made(sizes, dtype, host).to(CUDA))
+    bench_of = sys.modules[on_gpu.Bench.__module__]
+    made, host = bench_of.random_model, torch.device("cpu")
+    monkeypatch.setattr(bench_of, "random_model", lambda sizes, dtype, _: made(sizes, dtype, host).to(CUDA))
     few = {"batches": (1,), "widths": (2,), "context": 8, "repeats": 1}
-    monkeypatch.setattr(on_gpu, "QUICK", dataclasses.replace(on_gpu.QUICK, **few))
+    monkeypatch.setattr(bench_of, "QUICK", dataclasses.replace(bench_of.QUICK, **few))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     bench = on_gpu.Bench(argparse.Namespace(device="cuda", quick=True, heads=None, target=None, out=None))
     with StandIn():

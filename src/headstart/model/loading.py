@@ -32,6 +32,8 @@ from headstart.support.lock import one_at_a_time
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """float16 is for decoding: more precise than bfloat16, but limited to 65504 (see `_check_range`)."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+"""Suffixes of files with weights."""
 SPREAD = "all"
 """Device name that spreads the layers over all GPUs."""
 

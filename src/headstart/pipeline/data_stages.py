@@ -25,7 +25,7 @@ from headstart.heads.base import family, make_config
 from headstart.hub.engines.export import check_heads
 from headstart.hub.engines.facts import facts_of_target
 from headstart.model.frozen import FrozenModel
-from headstart.model.loading import gguf_file
+from headstart.model.loading import WEIGHT_SUFFIXES, gguf_file
 from headstart.model.model import Target
 from headstart.model.outline import Outline
 from headstart.model.teacher import load_teacher, save_teacher, teacher_folder, teacher_problem
@@ -53,7 +53,6 @@ from headstart.support.terminal import progress_bar, tell
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Tokenizer files that the target stage keeps."""
-_WEIGHTS = (".safetensors", ".bin", ".gguf")
 _SPLITS = ("train", "validation")
 _STATES_VERSION = 1
 """Raise it when the same settings produce other states; conversations have a version of their own."""
@@ -81,7 +80,7 @@ def _target_settings(run: Run) -> dict[str, Any]:
     paths = [Path(spec).expanduser() for spec in (target.spec, target.adapter) if spec]
     folders = [sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path] for path in paths]
     # A folder with a config and no weights is not the target that the run began with.
-    files = [file for held in folders if any(file.suffix in _WEIGHTS for file in held) for file in held]
+    files = [file for held in folders if any(file.suffix in WEIGHT_SUFFIXES for file in held) for file in held]
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
     return {**flat("target", target), "the target's files": stamps}
 

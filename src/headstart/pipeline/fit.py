@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,7 +147,10 @@ def _is_described(recipe: Recipe) -> bool:
 
 def _outline(recipe: Recipe) -> Outline:
     section = recipe.target
-    return outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
+    return _outline_of(section.spec, section.dtype, section.revision, section.trust_remote_code)
+
+
+_outline_of = cache(outline)  # on the Hub each call sends requests
 
 
 def heads_of(recipe: Recipe, target: Outline) -> DraftHead:
@@ -230,8 +233,7 @@ def _starts_vllm(recipe: Recipe) -> bool:
 
 def training_bytes(recipe: Recipe, target: Outline) -> int:
     """Estimate the memory of a training process, which holds the target only if it computes hidden states."""
-    elsewhere = recipe.data.online and recipe.data.states_source is not None
-    return _workload(_with(recipe, {"data.states": "stored"}) if elsewhere else recipe, target).memory()["train"]
+    return _workload(recipe, target).memory()["train"]
 
 
 def writing_bytes(recipe: Recipe, target: Outline, rows: int) -> int:
@@ -251,8 +253,18 @@ def _workload(recipe: Recipe, target: Outline) -> Workload:
     drafted = heads.draft_steps * min(1.0, (section.anchors or math.inf) / lengths.tokens)
     saved = int(section.batch_tokens * drafted * position * target.dtype.itemsize)
     weights = target.parameters * target.dtype.itemsize
-    work = Workload(recipe, target, heads, layers, lengths, Speeds(batch_bytes=saved), bytes_with_target=weights)
-    return replace(work, conversations=1.0, train_tokens=1, validation_tokens=1)
+    return Workload(
+        recipe,
+        target,
+        heads,
+        layers,
+        lengths,
+        Speeds(batch_bytes=saved),
+        bytes_with_target=weights,
+        conversations=1.0,
+        train_tokens=1,
+        validation_tokens=1,
+    )
 
 
 def _value(recipe: Recipe, key: str) -> Any:

@@ -33,7 +33,7 @@ from headstart.hub.engines.importing import GUESSED
 from headstart.hub.engines.known_engines import drafts_to_try
 from headstart.hub.format import CALIBRATION, refuse_other_files
 from headstart.hub.target_facts import TargetFacts, kind_of
-from headstart.model.loading import load_target
+from headstart.model.loading import WEIGHT_SUFFIXES, load_target
 from headstart.model.model import Target
 from headstart.model.outline import Outline, unloaded
 from headstart.pipeline.actions import add_engines_to_report, validation_file
@@ -50,7 +50,6 @@ _USED = 0.9
 """Fraction of free GPU memory that two servers may use together."""
 _WORKING = 3e9
 """Bytes that a server needs besides weights."""
-_WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 def served_with(engine: ServingEngine, exported: Exported, drafts: Mapping[int, int]) -> list[str]:
@@ -148,7 +147,7 @@ def _bytes(*paths: str | Path) -> int | None:
     if not all(place.exists() for place in places):
         return None
     files = [file for place in places for file in (place.iterdir() if place.is_dir() else [place])]
-    return sum(file.stat().st_size for file in files if file.suffix in _WEIGHTS)
+    return sum(file.stat().st_size for file in files if file.suffix in WEIGHT_SUFFIXES)
 
 
 def tune_in_engine(

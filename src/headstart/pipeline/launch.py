@@ -10,7 +10,7 @@ from subprocess import Popen
 from time import monotonic, sleep
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from headstart.errors import UserError
 from headstart.pipeline.run import Run
@@ -98,7 +98,7 @@ def launch_training(run: Run) -> None:
     """
     run.release()
     # Ranks join through this store. Port 0: another program cannot take the port before the ranks use it.
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     words = [sys.executable, "-m", "headstart.train", str(run.folder / "recipe.yaml"), "--run-dir", str(run.folder)]
     ranks: list[Popen[bytes]] = []
     with Interrupt() as interrupt:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from headstart.data.generation.generator import CANDIDATES, Continuation
@@ -25,12 +25,6 @@ _PROBE = "A bicycle stays upright while it moves, and nobody has to think about 
 
 _MAX_REFUSED = 64, 8
 """Maximum consecutive refused rows and batches once some rows were answered."""
-
-
-def _pool_of(
-    urls: Sequence[str] | Callable[[], Sequence[str]], requests: int | None, remedy: str, recover: Callable[[str], bool]
-) -> Pool:
-    return Pool(urls() if callable(urls) else urls, requests, remedy, recover)
 
 
 class Servers:
@@ -53,17 +47,21 @@ class Servers:
         self._answered = False
         self._refused = (0, 0)  # consecutive refused rows and batches since the last answer
         self._requests = requests
+        self._urls, self._recover = urls, recover
+        if not callable(urls):
+            self._pool = self._connect(urls)
+
+    @cached_property
+    def _pool(self) -> Pool:
+        assert callable(self._urls), "else it is connected at once"
+        return self._connect(self._urls())
+
+    def _connect(self, urls: Sequence[str]) -> Pool:
         remedy = (
             "Check that the server runs and that data.server is its address. Then run the same command again: it keeps "
             "the finished batches."
         )
-        self._connect = partial(_pool_of, urls, requests, remedy, recover)
-        if not callable(urls):
-            self._pool = self._connect()
-
-    @cached_property
-    def _pool(self) -> Pool:
-        return self._connect()
+        return Pool(urls, self._requests, remedy, self._recover)
 
     @cached_property
     def window(self) -> int:
