@@ -8,11 +8,13 @@ import signal
 import sys
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from headstart.errors import UserError
+from headstart.pipeline.generation_servers import check_commands
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from tests.test_pipeline import tiny_recipe
@@ -81,6 +83,22 @@ def test_missing_engine_is_named(tiny_target_folder: Path, tmp_path: Path) -> No
     run = Run(tiny_recipe(tmp_path, tiny_target_folder, data=changes), tmp_path / "run", Console(file=StringIO()))
     with pytest.raises(UserError, match=r"no-such-engine is no command here.*data\.server_command"):
         execute(run, stages_until("conversations"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [
+        ("train", {"data": {"states": "online", "states_server": "vllm", "server_command": "no-such-engine serve"}}),
+        ("eval", {"eval": {"engine": "vllm", "engine_command": "no-such-engine serve"}}),
+    ],
+)
+def test_missing_engine_of_a_late_stage_is_named_at_once(
+    stage: str, changes: dict[str, Any], tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    run = Run(tiny_recipe(tmp_path, tiny_target_folder, **changes), tmp_path / "run", Console(file=StringIO()))
+    with pytest.raises(UserError, match="no-such-engine is no command here"):
+        check_commands(run, [stage])
+    check_commands(run, ["conversations", "states"])  # they may exist already
 
 
 def test_lost_port_is_reported_while_requests_hang(tiny_target_folder: Path, tmp_path: Path) -> None:

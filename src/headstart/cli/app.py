@@ -261,6 +261,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 
     Example: headstart train quickstart train.minutes=3
     """
+    from headstart.pipeline.generation_servers import check_commands
     from headstart.pipeline.launch import check_gpus, is_part_of
     from headstart.pipeline.run import TRAIN
     from headstart.pipeline.together import train_together
@@ -269,6 +270,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     with exit_together():
         work = open_run(recipe, overrides, run_dir, processes)
         check_gpus(work)
+        check_commands(work, ("train",))
         train_together(work)
     if is_part_of(work):
         return
@@ -452,10 +454,12 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
+    from headstart.pipeline.generation_servers import check_commands
     from headstart.pipeline.run import execute
     from headstart.pipeline.stages import check_inputs
 
     check_inputs(work.recipe, stages)
+    check_commands(work, [stage.name for stage in stages])
     return execute(work, stages, again)
 
 

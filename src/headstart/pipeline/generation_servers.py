@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from headstart.data.generation.servers import Servers
@@ -13,11 +13,28 @@ from headstart.pipeline.run import Run
 from headstart.recipes.sections import TargetSection
 from headstart.servers.engines import ENGINES
 from headstart.servers.fleet import Fleet, gpu_groups
-from headstart.servers.process import Server
+from headstart.servers.names import split_words
+from headstart.servers.process import Server, check_command
 from headstart.support.terminal import tell
 
 LOGS = "logs"
 """Folder of the engines' logs, in the folder of the run."""
+
+
+def check_commands(run: Run, stages: Container[str]) -> None:
+    """Raise a UserError if one of these unfinished stages will start an engine whose command is missing here.
+
+    Conversations and stored states may exist already, from other runs, so only their start needs the command.
+    """
+    data, (measuring, _) = run.recipe.data, run.recipe.measuring_engine
+    streams = data.online and data.states_source == ("vllm",)
+    for stage, name, typed, setting in (
+        ("train", "vllm" if streams else None, data.server_command, "data.server_command"),
+        ("eval", run.recipe.eval.engine, measuring, "eval.engine_command"),
+    ):
+        if name in ENGINES and stage in stages and run.finished_record(stage) is None:
+            engine = ENGINES[name]
+            check_command(engine, split_words(typed, setting) or engine.command.split(), setting)
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def _eval_settings(run: Run) -> dict[str, Any]:
 
 def _measure(run: Run, heads: Path, questions: Sequence[Question], out: Path) -> None:
     """Measure exported heads in eval.engine, or in this process, and write the report."""
-    section, data, facts = run.recipe.eval, run.recipe.data, _training_facts(run)
+    section, facts = run.recipe.eval, _training_facts(run)
     name = "held out" if section.questions == "heldout" else Path(section.questions).name
     chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature"})
     options = EvalOptions(**chosen, heads_name=run.recipe.name, questions_name=name)
@@ -190,10 +190,7 @@ def _measure(run: Run, heads: Path, questions: Sequence[Question], out: Path) ->
         report(load(heads, run.target), questions, options, out, run.console, facts)
         return
     run.release()
-    command, arguments = section.engine_command, section.engine_arguments
-    if section.engine == data.engine:
-        command, arguments = command or data.server_command, arguments or data.server_arguments
-    target = run.recipe.target
+    (command, arguments), target = run.recipe.measuring_engine, run.recipe.target
     arguments = f"{shlex.join(target_options(target, section.engine))} {arguments}".strip()
     serving = ServingOptions(section.engine, command, engine_arguments=arguments)
     trusted = target.trust_remote_code

@@ -41,6 +41,14 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     eval: EvalSection = EvalSection()
 
+    @property
+    def measuring_engine(self) -> tuple[str, str]:
+        """Command and arguments of eval.engine: by default those of data.server, if it is the same engine."""
+        given, data = self.eval, self.data
+        if given.engine != data.engine:
+            return given.engine_command, given.engine_arguments
+        return given.engine_command or data.server_command, given.engine_arguments or data.server_arguments
+
     @model_validator(mode="before")
     @classmethod
     def _share_minutes(cls, values: Any) -> Any:

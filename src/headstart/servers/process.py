@@ -236,12 +236,7 @@ class Server(RunningEngine):
 
     def start(self) -> None:
         """Start the engine without waiting until it answers."""
-        if shutil.which(self.words[0]) is None:
-            raise UserError(
-                f"{self.engine.name} cannot be started: {self.words[0]} is no command here.",
-                "Install it in an environment of its own, and give its start command with "
-                f"{'data.server_command' if self._many else '--engine-command'} (default: {self.engine.command!r}).",
-            )
+        check_command(self.engine, self.words, "data.server_command" if self._many else "--engine-command")
         try:
             port = _free_port(self._port)
         except OSError:
@@ -314,6 +309,16 @@ def read_counters(text: str) -> Counter[str | int]:
         position = _POSITION.search(labels)
         sums[int(position[1]) if position else name] += int(float(value))
     return sums
+
+
+def check_command(engine: ServingEngine, words: Sequence[str], setting: str) -> None:
+    """Raise a UserError if this command line's program is missing; `setting` names the command in the remedy."""
+    if shutil.which(words[0]) is None:
+        raise UserError(
+            f"{engine.name} cannot be started: {words[0]} is no command here.",
+            "Install it in an environment of its own, and give its start command with "
+            f"{setting} (default: {engine.command!r}).",
+        )
 
 
 def without_launcher() -> dict[str, str]:
