@@ -105,6 +105,8 @@ def read_folder(folder: Path) -> Block:
     """Read a folder for vLLM, SGLang and llama.cpp's converter, or of the speculators library."""
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: one.float() for name, one in load_file(folder / "model.safetensors").items()}
+    switches = [config.get(name, False) for name in ("enable_confidence_head", "confidence_head_with_markov")]
+    assert switches == [any(name.startswith("confidence_head.") for name in tensors)] * 2, "vLLM builds it by these"
     layer = config.get("transformer_layer_config", config)
     nested = config.get("dflash_config", config)
     if "aux_hidden_state_layer_ids" in config:

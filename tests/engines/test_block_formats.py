@@ -106,7 +106,9 @@ def test_names_and_keys_match_the_engines(target: Target, facts: TargetFacts, tm
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3DSparkModel"] and config["sample_from_anchor"] is True
     assert config["target_layer_ids"] == [1, 3, 6] and config["markov_rank"] == 8
-    assert {"markov_head.markov_w1.weight", "confidence_head.proj.bias"} <= set(load_file(folder / "model.safetensors"))
+    shapes = {name: list(one.shape) for name, one in load_file(folder / "model.safetensors").items()}
+    assert shapes["confidence_head.proj.weight"] == [1, 64 + 8] and shapes["confidence_head.proj.bias"] == [1]
+    assert shapes["markov_head.markov_w1.weight"] == [target.vocab_size, 8]
 
     folder = written(random(Layout.DSPARK, target), "speculators", facts, tmp_path / "speculators")
     config = json.loads((folder / "config.json").read_text())
@@ -136,6 +138,12 @@ def test_commands_request_the_whole_block(target: Target, facts: TargetFacts) ->
     assert '"method": "dflash"' in commands["vllm"][-1] and '"num_speculative_tokens": 3' in commands["vllm"][-1]
     assert commands["sglang"][-1] == "4" and "DFLASH" in commands["sglang"]
     assert commands["llama.cpp"][-4:] == ["--spec-type", "draft-dflash", "--spec-draft-n-max", "3"]
+    adaptive = {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
+    for heads, added in ((dspark, adaptive), (replace(dspark, confidence=False), {})):
+        config = json.loads(serve_commands(engines, "served", heads, facts, {})["vllm"][-1])
+        assert config == {"method": "dspark", "model": "served", "num_speculative_tokens": 4, **added}
+    tuned = json.loads(serve_commands(engines, "served", dspark, facts, {"vllm": {1: 4, 8: 2}})["vllm"][-1])
+    assert tuned["num_speculative_tokens"] == 4 and "num_speculative_tokens_per_batch_size" not in tuned
     words = serve_commands(engines, "served", dspark, facts, {"llama.cpp": {1: 2}})["llama.cpp"]
     assert words[-4:] == ["--spec-type", "draft-dspark", "--spec-draft-n-max", "2"]
     assert "speculators" not in commands
@@ -163,6 +171,9 @@ def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> No
     assert any("newer model runner alone" in said for said in check_heads("vllm", mixed, facts))
     remarks = " ".join(check_heads("vllm", dspark, facts))
     assert "on GPUs alone" in remarks and "draft their own positions" in remarks
+    assert "--attention-backend TRITON_ATTN" in remarks
+    plain = random(Layout.DSPARK, target, confidence=False)
+    assert "enable_adaptive" not in " ".join(check_heads("vllm", plain, facts))
 
 
 def test_unequal_k_norms_are_reported(target: Target, facts: TargetFacts) -> None:
@@ -266,6 +277,12 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
     "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
     "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
+    "no switch of the confidence head": (
+        SPARK, "vllm", no("enable_confidence_head"), "vllm", "reads enable_confidence_head at the top",
+    ),
+    "confidence without the token": (
+        SPARK, "speculators", no("confidence_head_with_markov"), "vllm", "reads confidence_head_with_markov at the top",
+    ),
     "no rotary base": (DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "says no rope_theta"),
     "another rotary base": (DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
     "architecture": (DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),

@@ -40,6 +40,14 @@ def test_printed_commands_match_the_engines(made: Made, target: Target, tmp_path
     assert "compare draft_n_accepted with --parallel 1" in " ".join(printed.split())
 
 
+def test_confidence_schedules_served_requests_and_no_measurement(made: Made, tmp_path: Path) -> None:
+    """A replay counts drafts, so measurements verify all of them."""
+    done = export_for(made("dspark")[1], tmp_path / "served", "vllm")
+    assert '"enable_adaptive_verification": true' in done.commands["vllm"]
+    assert "enable_adaptive_verification" in (tmp_path / "served" / "README.md").read_text()
+    assert "adaptive" not in done.words({})["vllm"][-1] and '"num_speculative_tokens": 4' in done.words({})["vllm"][-1]
+
+
 def test_printed_commands_render_prompts_as_in_training(target: Target, tmp_path: Path) -> None:
     heads, variables = heads_for(target, CASES["eagle3-reduced"]), {"enable_thinking": False}
     quiet = tiny_tokenizer("{% if enable_thinking is defined %}{% endif %}" + CHATML)

@@ -48,11 +48,13 @@ class Exported:
     @property
     def commands(self) -> dict[str, str]:
         """Command lines that serve target and heads, by engine."""
-        return {engine: shlex.join(words) for engine, words in self.words(self.drafts).items()}
+        words = serve_commands(self.engines, self.folder, self.published, self.facts, self.drafts)
+        return {engine: shlex.join(each) for engine, each in words.items()}
 
     def words(self, drafts: Mapping[str, Mapping[int, int]]) -> dict[str, list[str]]:
-        """Return the commands as argument lists, for other numbers of drafts."""
-        return serve_commands(self.engines, self.folder, self.published, self.facts, drafts)
+        """Return commands for measurements, as argument lists: they verify all drafts, as replays do."""
+        always = replace(self.published, confidence=False)
+        return serve_commands(self.engines, self.folder, always, self.facts, drafts)
 
 
 def _format_named(name: str) -> Format:

@@ -91,6 +91,11 @@ _ON_GPUS = (
     "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and cannot serve them as DFlash heads, where slots "
     "draft their own positions: on a CPU use llama.cpp (--format gguf)."
 )
+_ADAPTIVE = (
+    "enable_adaptive_verification: vLLM verifies only drafts that the confidence head expects to be worth their time. "
+    "On GPUs other than H100, H200 and B200 add --attention-backend TRITON_ATTN. vLLM refuses the option with LoRA, "
+    "pipeline parallelism, --enforce-eager and state-space layers: leave it out there, and for `headstart audit`."
+)
 _TWO_KINDS = (
     "vLLM runs blocks with both sliding and full layers in its newer model runner alone "
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
@@ -154,6 +159,10 @@ def _medusa_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
     config, causal = checkpoint.settings, settings.causal_layers
+    confidence = ("enable_confidence_head", "confidence_head_with_markov") if settings.confidence else ()
+    missing = [name for name in ("markov_rank", *confidence) if not config.get(name)]
+    if settings.markov_rank and missing:
+        yield f"vLLM reads {' and '.join(missing)} at the top of the config alone.", WRITE
     if config.get("is_causal") is not None or not checkpoint.is_speculators:
         return
     if settings.layout is Layout.DSPARK:
@@ -179,7 +188,9 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     config: dict[str, Any] = {"method": str(published.layout), "model": folder}
     config["num_speculative_tokens"] = max(drafts.values())
-    if len(drafts) > 1:
+    if published.confidence:  # trained for sampled drafts, and replaces the schedule
+        config |= {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
+    elif len(drafts) > 1:
         lasts = [*(first - 1 for first in list(drafts)[1:]), _MOST_REQUESTS]
         config["num_speculative_tokens_per_batch_size"] = [
             [first, last, count] for (first, count), last in zip(drafts.items(), lasts, strict=True)
@@ -200,6 +211,7 @@ def _vllm_remarks(published: Published) -> list[str]:
     if published.layout not in BLOCKS:
         return []
     remarks = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    remarks += [_ADAPTIVE] if published.confidence else []
     if len(set(published.sliding)) > 1:
         remarks.append(_TWO_KINDS)
     first, *others = (
@@ -208,7 +220,7 @@ def _vllm_remarks(published: Published) -> list[str]:
     return [*remarks, _UNEQUAL_NORMS] if any(not other.equal(first) for other in others) else remarks
 
 
-# Of vLLM 0.32: targets whose class has no SupportsEagle3.
+# Targets without SupportsEagle3 in vLLM 0.32.
 _WITHOUT_HOOKS = frozenset(
     {
         *("bloom", "cohere", "cohere2", "dbrx", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "gemma", "gemma2"),
