@@ -14,8 +14,8 @@ from headstart.data.prompts.loading import LeftOut
 from headstart.data.served.log import Served
 from headstart.data.served.reading import choose_requests, read_log, to_conversation
 from headstart.errors import UserError
+from headstart.eval.audit_engine import record_engine
 from headstart.hub.format import read_heads
-from headstart.servers.completions import CompletionRequest
 from headstart.servers.process import engine_at
 from headstart.tree.tree import TreeShape
 
@@ -38,25 +38,23 @@ def check_engine(url: str, update: Update) -> tuple[str, bool]:
     """
     remedy = "Give the address of an engine that serves the target with heads."
     engine, target = engine_at(url, "", remedy), update.target
-    before, texts = engine.counters(), []
-    for item in choose_requests(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]:
-        answer = list(engine.answer(CompletionRequest(item.prompt, _TOKENS)).tokens)
-        texts.append(to_conversation(Served(item.prompt, answer, "length", item.time)))
-    counted = engine.counters() - before
-    if not counted["drafts"] or not texts:
+    newest = choose_requests(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]
+    prompts = [item.prompt for item in newest]
+    batches = record_engine(engine, url, prompts, (), _TOKENS, (1,)).loads[1] if prompts else ()
+    rounds, accepted = (sum(batch.counts[name] for batch in batches) for name in ("drafts", "accepted_tokens"))
+    drafts = max((batch.drafts for batch in batches), default=0)
+    if not drafts:
         raise UserError(f"{url} counts no drafts.", f"{remedy} llama-server counts with --metrics.")
-    drafts = max(1, round(counted["draft_tokens"] / counted["drafts"]))
-    written = sum(sum(text.supervised) for text in texts)
-    if counted["drafts"] + counted["accepted_tokens"] > written + len(texts) * drafts:
-        raise UserError(f"{url} answered other requests meanwhile.", "Try again while it is idle.")
+    answers = [(prompts[batch.prompts[0]], list(batch.answers[0])) for batch in batches]
+    texts = [to_conversation(Served(*each, "length", float(number))) for number, each in enumerate(answers)]
     service, expected = update.service, {}
     serving = service.serving
     for number in dict.fromkeys((serving, service.earlier)):
         if number is not None:
             heads = read_heads(service.heads(number), target)[0]
-            rounds = replay_heads(target, heads, texts, TreeShape.chain(min(drafts, heads.draft_steps)).paths)
-            expected[number] = tokens_per_round(rounds)
-    rate = 1 + counted["accepted_tokens"] / counted["drafts"]
+            replayed = replay_heads(target, heads, texts, TreeShape.chain(min(drafts, heads.draft_steps)).paths)
+            expected[number] = tokens_per_round(replayed)
+    rate = 1 + accepted / rounds
     told_apart = len(expected) == 1 or max(expected.values()) > (1 + _CLOSE) * min(expected.values())
     nearest = min(expected, key=lambda number: abs(expected[number] - rate))
     serves = rate > (1 - _LOST) * expected[serving] and (nearest == serving or not told_apart)

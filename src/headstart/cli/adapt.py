@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -175,7 +176,8 @@ def engine(
     number = update.service.serving
     exported = export_for(update.service.heads(number), out / f"{number:04d}", format, update.target)
     say(console, (f"Update {number}", exported.folder))
-    say(console, *((f"Start {name} with", command) for name, command in exported.commands.items()))
+    commands = exported.words(exported.drafts)
+    say(console, *((f"Start {name} with", shlex.join(words)) for name, words in commands.items()))
     if server is None:
         return
     figures, serves = check_engine(server, update)

@@ -34,7 +34,7 @@ from headstart.heads.base import DraftHead
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
 from headstart.servers.completions import CompletionRequest
-from headstart.servers.process import EngineAnswer, RunningEngine
+from headstart.servers.process import EngineAnswer, RunningEngine, drafts_per_round
 from headstart.support.terminal import progress_bar, tracked
 
 MATTERS = 0.02
@@ -135,8 +135,7 @@ def _batch(engine: RunningEngine, chosen: list[int], answers: Sequence[EngineAns
     by_position = Counts({key: counted[key] for key in counted if isinstance(key, int)})
     past_end = engine.engine.dialect.drafts_past_end
     rounds = counted["drafts"] if past_end else decoded - accepted  # others skip rounds without room for drafts
-    per_round = -(-counted["draft_tokens"] // max(1, counted["drafts"] or rounds))
-    drafts = max([per_round, *(key + 1 for key in by_position if isinstance(key, int))])
+    drafts = drafts_per_round(counted, rounds)
     if rounds + accepted > decoded + drafts * len(answers) * past_end:
         raise UserError(
             f"{engine.engine.name} counted {rounds} rounds and {accepted} accepted drafts for {decoded} tokens.",

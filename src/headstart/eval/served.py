@@ -12,7 +12,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.eval.methods import Run
 from headstart.servers.completions import CompletionRequest
-from headstart.servers.process import RunningEngine
+from headstart.servers.process import RunningEngine, drafts_per_round
 
 
 class Served:
@@ -67,10 +67,9 @@ def rounds_of(counted: Counter[str | int], decoded: int) -> list[Round]:
     >>> [(done.nodes, done.emitted) for done in rounds]
     [(3, 1), (3, 2), (3, 3), (1, 1)]
     """
-    by_position = {key: count for key, count in counted.items() if isinstance(key, int)}
-    drafts = max([round(counted["draft_tokens"] / max(1, counted["drafts"])), *(key + 1 for key in by_position)])
+    drafts = drafts_per_round(counted)
     reached = [counted["drafts"], *(counted[position] for position in range(drafts)), 0]
-    if sum(by_position.values()) != counted["accepted_tokens"] or any(b > a for a, b in pairwise(reached)):
+    if sum(reached[1:]) != counted["accepted_tokens"] or any(b > a for a, b in pairwise(reached)):
         raise UserError(f"The engine's counters contradict each other: {dict(counted)}.", "Try again while it is idle.")
     undrafted = decoded - counted["drafts"] - counted["accepted_tokens"]
     return [

@@ -40,12 +40,11 @@ from headstart.pipeline.actions import add_engines_to_report, validation_file
 from headstart.pipeline.run import HEADS as HEADS_FOLDER
 from headstart.servers.engines import ENGINES, ServingEngine
 from headstart.servers.fleet import gpu_groups, parallel_size, visible_gpus
-from headstart.servers.names import option_values, split_words
+from headstart.servers.names import MEMORY_SHARE, option_values, split_words
 from headstart.servers.process import Recorded, Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
 
-_UTILIZATION = "--gpu-memory-utilization"
 _USED = 0.9
 """Fraction of free GPU memory that two servers may use together."""
 _WORKING = 3e9
@@ -133,11 +132,11 @@ def fits_twice(engine: ServingEngine, arguments: str, weights: int | None, room:
     >>> fits_twice(vllm, "", 16 * 10**9, 80 * 10**9), fits_twice(vllm, "", 16 * 10**9, 24 * 10**9)
     ((True, '--gpu-memory-utilization 0.45'), (False, ''))
     """
-    given = [float(value) for option, value in option_values(arguments) if option == _UTILIZATION]
+    given = [float(value) for option, value in option_values(arguments) if option == MEMORY_SHARE]
     if given:
         return given[-1] <= 0.5, arguments
     fits = weights is not None and 2 * (weights + _WORKING) <= _USED * room
-    share = "" if engine.needs_gguf or not fits else f"{_UTILIZATION} {_USED / 2:.2f}"
+    share = "" if engine.needs_gguf or not fits else f"{MEMORY_SHARE} {_USED / 2:.2f}"
     return fits, f"{arguments} {share}".strip()
 
 

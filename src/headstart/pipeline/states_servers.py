@@ -32,7 +32,7 @@ from headstart.servers import guard
 from headstart.servers.client import Endpoint, RetryableError
 from headstart.servers.engines import ENGINES
 from headstart.servers.fleet import ENGINE_GPUS, Fleet, gpu_groups
-from headstart.servers.names import option_values
+from headstart.servers.names import MEMORY_SHARE, option_values
 from headstart.servers.process import Server
 from headstart.support.files import free_disk, need_disk, read_json, remove, write_json
 from headstart.support.lock import Busy, locked
@@ -166,9 +166,8 @@ def _wait_for_restart(folder: Path, remedy: str, url: str) -> bool:
 def _share_of_memory(run: Run) -> list[str]:
     """Return arguments that limit an engine to half of a GPU that it shares with training."""
     shared = run.recipe.data.online and torch.cuda.is_available() and not os.environ.get(ENGINE_GPUS)
-    option = "--gpu-memory-utilization"
-    is_given = any(name == option for name, _ in option_values(run.recipe.data.server_arguments))
-    return [option, "0.5"] if shared and not is_given else []
+    is_given = any(name == MEMORY_SHARE for name, _ in option_values(run.recipe.data.server_arguments))
+    return [MEMORY_SHARE, "0.5"] if shared and not is_given else []
 
 
 @contextmanager

@@ -14,6 +14,7 @@ FORMATS = ", ".join(get_args(FormatName))
 KNOWN_ENGINES = "vllm, sglang, speculators, llama.cpp"  # headstart.hub.engines.known_engines.KNOWN_ENGINES
 ENGINES = "vllm, llama.cpp"  # headstart.servers.engines.ENGINES
 STATES_ENGINES = "vllm"  # engines that extract hidden states
+MEMORY_SHARE = "--gpu-memory-utilization"  # vLLM's option
 
 
 def split_words(typed: str, name: str) -> list[str]:

@@ -311,6 +311,15 @@ def read_counters(text: str) -> Counter[str | int]:
     return sums
 
 
+def drafts_per_round(counted: Counter[str | int], rounds: int = 0) -> int:
+    """Return the number of drafts in a round, which is lower at the end of some answers.
+
+    `counted` is as in `read_counters`; `rounds` is for engines that do not count them.
+    """
+    usual = -(-counted["draft_tokens"] // max(1, counted["drafts"] or rounds))
+    return max([usual, *(key + 1 for key in counted if isinstance(key, int))])
+
+
 def check_command(engine: ServingEngine, words: Sequence[str], setting: str) -> None:
     """Raise a UserError if this command line's program is missing; `setting` names the command in the remedy."""
     if shutil.which(words[0]) is None:
