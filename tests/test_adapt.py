@@ -275,6 +275,8 @@ def test_the_steps_are_commands(place: Path) -> None:
 def test_acceptance_identifies_served_heads(adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, log, out = str(adapted[0] / "run"), str(adapted[0] / "log"), tmp_path / "served"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setattr("headstart.adapt.engine._PROMPTS", 6)
+    monkeypatch.setattr("headstart.adapt.engine._TOKENS", 24)
     stand_in = f"{sys.executable} -m rehearsal.stand_in vllm serve"
 
     def adapt(*words: str) -> Any:
