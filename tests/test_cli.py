@@ -21,6 +21,7 @@ from headstart.cli.app import app, main
 from headstart.heads.io import write_weights
 from headstart.model.model import Target
 from headstart.pipeline.inventory import run_states
+from tests.forks import Forks
 from tests.hub.helpers import make_heads
 from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -560,10 +561,9 @@ def test_options_out_of_range_are_refused(finished: Path, questions: Path, tmp_p
     assert "empty" in refused("generate", heads, "--prompt", "hello", "--stop", "")
 
 
-def test_a_terminal_sees_one_line_and_no_traceback(recipe: Path, tmp_path: Path) -> None:
+def test_a_terminal_sees_one_line_and_no_traceback(recipe: Path, forks: Forks) -> None:
     """In a separate process, as a script would call it."""
-    command = [sys.executable, "-m", "headstart", "run", str(recipe), "train.lrr=1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = forks.run("-m", "headstart", "run", recipe, "train.lrr=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: Unknown recipe key 'train.lrr'. Did you mean 'lr'?\n"
 
