@@ -145,7 +145,7 @@ def test_teacher_of_another_target_is_refused(place: Place, tmp_path: Path, taug
 
 
 def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path) -> None:
-    """With Llama-3.3-70B's grouped heads and rotary scaling, but small: nothing but the layers read depends on depth."""
+    """With the grouped heads and rotary scaling of Llama-3.3-70B, but small: only the layers read depend on depth."""
     paper = json.loads((Path(__file__).parents[2] / "docs/plans/llama-3.3-70b/config.json").read_text())
     tokenizer, there = tiny_tokenizer(), tmp_path / "there"
     width = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 1}

@@ -45,14 +45,6 @@ def replay_heads(
     return {texts[at].id: replay_rounds(drafts.ranks_OK[text_O == at], paths) for at in sorted({*text_O.tolist()})}
 
 
-def tokens_per_round(rounds: Rounds) -> float:
-    """Average over all texts. Raises UserError if none was long enough to draft in."""
-    if not rounds:
-        raise UserError("No answer is long enough to draft in.", "Log longer answers.")
-    tokens, count = map(sum, zip(*rounds.values(), strict=True))
-    return float(tokens / count)
-
-
 def compare_rounds(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: bool = False) -> dict[str, Any]:
     """Compare tokens per round, with intervals: over the sources of `traffic` if there are enough, else over texts."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])

@@ -175,6 +175,13 @@ def judge_engine(recording: Recording, source: Source, console: Console | None =
     }
 
 
+def replay_acceptance(recording: Recording, target: Target, heads: DraftHead, load: int) -> dict[str, Any]:
+    """Compare the tokens per round at one number of requests with a replay of these heads, as `judge_engine` does."""
+    judging = _Judging(recording, target, heads)
+    judging.read(None)
+    return judging.acceptance_row(load)
+
+
 class _Judging:
     """Comparison of a recording with target and heads, which read each text once."""
 
