@@ -510,16 +510,12 @@ def group_by_length(lengths: Sequence[int]) -> list[tuple[int, int]]:
     groups: list[tuple[int, int]] = []
     start = 0
     for row in range(len(lengths) + 1):
-        ends = row == len(lengths) or lengths[row] == 0
-        if ends or _padding_excess(lengths[start : row + 1]):
+        ends, part = row == len(lengths) or lengths[row] == 0, lengths[start : row + 1]
+        if ends or len(part) * max(part) - sum(part) > max(_MAX_PADDING, 0.1 * sum(part)):
             if start < row:
                 groups.append((start, row))
             start = row + ends
     return groups
-
-
-def _padding_excess(lengths: Sequence[int]) -> bool:
-    return len(lengths) * max(lengths) - sum(lengths) > max(_MAX_PADDING, 0.1 * sum(lengths))
 
 
 def _recomputes_cache(model: Any, config: Any) -> bool:

@@ -51,12 +51,9 @@ def quantize(model: Any, kind: str) -> None:
         kind4 = torch.int4  # type: ignore[attr-defined]  # torch has it
         int4 = IntxWeightOnlyConfig(weight_dtype=kind4, granularity=PerGroup(_GROUP))
         lm_head = model.get_output_embeddings()
-
-        def is_selected(module: nn.Module, _name: str) -> bool:
-            return isinstance(module, nn.Linear) and module is not lm_head
-
+        chosen = {module for module in model.modules() if isinstance(module, nn.Linear) and module is not lm_head}
         try:
-            quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else int4, filter_fn=is_selected)
+            quantize_(model, Int8WeightOnlyConfig() if kind == "int8" else int4, lambda module, _: module in chosen)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"torchao cannot put this target into {kind}: {(str(error).splitlines() or ['no reason'])[0]}",
