@@ -42,6 +42,9 @@ _HOME = tempfile.TemporaryDirectory(prefix="headstart-tests-", ignore_cleanup_er
 
 def _settle(home: Path) -> None:
     """Switch to an empty home before the fixtures import libraries that read it at import."""
+    # pytest keeps its copies of 240 test files, and a command in a process of its own compiles none of ours.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     os.environ["PYTHONUSERBASE"] = site.getuserbase()  # packages may be installed in the real home
     compiled = Path("headstart", "compiled")
     known = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / compiled

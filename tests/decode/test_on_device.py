@@ -233,7 +233,7 @@ def test_captures_are_not_timed(host: Target, target: Target, device: StandIn, m
     costs = Costs((1, 64), (2.0, 2.0), draft_ms=1.0, levels=3)
     loop = DecodeLoop(target, HeadDrafter(heads, SHAPE, "dynamic", max_nodes=8), costs=costs)
     for _ in range(4):
-        loop.generate(TEXTS[:1], DecodeOptions(max_new_tokens=100, ignore_end=True))
+        loop.generate(TEXTS[:1], DecodeOptions(max_new_tokens=40, ignore_end=True))
     (experience,) = loop._experience.values()
     ratios = experience.rounds.ratios
     assert len(ratios[0]) >= 2, "drafts were timed"

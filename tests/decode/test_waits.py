@@ -61,7 +61,7 @@ def decoded(name: str, layers: int, ways: Sequence[tuple[int, float]] = WAYS) ->
         target = Target(tiny_model("llama", vocab_size=61, layers=layers).to(CUDA))
         drafters = make_drafters(name, target, host)
         for rows, temperature in ways:
-            options = DecodeOptions(max_new_tokens=16, ignore_end=True, temperature=temperature, seed=0)
+            options = DecodeOptions(max_new_tokens=10, ignore_end=True, temperature=temperature, seed=0)
             prompts = [[5 + row, 9, 14, 5 + row, 9, 14, 5 + row, 9][: 8 - row] for row in range(rows)]
             loop = DecodeLoop(target, *drafters)
             loop.generate(prompts, options)
