@@ -1,8 +1,8 @@
 """Shared fixtures: a tiny target with a real tokenizer, the same saved as a folder, and a Hub.
 
 Tests do not depend on the caller's home folder, working folder or environment variables. The session has an empty home,
-and each test runs in an empty folder of its own. Compiled libraries alone are shared with the caller's cache: their
-names are hashes of their sources and contents.
+and each test runs in an empty folder of its own. Compiled libraries, whose names are hashes of their sources and
+contents, and the unpacked SmolLM2 are shared with the caller's cache.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ def _settle(home: Path) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ["PYTHONUSERBASE"] = site.getuserbase()  # packages may be installed in the real home
+    # Workers of pytest-xdist inherit it from the process that starts them, which has settled too.
+    caller = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = os.environ.setdefault("HEADSTART_TESTS_CACHE", caller)
     compiled = Path("headstart", "compiled")
-    known = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / compiled
+    known = Path(cache) / compiled
     with suppress(OSError):  # without it, each session compiles for 10 s
         known.mkdir(mode=0o755, parents=True, exist_ok=True)
         if known.stat().st_uid == os.geteuid() and not known.stat().st_mode & 0o022:

@@ -1,6 +1,9 @@
-"""The packaged target. Unpacking it takes half a minute, so all tests of it are here and share it."""
+"""The packaged target. Unpacking takes half a minute: all tests of it are here, and the caller's cache keeps it."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,9 +20,12 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> Iterator[Target]:
     """SmolLM2-135M in bfloat16."""
-    return load_target("smollm2-135m", dtype="bfloat16")
+    with pytest.MonkeyPatch.context() as patch:
+        if os.access(cache := os.environ["HEADSTART_TESTS_CACHE"], os.W_OK):
+            patch.setenv("XDG_CACHE_HOME", cache)
+        yield load_target("smollm2-135m", dtype="bfloat16")
 
 
 def test_its_template(target: Target) -> None:

@@ -490,9 +490,9 @@ def test_sampled_row_does_not_depend_on_other_rows(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [torch.cuda.OutOfMemoryError("x"), MemoryError(), RuntimeError("can't allocate memory")]
+    ("error", "late"),
+    [(torch.cuda.OutOfMemoryError("x"), True), (MemoryError(), False), (RuntimeError("can't allocate memory"), True)],
 )
-@pytest.mark.parametrize("late", [False, True])
 def test_batch_over_memory_is_written_in_halves(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch, error: Exception, late: bool
 ) -> None:
