@@ -43,8 +43,9 @@ def evaluate(
             "--questions",
             "--suite",
             metavar="FILE|SUITE",
-            help='JSONL with {"turns": ["..."]} a line; or mt-bench, humaneval, gsm8k, spec-bench or alpaca, from the '
-            "Hub, with every turn (of gsm8k and alpaca 80 questions, unless --limit says more).",
+            help='JSONL with {"turns": ["..."]} a line; or mt-bench, humaneval, gsm8k, spec-bench, speed-bench, '
+            "speed-bench-1k (2k, 8k, 16k, 32k) or alpaca, from the Hub, with every turn; speed-bench:coding is a part. "
+            "Of gsm8k, alpaca and speed-bench-1k some questions, unless --limit says more.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Write results.json, report.md and report.html into this folder.")],
