@@ -233,7 +233,7 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "top_k", "--drafter", "ngram")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "top_k", 1.0)
-    works(*asked, "--limit", 2, "--sweep-batch", 1, "--sweep-batch", 2)
+    works(*asked, "--limit", 2, "--sweep-batch", "1,2")
     rows = json.loads((tmp_path / "results.json").read_text())["batches"]
     assert [row["batch_size"] for row in rows if row["name"] == DecodeOptions.drafter] == [1, 2]
     works(*asked, "--limit", 1, "--tree", "static", "--top-p", 0.5, "--top-k", 5, "--min-p", 0.1, "--temperature", 0.5)

@@ -17,7 +17,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from headstart.cli.options import HEADS, Heads, Loading, Overwrite, check_engine_options, listed, with_options
+from headstart.cli.options import HEADS, Heads, Loading, Overwrite, check_engine_options, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, ServingOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditedEngine, AuditOptions, EvalOptions
@@ -62,7 +62,7 @@ def evaluate(
 
     Example: headstart eval runs/quickstart --suite mt-bench --out report
 
-    Example: headstart eval runs/quickstart --suite mt-bench --out report --engine vllm --sweep-batch 4
+    Example: headstart eval runs/quickstart --suite mt-bench --out report --engine vllm --sweep-batch 4,16
     """
     from headstart.data.prompts.questions import find_questions
 
@@ -138,7 +138,7 @@ def audit(
     from headstart.eval.audit_report import show_audit, write_audit
 
     console = Console()
-    options = replace(options, drafters=listed(options.drafters), verifier=listed(options.verifier), heads_name=heads)
+    options = replace(options, heads_name=heads)
     if loading.dtype == "auto":
         loading = replace(loading, dtype="bfloat16" if serving.engine else "float32")
     if serving.engine:
