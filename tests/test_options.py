@@ -122,11 +122,11 @@ def test_typed_options_reach_the_command() -> None:
         (AuditOptions, "--temperature 0.5,1", {"temperature": (0.5, 1.0)}),
         (AuditedEngine, "", {"engine_requests": (1, 4, 8)}),
         (EngineOptions, "--engine-requests 2 --engine-drafts 3,1", {"engine_requests": (2,), "engine_drafts": (3, 1)}),
-        (EvalOptions, "--sweep-batch 4,0", "--sweep-batch is '4,0', not numbers of at least 1."),
-        (EvalOptions, "--sweep-batch 4;8", "--sweep-batch is '4;8', not numbers"),
-        (EvalOptions, "--compare ,", "--compare is ',', not names."),
-        (AuditOptions, "--temperature nan", "--temperature is 'nan', not numbers."),
-        (EngineOptions, "--engine-drafts 17", "--engine-drafts is '17', not numbers of at least 1 and at most 16."),
+        (EvalOptions, "--sweep-batch 4,0", "--sweep-batch is '4,0', not N,N... from 1."),
+        (EvalOptions, "--sweep-batch 4;8", "--sweep-batch is '4;8', not N,N... from 1."),
+        (EvalOptions, "--compare ,", "--compare is ',', not NAME,NAME...."),
+        (AuditOptions, "--temperature nan", "--temperature is 'nan', not T,T...."),
+        (EngineOptions, "--engine-drafts 17", "--engine-drafts is '17', not N,N... from 1 to 16."),
     ],
 )
 def test_several_values_are_separated_by_commas(options: Any, typed: str, values: Any) -> None:

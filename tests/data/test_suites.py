@@ -114,7 +114,7 @@ def test_speed_bench_by_category_and_as_prepared(tmp_path: Path, monkeypatch: py
     assert found[0] == Question("coding0", "coding", ["One.", "Two."])
     assert [each.question_id for each in find_questions("speed-bench:math")[0]] == ["math0", "math1"]
     for name in ("speed-bench", "speed-bench:rag"):
-        with pytest.raises(UserError, match=r"question rag1: .* only a placeholder, for a text of cais/hle") as error:
+        with pytest.raises(UserError, match=r"question rag1: only a placeholder, for a text of cais/hle") as error:
             find_questions(name)
         assert "prepare.py | python3 - --config qualitative --output_dir" in error.value.remedy
         assert str(part.local_copy) in error.value.remedy

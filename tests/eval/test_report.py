@@ -14,7 +14,16 @@ import pytest
 from rich.console import Console
 
 from headstart.eval.divergence import Difference, Judgement
-from headstart.eval.figures import Unit, categories, compare_rows, per_prompt, places, prompt_lengths, summarise
+from headstart.eval.figures import (
+    Unit,
+    categories,
+    compare_rows,
+    method_figures,
+    per_prompt,
+    places,
+    prompt_lengths,
+    summarise,
+)
 from headstart.eval.labels import BASELINES, OTHER, label_of
 from headstart.eval.replay import races
 from headstart.eval.report import divergence_sentence, remarks, show_results, verdicts, write_report
@@ -39,6 +48,12 @@ def five_units(category: str = "code") -> list[Unit]:
     return [*writing, unit(4, category, [4, 1], (1.0, 1.4))]
 
 
+def sweep(units: list[Unit], tau: float) -> dict[str, Any]:
+    """Return figures of a drafter with this τ that is twice as fast as plain decoding."""
+    figures = method_figures(units, "heads", 0)
+    return figures | {"tokens_per_round": tau, "speedup_vs_plain": {"mean": 2.0, "low": 1.0, "high": 3.0}}
+
+
 def measured() -> dict[str, Any]:
     units = five_units("<b>|code")
     for each in units:
@@ -51,6 +66,30 @@ def measured() -> dict[str, Any]:
         "categories": categories(units, 0),
         "prompt_lengths": prompt_lengths(units, 0),
         "places": places(units),
+        "contexts": [
+            {
+                "prompt_tokens": 512,
+                "left_out": "",
+                "name": "heads",
+                "plain_tokens_per_second": 8.0,
+                **sweep(units, 2.0),
+            },
+            {
+                "prompt_tokens": 512,
+                "left_out": "",
+                "name": "ngram",
+                "plain_tokens_per_second": 8.0,
+                **sweep(units, 1.0),
+            },
+            {
+                "prompt_tokens": 999,
+                "left_out": "",
+                "name": "heads",
+                "plain_tokens_per_second": 8.0,
+                **sweep(units, 1.5),
+            },
+            {"prompt_tokens": 2048, "left_out": "Memory <is> short."},
+        ],
         "tuned": {**TUNED},
         "settings": {"heads_name": "tiny <heads>", "target": "tiny", "max_new_tokens": 8, "temperature": 0.0},
         "environment": {"cpu": "some | processor", "threads": 2, "dtype": "float32", "date": "today"},
@@ -163,6 +202,17 @@ def test_command_and_question_set_are_shown(results: dict[str, Any], tmp_path: P
     assert "| command | headstart eval heads --out 'a b' |" in markdown
     for text in (html, markdown):
         assert "5 prompts (mt-bench)" in text
+
+
+def test_long_prompts_are_a_table_and_a_plot(results: dict[str, Any], tmp_path: Path) -> None:
+    write_report(results, tmp_path)
+    html, text = ((tmp_path / name).read_text() for name in ("report.html", "report.md"))
+    assert re.search(r"<th scope=\"row\">999, heads</th><td>8.0</td>", html) and "| 999 | heads | 8.0 |" in text
+    lines = re.findall(r'class="curve" points="(.*?) "', html)
+    # τ from 0 (y 180) to 2 (y 30), then the speed-up up to the interval's end, 3; a line for each drafter
+    assert lines == ["50.0,30.0 340.0,67.5", "50.0,105.0", "50.0,80.0 340.0,80.0", "50.0,80.0"]
+    assert html.count("130.0V30.0") == 3, "intervals of the speed-up alone"
+    assert "Prompts of 2048 tokens: Memory &lt;is&gt; short." in html and "Prompts of 2048 tokens: Memory" in text
 
 
 def test_engine_measurements_are_shown(results: dict[str, Any], tmp_path: Path) -> None:

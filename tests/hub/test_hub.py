@@ -230,7 +230,7 @@ def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> No
         hub.repos[part.dataset].refs[str(part.revision)] = hub.repos[part.dataset].refs["main"]
     hub.repos["nvidia/SPEED-Bench"].commit({"README.md": b"moved"})
     line = client.refusal("suite", name="speed-bench")
-    assert "speed-bench, question rag1: the Hub has only a placeholder" in line and "prepare.py | python3" in line
+    assert "speed-bench, question rag1: only a placeholder" in line and "prepare.py | python3" in line
     found = {
         name: client.call("suite", name=name, limit=11 if name == "speed-bench" else None)["questions"]
         for name in SUITES

@@ -191,12 +191,10 @@ def _chosen(item: Field[Any], kind: Any, value: Any) -> Any:
 
 def _separated(option: str, known: Meaning, kind: type[Any], typed: Sequence[str]) -> tuple[Any, ...]:
     """Convert comma-separated values; a UserError if there are none, or numbers are malformed or out of range."""
-    values: tuple[Any, ...] = listed(typed)
     low, high = (-math.inf if known.minimum is None else known.minimum), known.maximum or math.inf
     with suppress(ValueError):
-        values = tuple(map(kind, values))
+        values = tuple(map(kind, listed(typed)))
         if values and (kind is str or all(low <= value <= high for value in values)):
             return values
-    expected = "names" if kind is str else "numbers" + f" of at least {low:g}" * (low > -math.inf)
-    most = f" and at most {high:g}" * (high < math.inf)
-    raise UserError(f"{option} is {','.join(typed)!r}, not {expected}{most}.", f"Give {option} {known.metavar}.")
+    limits = f" from {low:g}" * (low > -math.inf) + f" to {high:g}" * (high < math.inf)
+    raise UserError(f"{option} is {','.join(typed)!r}, not {known.metavar}{limits}.", "Separate values by commas.")

@@ -29,6 +29,11 @@ class EvalOptions(DecodeOptions):
     sweep_batch: Sequence[int] = option(
         (), "Also measure every drafter at these batch sizes.", minimum=1, metavar="N,N..."
     )
+    long_context: int | None = option(
+        None,
+        "Also measure long prompts, made of the questions and answers: 512 tokens, 1024 and so on up to this many.",
+        minimum=1,
+    )
     multi_turn: bool = option(
         False,
         "Ask every turn, following plain decoding's answers to the earlier ones; by default only the first.",

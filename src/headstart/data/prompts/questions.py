@@ -77,8 +77,7 @@ class QuestionFile:
         category: default category of its questions.
         limit: default number of questions; None for all.
         revision: commit of the dataset; None for the newest.
-        prepared: name of the file that NVIDIA's script writes from this one. If given, this one also holds other
-            categories, and placeholders of texts that the script fetches.
+        prepared: name of the file that SPEED-Bench's script writes from this one, which also has other categories.
     """
 
     dataset: str
@@ -118,33 +117,28 @@ _SPEC_BENCH = [
     QuestionFile("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task)
     for task in ("translation", "summarization", "qa", "math_reasoning", "rag")
 ]
-_PREPARE = (
-    "https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/refs/heads/main/nemo_skills/dataset/speed-bench/prepare.py"
-)
+_REVISION = "454f88454792dfa3ccfd7ef15fff248efde44cd1"
+_PREPARE = "https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/prepare.py"
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-"""Start of a SPEED-Bench prompt that belongs to another dataset, which the script above fetches."""
-
-
-def _speed_bench(config: str, categories: str, limit: int | None) -> tuple[QuestionFile, ...]:
-    """Return a config of SPEED-Bench by category, so that categories take turns and can be named alone."""
-    file, revision = f"{config}/{_TABLE}", "454f88454792dfa3ccfd7ef15fff248efde44cd1"
-    return tuple(
-        QuestionFile("nvidia/SPEED-Bench", file, {}, category, limit, revision, f"{config}.jsonl")
-        for category in categories.split()
-    )
-
-
-_SPEED_BENCH = "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing"
+"""Start of a SPEED-Bench prompt that the script must fetch from another dataset."""
+_SPEED_BENCH = {
+    "qualitative": "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing",
+    **{f"throughput_{size}": "low_entropy mixed high_entropy" for size in ("1k", "2k", "8k", "16k", "32k")},
+}
+"""SPEED-Bench's configs and their categories. Of the five long ones 20 questions per category are the default."""
 SUITES: dict[str, tuple[QuestionFile, ...]] = {
     "mt-bench": (_MT_BENCH,),
     "humaneval": (_HUMANEVAL,),
     "gsm8k": (_GSM8K,),
     "spec-bench": (_MT_BENCH, *_SPEC_BENCH),
     "alpaca": (_ALPACA,),
-    "speed-bench": _speed_bench("qualitative", _SPEED_BENCH, None),
     **{
-        f"speed-bench-{length}": _speed_bench(f"throughput_{length}", "low_entropy mixed high_entropy", 20)
-        for length in ("1k", "2k", "8k", "16k", "32k")
+        config.replace("qualitative", "speed-bench").replace("throughput_", "speed-bench-"): tuple(
+            QuestionFile("nvidia/SPEED-Bench", f"{config}/{_TABLE}", {}, category, limit, _REVISION, f"{config}.jsonl")
+            for category in categories.split()
+            for limit in [None if config == "qualitative" else 20]
+        )
+        for config, categories in _SPEED_BENCH.items()
     },
 }
 """Question sets by name; long ones default to 80 questions, as in the EAGLE papers. Spec-bench is MT-bench plus
@@ -166,11 +160,10 @@ def find_questions(name: str, limit: int | None = None) -> tuple[list[Question],
     if suite not in SUITES:
         hint = f"Did you mean {meant}? " if (meant := close(suite, SUITES)) else ""
         raise UserError(f"No file at {name}.", f"{hint}Name a JSONL file, or one of {', '.join(SUITES)}.")
-    found = {part.category: part for part in SUITES[suite]}
-    if category and category not in found:
-        known = ", ".join(filter(None, found)) or "none"
+    chosen = [part for part in SUITES[suite] if category in ("", part.category)]
+    if not chosen:
+        known = ", ".join(part.category for part in SUITES[suite] if part.category) or "none"
         raise UserError(f"{suite} has no part {category!r}.", f"Leave it out, or name one (known: {known}).")
-    chosen = [found[category]] if category else SUITES[suite]
     parts = [islice(_read(suite, part), part.limit if limit is None else None) for part in chosen]
     interleaved = (question for each in zip_longest(*parts) for question in each if question is not None)
     return list(islice(interleaved, limit)), True
@@ -188,9 +181,7 @@ def _read(suite: str, part: QuestionFile) -> Iterable[Question]:
             problem = f"{file}, record {number}: {error}."
             raise UserError(problem, f"It is to be {part.file} of {part.dataset}; delete it and try again.") from None
         if prompt.turns[0].startswith(_PLACEHOLDER):
-            problem = (
-                f"{suite}, question {prompt.id}: the Hub has only a placeholder, for a text of {row.get('source')}."
-            )
+            problem = f"{suite}, question {prompt.id}: only a placeholder, for a text of {row.get('source')}."
             raise UserError(problem, f"To read it, {part.how_to_copy()}")
         yield Question(prompt.id, prompt.category or part.category, prompt.turns)
 
