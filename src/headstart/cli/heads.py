@@ -69,7 +69,6 @@ def evaluate(
     check_engine_options(serving, loading, but=("target", "revision"))
     _check_out(out, ("results.json", "report.md", "report.html"), overwrite)
     found, of_suite = find_questions(questions, options.limit)
-    conversations = of_suite and any(len(question.turns) > 1 for question in found)
     from headstart.eval.report import show_results, write_report
     from headstart.hub.engine_tuning import read_engine_tunings
     from headstart.hub.format import read_config
@@ -77,7 +76,7 @@ def evaluate(
     from headstart.pipeline.actions import report
 
     console, name = Console(), Path(questions).name
-    multi_turn = options.multi_turn or conversations
+    multi_turn = options.multi_turn or (of_suite and any(len(question.turns) > 1 for question in found))
     measuring = replace(options, heads_name=heads, questions_name=name, multi_turn=multi_turn)
     if serving.engine:
         from headstart.pipeline.in_engine import evaluate_in_engine

@@ -70,9 +70,8 @@ def evaluate(
     A target without a chat template continues the text of each question.
 
     Returns the content of results.json: schema_version, summary, compare, categories, prompt_lengths, places, batches,
-    contexts (times from the first token on, but for `ttft_ms`), tuned (see `tuning_record`), settings, environment,
-    per_prompt and replays (of a few prompts, see `headstart.eval.replay`). Raises UserError, before anything runs, for
-    settings that cannot be measured.
+    contexts, tuned (see `tuning_record`), settings, environment, per_prompt and replays (of a few prompts, see
+    `headstart.eval.replay`). Raises UserError, before anything runs, for settings that cannot be measured.
     """
     options = options or EvalOptions()
     target = source.target
@@ -115,8 +114,9 @@ def measure_methods(
     """
     tokenizer, tested = target.tokenizer, options.drafter
     units = _measure(target, questions, options, methods, console)
-    batches = _batches(target, questions, options, methods, console)
-    contexts = _contexts(target, given, units, options, methods, console)
+    ours = {name: method for name, method in methods.items() if not isinstance(method, Transformers)}
+    batches = _batches(target, questions, options, ours, console)
+    contexts = _contexts(target, given, units, options, ours, console)
     judged = _judge(judge, units, options, list(methods), console)
     summary, rows = figures.summarise(units, options.seed), figures.per_prompt(units, tested)
     answers = [pair for unit in units for pair in zip(unit.runs[PLAIN].tokens, unit.runs[HEADS].tokens, strict=True)]
@@ -245,10 +245,10 @@ def _batches(
     methods: Mapping[str, Method],
     console: Console | None,
 ) -> list[dict[str, Any]]:
-    """Measure on the same questions at other batch sizes, without transformers: a row for each size and drafter."""
+    """Measure on the same questions at other batch sizes: a row for each size and drafter."""
     rows = []
     for size in options.sweep_batch:
-        units = _measure(target, questions, replace(options, batch_size=size), _ours(methods), console)
+        units = _measure(target, questions, replace(options, batch_size=size), methods, console)
         rows += [{"batch_size": size, **row} for row in _drafter_rows(units, options)]
     return rows
 
@@ -265,26 +265,22 @@ def _contexts(
 
     Returns a row for each prompt length and drafter, or with the reason why a length is left out.
     """
-    if options.long_context is None:
-        return []
     pairs = [pair for unit in units for pair in zip(unit.prompts, unit.runs[PLAIN].tokens, strict=True)]
     answers = {prompt.question: target.text_of(answer) for prompt, answer in pairs}
-    texts = [
-        "\n\n".join(part for turn in each.turns for part in (turn, answers.get(turn)) if part) for each in questions
-    ]
+    texts = ["\n\n".join(f"{turn}\n\n{answers.get(turn, '')}" for turn in each.turns).strip() for each in questions]
     most = min(options.limit or LEAST_UNITS, LEAST_UNITS)
     asked = range(0, len(questions), max(1, len(questions) // most))[:most]
-    longest = min(options.long_context, target.max_length - options.max_new_tokens)
+    longest = min(options.long_context or 0, target.max_length - options.max_new_tokens)
     lengths = [*takewhile(lambda length: length < longest, (512 << doubling for doubling in count())), longest]
     rows: list[dict[str, Any]] = []
-    for place, length in enumerate(lengths, start=1):
+    for place, length in enumerate(lengths if options.long_context else (), start=1):
         start = perf_counter()
         try:
             prompts = [
                 _after_document(questions[i], "\n\n".join([*texts[i + 1 :], *texts[:i]]), length, target.tokenizer)
                 for i in asked
             ]
-            measured = _measure(target, prompts, replace(options, batch_size=1), _ours(methods), console)
+            measured = _measure(target, prompts, replace(options, batch_size=1), methods, console)
         except UserError as error:  # too little text or memory
             rows.append({"prompt_tokens": length, "left_out": error.problem})
             continue
@@ -294,7 +290,7 @@ def _contexts(
         ]
         if console is not None and (longer := lengths[place:]):
             left = format_seconds((perf_counter() - start) * sum(longer) / length)
-            tell(console, f"    prompts of {length} tokens are measured; those of up to {longer[-1]} take about {left}")
+            tell(console, f"    prompts of {length} tokens are measured; the longer ones take about {left}")
     return rows
 
 
@@ -313,10 +309,6 @@ def _after_document(question: Question, document: str, length: int, tokenizer: A
         problem = f"Question {question.question_id} has {alone} tokens, and {whole} after the texts of all others."
         raise UserError(problem, "Give more questions, or shorter ones.")
     return asked(bisect_right(range(len(document)), length, key=tokens) - 1)
-
-
-def _ours(methods: Mapping[str, Method]) -> dict[str, Method]:
-    return {name: method for name, method in methods.items() if not isinstance(method, Transformers)}
 
 
 def _drafter_rows(units: Sequence[Unit], options: EvalOptions) -> list[dict[str, Any]]:

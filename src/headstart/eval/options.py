@@ -26,9 +26,7 @@ class EvalOptions(DecodeOptions):
     batch_size: int = option(
         1, "Decode this many prompts together. transformers' prompt lookup takes only one.", minimum=1
     )
-    sweep_batch: Sequence[int] = option(
-        (), "Also measure every drafter at these batch sizes.", minimum=1, metavar="N,N..."
-    )
+    sweep_batch: Sequence[int] = option((), "Also measure these batch sizes.", minimum=1, metavar="N,N...")
     long_context: int | None = option(
         None,
         "Also measure long prompts, made of the questions and answers: 512 tokens, 1024 and so on up to this many.",

@@ -109,9 +109,8 @@ def render(results: Mapping[str, Any], name: str) -> str:
     ]
     derived: dict[str, Any] = {function.__name__: function(results) for function in parts}
     long_rows = [row for row in results.get("contexts", ()) if not row["left_out"]]
-    taus = [{"mean": row["tokens_per_round"], "low": None, "high": None} for row in long_rows]
-    speedups = [row["speedup_vs_plain"] for row in long_rows]
-    titles = ("tokens per round (τ) by tokens of the prompt", "speed over plain, without the prefill")
+    taus = [(row, {"mean": row["tokens_per_round"], "low": None, "high": None}) for row in long_rows]
+    speedups = [(row, row["speedup_vs_plain"]) for row in long_rows]
     derived |= {
         "heads": results["settings"].get("heads", {}),
         "fastest": max(speed["high"] or speed["mean"] for speed in speeds),
@@ -122,10 +121,7 @@ def render(results: Mapping[str, Any], name: str) -> str:
         "definitions": DEFINITIONS,
         "accepted": labels.pool_rare_positions(summary),
         "long_rows": long_rows,
-        "panels": [
-            (title, list(zip(long_rows, each, strict=True)))
-            for title, each in zip(titles, (taus, speedups), strict=True)
-        ],
+        "panels": [("tokens per round (τ) by tokens of the prompt", taus), ("speed over plain, no prefill", speedups)],
         "nodes": sum_by_octave(summary["node_counts"]),
         "drafting_nodes": mean_drafting_nodes(summary["node_counts"]),
         "kinds": (tuned or {}).get("kinds", []),

@@ -119,8 +119,7 @@ _SPEC_BENCH = [
 ]
 _REVISION = "454f88454792dfa3ccfd7ef15fff248efde44cd1"
 _PREPARE = "https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/prepare.py"
-_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-"""Start of a SPEED-Bench prompt that the script must fetch from another dataset."""
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # start of a prompt that the script must fetch
 _SPEED_BENCH = {
     "qualitative": "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing",
     **{f"throughput_{size}": "low_entropy mixed high_entropy" for size in ("1k", "2k", "8k", "16k", "32k")},
