@@ -51,6 +51,7 @@ def five_units(category: str = "code") -> list[Unit]:
 def long_prompts() -> list[dict[str, Any]]:
     """Rows of two drafters, one of them at two lengths, and of a length that is left out."""
     figures = method_figures(five_units(), "heads", 0) | {"plain_tokens_per_second": 8.0, "left_out": ""}
+    figures["plain_ttft_ms"] = {"p50": 7.0}
     figures["speedup_vs_plain"] = {"mean": 2.0, "low": 1.0, "high": 3.0}
     measured = [(512, "heads", 2.0), (512, "ngram", 1.0), (999, "heads", 1.5)]
     rows = [figures | {"prompt_tokens": size, "name": name, "tokens_per_round": tau} for size, name, tau in measured]
@@ -187,6 +188,7 @@ def test_long_prompts_are_a_table_and_a_plot(results: dict[str, Any], tmp_path: 
     write_report(results | {"contexts": long_prompts()}, tmp_path)
     html, text = ((tmp_path / name).read_text() for name in ("report.html", "report.md"))
     assert re.search(r"<th scope=\"row\">999, heads</th><td>8.0</td>", html) and "| 999 | heads | 8.0 |" in text
+    assert "<td>10<small>7</small></td>" in html and "| 10 (7) |" in text, "first token"
     lines = re.findall(r'class="curve" points="(.*?) "', html)
     # τ from 0 (y 180) to 2 (y 30), then the speed-up up to the interval's end, 3; a line for each drafter
     assert lines == ["50.0,30.0 340.0,67.5", "50.0,105.0", "50.0,80.0 340.0,80.0", "50.0,80.0"]

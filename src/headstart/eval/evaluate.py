@@ -313,12 +313,11 @@ def _after_document(question: Question, document: str, length: int, tokenizer: A
 
 def _drafter_rows(units: Sequence[Unit], options: EvalOptions) -> list[dict[str, Any]]:
     """Return a sweep's figures of every drafter, and the plain loop's speed."""
-    plain = figures.rate(units, PLAIN, options.seed)
-    rows = []
+    plain, rows = figures.method_figures(units, PLAIN, options.seed), []
     for name in dict.fromkeys(name for unit in units for name in unit.runs if name != PLAIN):
         measured = figures.method_figures(units, name, options.seed)
         shown = options.drafter if name == HEADS else name.removeprefix(OTHER)
-        row = {"name": shown, "plain_tokens_per_second": plain and plain["mean"]}
+        row = {"name": shown, **{f"plain_{key}": plain[key] for key in ("tokens_per_second", "ttft_ms")}}
         rows.append(row | {key: measured[key] for key in _SWEEP_FIGURES})
     return rows
 
