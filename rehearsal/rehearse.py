@@ -135,6 +135,7 @@ def quickstart(place: Place, run: Command, chat: Command, drafted: Command, plai
     "headstart race --from DIR --out race.svg",
     "headstart race HEADS --prompt TEXT",
     "headstart eval HEADS --questions FILE.jsonl --out DIR --compare all",
+    "headstart eval HEADS --questions FILE.jsonl --out DIR --long-context 8192",
     "headstart export HEADS --out DIR",
     "headstart generate HEADS --prompt TEXT",
     "headstart recipes",

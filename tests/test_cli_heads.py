@@ -233,9 +233,10 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "top_k", "--drafter", "ngram")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "top_k", 1.0)
-    works(*asked, "--limit", 2, "--sweep-batch", 1, "--sweep-batch", 2)
-    rows = json.loads((tmp_path / "results.json").read_text())["batches"]
-    assert [row["batch_size"] for row in rows if row["name"] == DecodeOptions.drafter] == [1, 2]
+    works(*asked, "--limit", 2, "--sweep-batch", "1,2", "--long-context", 30)
+    found = json.loads((tmp_path / "results.json").read_text())
+    for sweep, key, sizes in (("batches", "batch_size", [1, 2]), ("contexts", "prompt_tokens", [30])):
+        assert [row[key] for row in found[sweep] if row.get("name") == DecodeOptions.drafter] == sizes, found[sweep]
     works(*asked, "--limit", 1, "--tree", "static", "--top-p", 0.5, "--top-k", 5, "--min-p", 0.1, "--temperature", 0.5)
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["tree"], settings["top_p"], settings["top_k"], settings["min_p"]) == ("static", 0.5, 5, 0.1)

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from headstart.cli import heads as cli_heads
 from headstart.cli.options import with_options
 from headstart.decode.loop import check_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, SamplingOptions, meaning
+from headstart.decode.options import DecodeKeywords, DecodeOptions, EngineOptions, SamplingOptions, meaning
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import DRAFTERS
 from headstart.errors import UserError
-from headstart.eval.options import EvalOptions
+from headstart.eval.options import AuditedEngine, AuditOptions, EvalOptions
 from headstart.hf_generate.call import CustomGenerate
 from headstart.hf_generate.request import _WARPERS
 from headstart.hub.options import LoadKeywords, LoadOptions
@@ -112,3 +112,34 @@ def test_typed_options_reach_the_command() -> None:
     assert typing("Bob", "--tree", "tuned")[1].tree is None
     refused = CliRunner().invoke(app, ["Bob", "--tree", "bush"])
     assert refused.exit_code == 2 and "chain" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("options", "typed", "values"),
+    [
+        (EvalOptions, "--sweep-batch 1,4 --sweep-batch 16", {"sweep_batch": (1, 4, 16)}),
+        (EvalOptions, "--compare ngram,chain --compare static", {"compare": ("ngram", "chain", "static")}),
+        (AuditOptions, "--temperature 0.5,1", {"temperature": (0.5, 1.0)}),
+        (AuditedEngine, "", {"engine_requests": (1, 4, 8)}),
+        (EngineOptions, "--engine-requests 2 --engine-drafts 3,1", {"engine_requests": (2,), "engine_drafts": (3, 1)}),
+        (EvalOptions, "--sweep-batch 4,0", "--sweep-batch is '4,0', not N,N... from 1."),
+        (EvalOptions, "--sweep-batch 4;8", "--sweep-batch is '4;8', not N,N... from 1."),
+        (EvalOptions, "--compare ,", "--compare is ',', not NAME,NAME...."),
+        (AuditOptions, "--temperature nan", "--temperature is 'nan', not T,T...."),
+        (EngineOptions, "--engine-drafts 17", "--engine-drafts is '17', not N,N... from 1 to 16."),
+    ],
+)
+def test_several_values_are_separated_by_commas(options: Any, typed: str, values: Any) -> None:
+    got: list[Any] = []
+
+    def measure(options: Any = None) -> None:
+        got.append(options)
+
+    measure.__annotations__["options"] = options
+    app = typer.Typer()
+    app.command()(with_options()(measure))
+    result = CliRunner().invoke(app, typed.split())
+    if isinstance(values, str):
+        assert isinstance(result.exception, UserError) and result.exception.problem.startswith(values)
+    else:
+        assert got == [options(**values)], result.output

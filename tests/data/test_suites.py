@@ -33,7 +33,35 @@ def table(rows: list[dict[str, Any]]) -> bytes:
     return out.getvalue()
 
 
+TO_FETCH = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+"""Start of the prompts that SPEED-Bench leaves to NVIDIA's script."""
+
+
+def speed_bench(categories: str, turns: list[str], placeholders: str = "") -> list[dict[str, Any]]:
+    """Two records per category, as published; of those in `placeholders` the second is one."""
+    return [
+        {
+            "question_id": f"{category}{number}",
+            "category": category,
+            "turns": [f"{TO_FETCH}\n\n{{article}}"] if number and category in placeholders else turns,
+            "source": "cais/hle",
+            "multiturn": len(turns) > 1,
+        }
+        for category in categories.split()
+        for number in range(2)
+    ]
+
+
+QUALITATIVE = "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing"
+SPEED_BENCH = "nvidia/SPEED-Bench"
 FILES = {
+    (SPEED_BENCH, "qualitative/test-00000-of-00001.parquet"): table(speed_bench(QUALITATIVE, ["One.", "Two."], "rag")),
+    **{
+        (SPEED_BENCH, f"throughput_{length}/test-00000-of-00001.parquet"): table(
+            speed_bench("high_entropy low_entropy mixed", [f"Of {length}."])
+        )
+        for length in ("1k", "2k", "8k", "16k", "32k")
+    },
     ("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl"): lines(MT_BENCH),
     ("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet"): table(
         [{"task_id": "HumanEval/0", "prompt": "def one():\n", "test": "assert", "entry_point": "one"}]
@@ -70,6 +98,30 @@ def test_local_copy_is_asked_turn_by_turn(
     part.local_copy.write_bytes(lines([{"prompt": [""]}]))
     with pytest.raises(UserError, match=r"record 1: in which the user says nothing. .*delete it and try again"):
         find_questions("mt-bench")
+
+
+def test_speed_bench_by_category_and_as_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placeholders are refused with the command that fetches their texts; its file is read as it writes it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    part = SUITES["speed-bench"][0]
+    part.local_copy.parent.mkdir(parents=True)
+    rows = speed_bench(QUALITATIVE, ["One.", "Two."], "rag")
+    for row in rows:  # as prepare.py does
+        row["messages"] = [{"role": "user", "content": turn} for turn in row.pop("turns")]
+    part.local_copy.write_bytes(lines(rows))
+    found, of_suite = find_questions("speed-bench", 11)
+    assert of_suite and [question.category for question in found] == QUALITATIVE.split(), "one of each"
+    assert found[0] == Question("coding0", "coding", ["One.", "Two."])
+    assert [each.question_id for each in find_questions("speed-bench:math")[0]] == ["math0", "math1"]
+    for name in ("speed-bench", "speed-bench:rag"):
+        with pytest.raises(UserError, match=r"question rag1: only a placeholder, for a text of cais/hle") as error:
+            find_questions(name)
+        assert "prepare.py | python3 - --config qualitative --output_dir" in error.value.remedy
+        assert str(part.local_copy) in error.value.remedy
+    with pytest.raises(UserError, match=r"speed-bench has no part 'maths'. .*known: coding, humanities"):
+        find_questions("speed-bench:maths")
+    with pytest.raises(UserError, match=r"mt-bench has no part 'math'. Leave it out"):
+        find_questions("mt-bench:math")
 
 
 def test_files_come_first_and_unknown_names_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ import torch
 from rich.console import Console
 
 from headstart.api import Decoder
+from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import Question
+from headstart.decode import memory
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.eval.divergence import Judgement
-from headstart.eval.evaluate import _texts, evaluate, make_methods
+from headstart.eval.evaluate import _after_document, _texts, evaluate, make_methods
 from headstart.eval.labels import METHODS
 from headstart.eval.methods import Ours, _TokenTimes, warm_up
 from headstart.eval.options import EvalOptions
@@ -138,6 +142,52 @@ def test_sweep_measures_other_batch_sizes(tiny_target: Target, drafter: HeadDraf
         assert "summed over rows" in text and "n-gram" in text
 
 
+def test_long_prompts_end_with_the_question(tiny_target: Target, drafter: HeadDrafter, tmp_path: Path) -> None:
+    """Lengths double up to the context, less the answer; documents are the other questions, with measured answers."""
+    asked = [Question(number, "", [f"Tell me what {number} and {number} are."], system="Sum.") for number in range(60)]
+    source = Drafts(tiny_target, drafter, {"ngram": NgramDrafter()})
+    options = EvalOptions(max_new_tokens=8, compare=("ngram",), limit=2, long_context=10**6, baselines=False)
+    console = Console(record=True, file=io.StringIO())
+    results = evaluate(source, asked, options, console)
+    swept = [(row["prompt_tokens"], row["name"], row["prompts"]) for row in results["contexts"]]
+    assert swept == [(512, "heads", 2), (512, "ngram", 2), (1016, "heads", 2), (1016, "ngram", 2)]
+    for row in results["contexts"]:
+        ratio = row["tokens_per_second"] / row["plain_tokens_per_second"]
+        assert row["speedup_vs_plain"]["mean"] == pytest.approx(ratio) and row["ttft_ms"]["count"] == 2
+    assert "prompts of 512 tokens are measured; the longer ones take about" in console.export_text()
+    assert results["settings"]["questions"] == 2 and len(results["per_prompt"]) == 2
+    document = "".join(f"Line {number}.\n" for number in range(200))
+    for length in (120, 121, 700):
+        long = _after_document(asked[7], document, length, tiny_target.tokenizer)
+        kept, _, question = long.turns[0].rpartition("\n\n")
+        assert question == asked[7].turns[0] and document.endswith(kept)
+        assert len(prompt_tokens(long.messages(1), tiny_target.tokenizer)) == length, "one token is one byte here"
+
+
+def test_long_prompts_that_do_not_fit_are_left_out(
+    tiny_target: Target, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EvalOptions(max_new_tokens=8, baselines=False, long_context=1000, limit=1)
+    few = evaluate(Drafts(tiny_target, drafter), QUESTIONS, options)["contexts"]
+    assert [row["prompt_tokens"] for row in few] == [512, 1000]
+    assert "Question 81 has" in few[0]["left_out"] and "after the texts of all others" in few[0]["left_out"]
+    asked = [Question(number, "", [f"What is {number}?" * 5]) for number in range(30)]
+    free = next(free for free in count(10**5, 10**4) if fits(tiny_target, 600, free))
+    assert not fits(tiny_target, 1000, free)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+    rows = evaluate(Drafts(tiny_target, drafter), asked, options)["contexts"]
+    assert [(row["prompt_tokens"], row["left_out"] == "") for row in rows] == [(512, True), (1000, False)]
+    assert "are usable on cpu" in rows[1]["left_out"]
+
+
+def fits(target: Target, length: int, free: int) -> bool:
+    """Whether a prompt and its answer fit into so much memory."""
+    try:
+        return memory.reserve(target, [[5] * length], 8, 4, free=free) > 0
+    except UserError:
+        return False
+
+
 def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) -> None:
     results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=6, temperature=1.0, limit=2))
     assert results["summary"]["divergences"] == Judgement().to_json()
@@ -230,6 +280,7 @@ def test_clock_counts_tokens_per_row() -> None:
         ({"limit": 0}, "limit is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"sweep_batch": (4, 0)}, "sweep_batch is 0"),
+        ({"long_context": 0}, "long_context is 0"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"max_new_tokens": 1020}, "Question 81 .* plus 1020 new tokens exceeds"),
         ({"max_new_tokens": 500, "multi_turn": True}, "Question 81 .* plus 1000 new tokens exceeds"),

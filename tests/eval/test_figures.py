@@ -10,6 +10,7 @@ from headstart.eval.figures import (
     Prompt,
     Totals,
     Unit,
+    after_prefill,
     categories,
     drafting_figures,
     interval,
@@ -68,6 +69,18 @@ def test_latencies() -> None:
     assert heads["inter_token_ms"] == {"count": 105, **dict.fromkeys(("p50", "p95", "p99"), 4.0)}, "shared by 3 tokens"
     assert plain["inter_token_ms"]["p50"] == 8.0
     assert method_figures(units, "transformers", 0)["ttft_ms"] is None
+
+
+def test_speed_after_the_prefill() -> None:
+    """The first token and the wait for it do not count, nor do answers of one token."""
+    units = [unit(0, "a", [1, 3]), unit(1, "a", [])]
+    slow = units[0].runs["heads"]
+    slow.token_ms[0][:] = [ms + 5000.0 for ms in slow.token_ms[0]]
+    figures = method_figures(after_prefill(units), "heads", 0)
+    assert figures["prompts"] == 1 and figures["tokens_per_round"] == 2.0
+    assert figures["tokens_per_second"] == pytest.approx(4 / 0.024)
+    assert figures["speedup_vs_plain"]["mean"] == pytest.approx((4 / 0.024) / (4 / 0.032))
+    assert figures["ttft_ms"]["p50"] == 5010.0, "is shown apart"
 
 
 def test_rarely_reached_positions_are_merged() -> None:

@@ -14,7 +14,16 @@ import pytest
 from rich.console import Console
 
 from headstart.eval.divergence import Difference, Judgement
-from headstart.eval.figures import Unit, categories, compare_rows, per_prompt, places, prompt_lengths, summarise
+from headstart.eval.figures import (
+    Unit,
+    categories,
+    compare_rows,
+    method_figures,
+    per_prompt,
+    places,
+    prompt_lengths,
+    summarise,
+)
 from headstart.eval.labels import BASELINES, OTHER, label_of
 from headstart.eval.replay import races
 from headstart.eval.report import divergence_sentence, remarks, show_results, verdicts, write_report
@@ -37,6 +46,16 @@ def five_units(category: str = "code") -> list[Unit]:
     """The smallest number of prompts with an interval."""
     writing = [unit(number, "writing", [1, 3, 2], (1.0, 1.5 + 0.1 * number)) for number in range(4)]
     return [*writing, unit(4, category, [4, 1], (1.0, 1.4))]
+
+
+def long_prompts() -> list[dict[str, Any]]:
+    """Rows of two drafters, one of them at two lengths, and of a length that is left out."""
+    figures = method_figures(five_units(), "heads", 0) | {"plain_tokens_per_second": 8.0, "left_out": ""}
+    figures["plain_ttft_ms"] = {"p50": 7.0}
+    figures["speedup_vs_plain"] = {"mean": 2.0, "low": 1.0, "high": 3.0}
+    measured = [(512, "heads", 2.0), (512, "ngram", 1.0), (999, "heads", 1.5)]
+    rows = [figures | {"prompt_tokens": size, "name": name, "tokens_per_round": tau} for size, name, tau in measured]
+    return [*rows, {"prompt_tokens": 2048, "left_out": "Memory <is> short."}]
 
 
 def measured() -> dict[str, Any]:
@@ -165,6 +184,18 @@ def test_command_and_question_set_are_shown(results: dict[str, Any], tmp_path: P
         assert "5 prompts (mt-bench)" in text
 
 
+def test_long_prompts_are_a_table_and_a_plot(results: dict[str, Any], tmp_path: Path) -> None:
+    write_report(results | {"contexts": long_prompts()}, tmp_path)
+    html, text = ((tmp_path / name).read_text() for name in ("report.html", "report.md"))
+    assert re.search(r"<th scope=\"row\">999, heads</th><td>8.0</td>", html) and "| 999 | heads | 8.0 |" in text
+    assert "<td>10<small>7</small></td>" in html and "| 10 (7) |" in text, "first token"
+    lines = re.findall(r'class="curve" points="(.*?) "', html)
+    # τ from 0 (y 180) to 2 (y 30), then the speed-up up to the interval's end, 3; a line for each drafter
+    assert lines == ["50.0,30.0 340.0,67.5", "50.0,105.0", "50.0,80.0 340.0,80.0", "50.0,80.0"]
+    assert html.count("130.0V30.0") == 3, "intervals of the speed-up alone"
+    assert "Prompts of 2048 tokens: Memory &lt;is&gt; short." in html and "Prompts of 2048 tokens: Memory" in text
+
+
 def test_engine_measurements_are_shown(results: dict[str, Any], tmp_path: Path) -> None:
     assert "engines</h2>" not in pages(results, tmp_path / "without")[0]
     row = {"requests": 1, "drafts": 3, "accepted": 0.648, "plain_tokens_per_second": 20.0, "tokens_per_second": 25.0}
@@ -185,7 +216,7 @@ def test_html_is_self_contained(results: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_markdown_tables_keep_their_columns(results: dict[str, Any], tmp_path: Path) -> None:
-    _, markdown = pages(results, tmp_path)
+    _, markdown = pages(results | {"contexts": long_prompts()}, tmp_path)
     blocks = [block.splitlines() for block in markdown.split("\n\n") if block.lstrip().startswith("|")]
     assert len(blocks) >= 5
     for block in blocks:

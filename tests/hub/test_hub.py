@@ -226,7 +226,15 @@ def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> No
     for dataset in dict.fromkeys(dataset for dataset, _ in SUITE_FILES):
         hub.repos[dataset] = Repo()
         hub.repos[dataset].commit({file: content for (name, file), content in SUITE_FILES.items() if name == dataset})
-    found = {name: client.call("suite", name=name)["questions"] for name in SUITES}
+    for part in SUITES["speed-bench"]:  # the commit that is read, whatever comes later
+        hub.repos[part.dataset].refs[str(part.revision)] = hub.repos[part.dataset].refs["main"]
+    hub.repos["nvidia/SPEED-Bench"].commit({"README.md": b"moved"})
+    line = client.refusal("suite", name="speed-bench")
+    assert "speed-bench, question rag1: only a placeholder" in line and "prepare.py | python3" in line
+    found = {
+        name: client.call("suite", name=name, limit=11 if name == "speed-bench" else None)["questions"]
+        for name in SUITES
+    }
     asked = {name: [Question(**question) for question in questions] for name, questions in found.items()}
     assert asked["mt-bench"] == [
         Question("81", "writing", ["Write.", "Again."]),
@@ -238,6 +246,13 @@ def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> No
     assert asked["alpaca"][1].turns == ["Greet."]
     assert len({question.question_id for question in asked["spec-bench"]}) == 12
     assert asked["spec-bench"][0] == asked["mt-bench"][0] and asked["spec-bench"][1].category == "translation"
+    assert len(asked["speed-bench"]) == 11 and asked["speed-bench"][1] == Question(
+        "humanities0", "humanities", ["One.", "Two."]
+    )
+    assert [(each.category, each.turns) for each in asked["speed-bench-8k"][:2]] == [
+        ("low_entropy", ["Of 8k."]),
+        ("mixed", ["Of 8k."]),
+    ]
     few = client.call("suite", name="spec-bench", limit=6)["questions"]
     assert len({question["category"] for question in few}) == 6, "some from each part"
     assert len(client.call("suite", name="gsm8k", limit=85)["questions"]) == 85

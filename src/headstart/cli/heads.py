@@ -17,7 +17,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from headstart.cli.options import HEADS, Heads, Loading, Overwrite, check_engine_options, listed, with_options
+from headstart.cli.options import HEADS, Heads, Loading, Overwrite, check_engine_options, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, ServingOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditedEngine, AuditOptions, EvalOptions
@@ -43,8 +43,9 @@ def evaluate(
             "--questions",
             "--suite",
             metavar="FILE|SUITE",
-            help='JSONL with {"turns": ["..."]} a line; or mt-bench, humaneval, gsm8k, spec-bench or alpaca, from the '
-            "Hub, with every turn (of gsm8k and alpaca 80 questions, unless --limit says more).",
+            help='JSONL with {"turns": ["..."]} a line; or mt-bench, humaneval, gsm8k, spec-bench, speed-bench, '
+            "speed-bench-1k (2k, 8k, 16k, 32k) or alpaca, from the Hub, with every turn; speed-bench:coding is a part. "
+            "Of gsm8k, alpaca and speed-bench-1k some questions, unless --limit says more.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Write results.json, report.md and report.html into this folder.")],
@@ -61,14 +62,13 @@ def evaluate(
 
     Example: headstart eval runs/quickstart --suite mt-bench --out report
 
-    Example: headstart eval runs/quickstart --suite mt-bench --out report --engine vllm --sweep-batch 4
+    Example: headstart eval runs/quickstart --suite mt-bench --out report --engine vllm --sweep-batch 4,16
     """
     from headstart.data.prompts.questions import find_questions
 
     check_engine_options(serving, loading, but=("target", "revision"))
     _check_out(out, ("results.json", "report.md", "report.html"), overwrite)
     found, of_suite = find_questions(questions, options.limit)
-    conversations = of_suite and any(len(question.turns) > 1 for question in found)
     from headstart.eval.report import show_results, write_report
     from headstart.hub.engine_tuning import read_engine_tunings
     from headstart.hub.format import read_config
@@ -76,7 +76,7 @@ def evaluate(
     from headstart.pipeline.actions import report
 
     console, name = Console(), Path(questions).name
-    multi_turn = options.multi_turn or conversations
+    multi_turn = options.multi_turn or (of_suite and any(len(question.turns) > 1 for question in found))
     measuring = replace(options, heads_name=heads, questions_name=name, multi_turn=multi_turn)
     if serving.engine:
         from headstart.pipeline.in_engine import evaluate_in_engine
@@ -137,7 +137,7 @@ def audit(
     from headstart.eval.audit_report import show_audit, write_audit
 
     console = Console()
-    options = replace(options, drafters=listed(options.drafters), verifier=listed(options.verifier), heads_name=heads)
+    options = replace(options, heads_name=heads)
     if loading.dtype == "auto":
         loading = replace(loading, dtype="bfloat16" if serving.engine else "float32")
     if serving.engine:

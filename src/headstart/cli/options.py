@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -124,11 +126,14 @@ def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Comm
             for name, hint in hints.items()
             if is_dataclass(hint)
         }
+        kinds = {name: get_type_hints(hints[name]) for name in groups}
 
         @wraps(command)
         def call(**given: Any) -> None:
             chosen = {
-                name: hints[name](**{item.name: _chosen(item, given.pop(item.name)) for item in group})
+                name: hints[name](
+                    **{item.name: _chosen(item, kinds[name][item.name], given.pop(item.name)) for item in group}
+                )
                 for name, group in groups.items()
             }
             command(**given, **chosen)
@@ -136,9 +141,8 @@ def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Comm
         parameters: list[inspect.Parameter] = []
         for name, parameter in inspect.signature(command).parameters.items():
             if name in groups:
-                kinds = get_type_hints(hints[name])
                 defined = ((item, defaults.get(item.name, item.default)) for item in groups[name])
-                parameters += [_parameter(item, kinds[item.name], default) for item, default in defined]
+                parameters += [_parameter(item, kinds[name][item.name], default) for item, default in defined]
             else:
                 parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
@@ -149,32 +153,48 @@ def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Comm
 
 
 def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
-    """Build the command-line option of a field; a field with several values is a list."""
+    """Build the command-line option of a field; a field with several values is a list of texts, see `_separated`."""
     known: Meaning = item.metadata["meaning"]
+    shown_default: str | bool = known.default_text or True
     if known.none_choice:
         words = [word for part in get_args(kind) for word in get_args(part)]
         kind, default = Literal[known.none_choice, *words], default or known.none_choice
     elif known.parse:
         kind = str | None
-    elif default == ():
-        kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]  # known when it runs
+    elif isinstance(default, tuple):
+        shown_default = known.default_text or ",".join(map(str, default)) or False
+        kind, default = list[str] | None, None
     name = item.name.replace("_", "-")
     shown = typer.Option(
         f"--{name}/--no-{name}" if default is True else f"--{name}",
         help=known.text,
         min=known.minimum,
+        max=known.maximum,
         metavar=known.metavar,
-        show_default=known.default_text or True,
+        show_default=shown_default,
     )
     return inspect.Parameter(
         item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
     )
 
 
-def _chosen(item: Field[Any], value: Any) -> Any:
+def _chosen(item: Field[Any], kind: Any, value: Any) -> Any:
     known: Meaning = item.metadata["meaning"]
     if known.none_choice and value == known.none_choice:
         return None
     if value is None:
         return item.default
+    if "," in (known.metavar or ""):
+        return _separated(f"--{item.name.replace('_', '-')}", known, get_args(kind)[0], value)
     return known.parse(value) if known.parse else value
+
+
+def _separated(option: str, known: Meaning, kind: type[Any], typed: Sequence[str]) -> tuple[Any, ...]:
+    """Convert comma-separated values; a UserError if there are none, or numbers are malformed or out of range."""
+    low, high = (-math.inf if known.minimum is None else known.minimum), known.maximum or math.inf
+    with suppress(ValueError):
+        values = tuple(map(kind, listed(typed)))
+        if values and (kind is str or all(low <= value <= high for value in values)):
+            return values
+    limits = f" from {low:g}" * (low > -math.inf) + f" to {high:g}" * (high < math.inf)
+    raise UserError(f"{option} is {','.join(typed)!r}, not {known.metavar}{limits}.", "Separate values by commas.")

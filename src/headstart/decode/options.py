@@ -38,8 +38,8 @@ class Meaning:
 
     Attributes:
         text: description, in a sentence or two.
-        minimum: smallest value that the command line accepts.
-        metavar: placeholder of its value there.
+        minimum, maximum: smallest and largest value that the command line accepts.
+        metavar: placeholder of its value there; with a comma for several values, repeatable and comma-separated.
         none_choice: word that selects None there, and that is shown as the default if the option's default is None.
         default_text: default shown there, instead of the option's own.
         on_cli: whether the command line has the option.
@@ -48,6 +48,7 @@ class Meaning:
 
     text: str
     minimum: float | None = None
+    maximum: float | None = None
     metavar: str | None = None
     none_choice: str = ""
     default_text: str = ""
@@ -294,14 +295,18 @@ class ServingOptions:
 class EngineOptions(ServingOptions):
     """A serving engine to tune for: `ServingOptions`, and the requests of the measurement."""
 
-    engine_drafts: str = option(
-        "",
+    engine_drafts: Sequence[int] = option(
+        (),
         "Numbers of drafts to try; by default 1, 2, 3 and 5, and the whole block for heads that draft in blocks.",
+        minimum=1,
+        maximum=16,
         metavar="N,N...",
     )
-    engine_requests: str = option(
-        "1",
+    engine_requests: Sequence[int] = option(
+        (1,),
         "Numbers of concurrent requests, such as 1,2,4,8; vLLM gets a number of drafts for each.",
+        minimum=1,
+        maximum=1024,
         metavar="N,N...",
     )
     engine_prompts: int = option(8, "Number of validation prompts to ask.", minimum=1)

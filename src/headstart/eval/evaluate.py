@@ -10,9 +10,12 @@ lookup, the strongest one that needs no training.
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import count, takewhile
+from time import perf_counter
 from typing import Any, cast
 
 from rich.console import Console
@@ -40,7 +43,7 @@ from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transfor
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import races, token_texts
 from headstart.model.frozen import FrozenModel
-from headstart.support.terminal import progress_bar
+from headstart.support.terminal import format_seconds, progress_bar, tell
 from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import Tuning, path_prob
 
@@ -48,8 +51,12 @@ SCHEMA_VERSION = 2  # of results.json; raised when a key changes its meaning or 
 _OMITTED_OPTIONS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
 """Decoding options that do not apply to measuring, left out of `settings`."""
 _CONTEXT, _CONTINUATION = 16, 12  # tokens shown of two answers before and after they diverge
-_BATCH_FIGURES = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
-"""Figures kept of a drafter at other batch sizes."""
+_SWEEP_FIGURES = (
+    *("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms", "ttft_ms"),
+    *("acceptance_by_position", "rounds_by_position", "undrafted_prompts", "prompts", "drafter_error"),
+)
+"""Figures kept of a drafter at other batch sizes and prompt lengths."""
+_CHARACTERS = 16  # maximum per token: longer documents are cut before they are tokenised
 _EVERY = 4
 """transformers answers one in four questions or batches, and more if it would otherwise have no interval."""
 _TREE_NODES = 15  # maximum nodes of the reported tree: further ones are rarely accepted
@@ -63,13 +70,13 @@ def evaluate(
     A target without a chat template continues the text of each question.
 
     Returns the content of results.json: schema_version, summary, compare, categories, prompt_lengths, places, batches,
-    tuned (see `tuning_record`), settings, environment, per_prompt and replays (of a few prompts, see
+    contexts, tuned (see `tuning_record`), settings, environment, per_prompt and replays (of a few prompts, see
     `headstart.eval.replay`). Raises UserError, before anything runs, for settings that cannot be measured.
     """
     options = options or EvalOptions()
     target = source.target
     tokenizer = with_template_kwargs(target.tokenizer, options.chat_template_kwargs or {})
-    questions = select_questions(target, tokenizer, questions, options, console)
+    given, questions = questions, select_questions(target, tokenizer, questions, options, console)
     check(target, [[0]], replace(options, max_new_tokens=1, min_new_tokens=0))  # lengths are checked already
     drafters = source.drafters(options.drafter, options.tree)
     drafter = tested = options.drafter
@@ -79,7 +86,7 @@ def evaluate(
     others = {name: drafters_named(source, name) for name in options.compare}
     methods = make_methods(source, drafters, others, options)
     judge = Judge(target, options).judge
-    results = measure_methods(target.with_tokenizer(tokenizer), questions, options, methods, judge, console)
+    results = measure_methods(target.with_tokenizer(tokenizer), questions, options, methods, judge, console, given)
     results["summary"]["predicted_speedup"] = _predicted(source, options)
     results["settings"] |= {
         **({} if target.quantization == "none" else {"quantization": target.quantization}),
@@ -98,15 +105,18 @@ def measure_methods(
     methods: Mapping[str, Method],
     judge: Callable[[Texts, Texts, Texts], Judgement],
     console: Console | None,
+    given: Sequence[Question] = (),
 ) -> dict[str, Any]:
     """Measure methods on questions, `HEADS` against `PLAIN` and the others.
 
     Returns the content of results.json as `evaluate` does, without `tuned` and `environment`. `judge` compares prompts'
-    plain and other answers.
+    plain and other answers. Long prompts are made of all `given` questions, asked or not.
     """
     tokenizer, tested = target.tokenizer, options.drafter
     units = _measure(target, questions, options, methods, console)
-    batches = _batches(target, questions, options, methods, console)
+    ours = {name: method for name, method in methods.items() if not isinstance(method, Transformers)}
+    batches = _batches(target, questions, options, ours, console)
+    contexts = _contexts(target, given, units, options, ours, console)
     judged = _judge(judge, units, options, list(methods), console)
     summary, rows = figures.summarise(units, options.seed), figures.per_prompt(units, tested)
     answers = [pair for unit in units for pair in zip(unit.runs[PLAIN].tokens, unit.runs[HEADS].tokens, strict=True)]
@@ -130,6 +140,7 @@ def measure_methods(
         "prompt_lengths": figures.prompt_lengths(units, options.seed),
         "places": figures.places(units),
         "batches": batches,
+        "contexts": contexts,
         "tuned": None,
         "settings": settings,
         "per_prompt": rows,
@@ -234,18 +245,80 @@ def _batches(
     methods: Mapping[str, Method],
     console: Console | None,
 ) -> list[dict[str, Any]]:
-    """Measure on the same questions at other batch sizes, without transformers: a row for each size and drafter."""
-    ours = {name: method for name, method in methods.items() if not isinstance(method, Transformers)}
+    """Measure on the same questions at other batch sizes: a row for each size and drafter."""
     rows = []
     for size in options.sweep_batch:
-        units = _measure(target, questions, replace(options, batch_size=size), ours, console)
-        plain = figures.rate(units, PLAIN, options.seed)
-        for name in ours:
-            if name != PLAIN:
-                measured = figures.method_figures(units, name, options.seed)
-                shown = options.drafter if name == HEADS else name.removeprefix(OTHER)
-                row = {"batch_size": size, "name": shown, "plain_tokens_per_second": plain and plain["mean"]}
-                rows.append(row | {key: measured[key] for key in _BATCH_FIGURES})
+        units = _measure(target, questions, replace(options, batch_size=size), methods, console)
+        rows += [{"batch_size": size, **row} for row in _drafter_rows(units, options)]
+    return rows
+
+
+def _contexts(
+    target: FrozenModel,
+    questions: Sequence[Question],
+    units: Sequence[Unit],
+    options: EvalOptions,
+    methods: Mapping[str, Method],
+    console: Console | None,
+) -> list[dict[str, Any]]:
+    """Measure on a few questions after documents, which end with the other questions and the plain answers to them.
+
+    Returns a row for each prompt length and drafter, or with the reason why a length is left out.
+    """
+    pairs = [pair for unit in units for pair in zip(unit.prompts, unit.runs[PLAIN].tokens, strict=True)]
+    answers = {prompt.question: target.text_of(answer) for prompt, answer in pairs}
+    texts = ["\n\n".join(f"{turn}\n\n{answers.get(turn, '')}" for turn in each.turns).strip() for each in questions]
+    most = min(options.limit or LEAST_UNITS, LEAST_UNITS)
+    asked = range(0, len(questions), max(1, len(questions) // most))[:most]
+    longest = min(options.long_context or 0, target.max_length - options.max_new_tokens)
+    lengths = [*takewhile(lambda length: length < longest, (512 << doubling for doubling in count())), longest]
+    rows: list[dict[str, Any]] = []
+    for place, length in enumerate(lengths if options.long_context else (), start=1):
+        start = perf_counter()
+        try:
+            prompts = [
+                _after_document(questions[i], "\n\n".join([*texts[i + 1 :], *texts[:i]]), length, target.tokenizer)
+                for i in asked
+            ]
+            measured = _measure(target, prompts, replace(options, batch_size=1), methods, console)
+        except UserError as error:  # too little text or memory
+            rows.append({"prompt_tokens": length, "left_out": error.problem})
+            continue
+        drafters = _drafter_rows(figures.after_prefill(measured), options)
+        rows += [{"prompt_tokens": length, "left_out": "", **row} for row in drafters] or [
+            {"prompt_tokens": length, "left_out": "Every answer ends with its first token."}
+        ]
+        if console is not None and (longer := lengths[place:]):
+            left = format_seconds((perf_counter() - start) * sum(longer) / length)
+            tell(console, f"    prompts of {length} tokens are measured; the longer ones take about {left}")
+    return rows
+
+
+def _after_document(question: Question, document: str, length: int, tokenizer: Any) -> Question:
+    """Return a question after the end of a document, `length` tokens together or a few less."""
+    document = document[-_CHARACTERS * length :]
+
+    def asked(kept: int) -> Question:
+        return replace(question, turns=[f"{document[len(document) - kept :]}\n\n{question.turns[0]}"])
+
+    def tokens(kept: int) -> int:
+        return len(prompt_tokens(asked(kept).messages(1), with_tools(tokenizer, question.tools)))
+
+    alone, whole = tokens(0), tokens(len(document))
+    if not alone < length <= whole:
+        problem = f"Question {question.question_id} has {alone} tokens, and {whole} after the texts of all others."
+        raise UserError(problem, "Give more questions, or shorter ones.")
+    return asked(bisect_right(range(len(document)), length, key=tokens) - 1)
+
+
+def _drafter_rows(units: Sequence[Unit], options: EvalOptions) -> list[dict[str, Any]]:
+    """Return a sweep's figures of every drafter, and the plain loop's speed."""
+    plain, rows = figures.method_figures(units, PLAIN, options.seed), []
+    for name in dict.fromkeys(name for unit in units for name in unit.runs if name != PLAIN):
+        measured = figures.method_figures(units, name, options.seed)
+        shown = options.drafter if name == HEADS else name.removeprefix(OTHER)
+        row = {"name": shown, **{f"plain_{key}": plain[key] for key in ("tokens_per_second", "ttft_ms")}}
+        rows.append(row | {key: measured[key] for key in _SWEEP_FIGURES})
     return rows
 
 
@@ -299,7 +372,7 @@ def select_questions(
     target: FrozenModel, tokenizer: Any, questions: Sequence[Question], options: EvalOptions, console: Console | None
 ) -> list[Question]:
     """Select the questions and turns to ask; refuse settings that cannot be measured."""
-    numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size")]
+    numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size", "long_context")]
     for name, value in [*numbers, *(("sweep_batch", size) for size in options.sweep_batch)]:
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, TypedDict
@@ -56,6 +56,12 @@ class Unit:
 def units_with(units: Sequence[Unit], *methods: str) -> list[Unit]:
     """Return the units that all these methods have run."""
     return [unit for unit in units if all(method in unit.runs for method in methods)]
+
+
+def after_prefill(units: Sequence[Unit]) -> list[Unit]:
+    """Return units of one prompt without the first token and the time to it; without answers that end there."""
+    decoding = [replace(unit, runs={name: run.after_prefill() for name, run in unit.runs.items()}) for unit in units]
+    return [unit for unit in decoding if all(run.count for run in unit.runs.values())]
 
 
 # -- drafting --------------------------------------------------------------------------------------------------------

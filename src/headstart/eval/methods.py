@@ -66,6 +66,10 @@ class Run:
     def count(self) -> int:
         return sum(map(len, self.tokens))
 
+    def after_prefill(self) -> Run:
+        """Return a run of one row without its first token and the time to it; arrivals stay as they are."""
+        return replace(self, tokens=[self.tokens[0][1:]], seconds=(self.token_ms[0][-1] - self.token_ms[0][0]) / 1e3)
+
 
 def drafters_named(source: Source, name: str) -> tuple[Drafter, ...]:
     """Resolve the name of a compared drafter: one of `TREES`, or a name in the catalog."""

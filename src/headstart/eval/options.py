@@ -26,8 +26,11 @@ class EvalOptions(DecodeOptions):
     batch_size: int = option(
         1, "Decode this many prompts together. transformers' prompt lookup takes only one.", minimum=1
     )
-    sweep_batch: Sequence[int] = option(
-        (), "Also measure every drafter at this batch size; may be repeated.", minimum=1, metavar="N"
+    sweep_batch: Sequence[int] = option((), "Also measure these batch sizes.", minimum=1, metavar="N,N...")
+    long_context: int | None = option(
+        None,
+        "Also measure long prompts, made of the questions and answers: 512 tokens, 1024 and so on up to this many.",
+        minimum=1,
     )
     multi_turn: bool = option(
         False,
@@ -57,7 +60,7 @@ class AuditOptions:
         (), "Prove sampling for these verifiers.", metavar="NAME,NAME...", default_text="both"
     )
     temperature: Sequence[float] = option(
-        (), "Sample at this temperature; may be repeated. 0 leaves only the greedy proof.", default_text="0.7 and 1"
+        (), "Sample at these temperatures; 0 alone leaves the greedy proof.", metavar="T,T...", default_text="0.7,1"
     )
     top_p: float = option(0.9, meaning(DecodeOptions, "top_p").text)
     samples: int = option(2000, "Samples for each prompt, verifier and temperature.", minimum=1)
@@ -79,4 +82,6 @@ class AuditedEngine(ServingOptions):
         f"Audit a serving engine ({ENGINES}, or the address of a running one) instead of headstart's loop.",
         metavar="NAME|URL",
     )
-    engine_requests: str = option("1,4,8", "Numbers of concurrent requests to test.", metavar="N,N...")
+    engine_requests: Sequence[int] = option(
+        (1, 4, 8), "Numbers of concurrent requests to test.", minimum=1, maximum=1024, metavar="N,N..."
+    )

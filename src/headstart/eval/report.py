@@ -108,6 +108,9 @@ def render(results: Mapping[str, Any], name: str) -> str:
         *(target_remarks, failures, remarks, fewer),
     ]
     derived: dict[str, Any] = {function.__name__: function(results) for function in parts}
+    long_rows = [row for row in results.get("contexts", ()) if not row["left_out"]]
+    taus = [(row, {"mean": row["tokens_per_round"], "low": None, "high": None}) for row in long_rows]
+    speedups = [(row, row["speedup_vs_plain"]) for row in long_rows]
     derived |= {
         "heads": results["settings"].get("heads", {}),
         "fastest": max(speed["high"] or speed["mean"] for speed in speeds),
@@ -117,6 +120,8 @@ def render(results: Mapping[str, Any], name: str) -> str:
         "over_baselines": [f"over {label.short}" for label in BASELINES.values()],
         "definitions": DEFINITIONS,
         "accepted": labels.pool_rare_positions(summary),
+        "long_rows": long_rows,
+        "panels": [("tokens per round (τ) by tokens of the prompt", taus), ("speed over plain, no prefill", speedups)],
         "nodes": sum_by_octave(summary["node_counts"]),
         "drafting_nodes": mean_drafting_nodes(summary["node_counts"]),
         "kinds": (tuned or {}).get("kinds", []),
@@ -294,6 +299,8 @@ def remarks(results: Mapping[str, Any]) -> list[str]:
         for row in results["compare"]
         if row.get("undrafted_prompts")
     ]
+    rows = results.get("contexts", ())
+    sentences += [f"Prompts of {row['prompt_tokens']} tokens: {row['left_out']}" for row in rows if row["left_out"]]
     settings, tuned = results["settings"], results.get("tuned")
     plain = next((row.get("round_ms") for row in results["compare"] if row["name"] == PLAIN), None)
     if plain and tuned and settings.get("batch_size", 1) == 1 and settings.get("temperature", 0) == 0:

@@ -21,7 +21,7 @@ from headstart.eval.options import AuditedEngine, AuditOptions
 from headstart.heads.io import heads_folder
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.target_facts import TargetFacts
-from headstart.pipeline.in_engine import exported_heads, numbers, read_tokenizer, served_with
+from headstart.pipeline.in_engine import exported_heads, read_tokenizer, served_with
 from headstart.servers.process import RunningEngine, engine_at
 
 _MOST_DRAFTS = 64
@@ -49,14 +49,12 @@ def audit_in_engine(
     own = [item.name for item in fields(AuditOptions) if item.name not in _APPLY]
     if unused := [name for name in own if getattr(options, name) != getattr(defaults, name)]:
         raise UserError(f"--{unused[0].replace('_', '-')} is for headstart's own loop.", "Leave it out with --engine.")
-    requests = numbers(serving.engine_requests, "--engine-requests", 1024)
-    if not requests:
-        raise UserError("--engine-requests is empty.", "For example: --engine-requests 1,4,8")
     texts = list(questions or PROMPTS)[: options.limit]
-    with _running(folder, serving, target, max(requests), console) as (engine, where, facts):
+    with _running(folder, serving, target, max(serving.engine_requests), console) as (engine, where, facts):
         prompts = _prompts(texts, options, facts)
         asked = () if options.raw else texts
-        recording = record_engine(engine, where, prompts, asked, options.max_new_tokens, requests, console)
+        loads = serving.engine_requests
+        recording = record_engine(engine, where, prompts, asked, options.max_new_tokens, loads, console)
     source = load()
     judged = judge_engine(recording, source, console)
     rows = [*judged["tokens"], *judged["acceptance"], judged["prompts"]]

@@ -157,7 +157,6 @@ def tune_in_engine(
     `heads` is their folder or run. Prompts come from `validation`, by default the run's validation conversations.
     """
     folder, engine = heads_folder(heads), _engine_named(options.engine)
-    drafts = numbers(options.engine_drafts, "--engine-drafts", 16)
     refuse_other_files(folder)
     calibration = read_json(folder / CALIBRATION)
     workload = _workload(engine, validation_file(folder, validation), calibration["acceptance"], options)
@@ -168,15 +167,15 @@ def tune_in_engine(
                 "The acceptance of these imported heads is a guess.",
                 f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",
             )
-        if max(drafts, default=0) > (steps := exported.published.steps):
+        if max(options.engine_drafts, default=0) > (steps := exported.published.steps):
             raise UserError(
-                f"The heads were trained to draft {steps} tokens in a row, not {max(drafts)}.",
+                f"The heads were trained to draft {steps} tokens in a row, not {max(options.engine_drafts)}.",
                 f"Give --engine-drafts up to {steps}.",
             )
         version, measured = tune_engine(
             servable.start,
             lambda count: served_with(engine, exported, {1: count}),
-            drafts or drafts_to_try(exported.published, DRAFTS),
+            options.engine_drafts or drafts_to_try(exported.published, DRAFTS),
             workload,
             progress=status.update,
             at_once=servable.at_once,
@@ -282,7 +281,7 @@ _FOR_ENGINES = (
 def _workload(
     engine: ServingEngine, validation: Path, acceptance: list[list[float]], options: EngineOptions
 ) -> EngineWorkload:
-    requests = sorted(set(numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
+    requests = sorted(set(options.engine_requests))
     if requests != [1] and not engine.drafts_by_load:
         raise UserError(
             f"{engine.name} drafts the same number of tokens for any number of requests.",
@@ -320,11 +319,3 @@ def describe_engine_tuning(tuning: EngineTuning) -> str:
         pays = f"{at}: " if best.expected > 1 else f"No number of drafts pays in {at} on this machine: "
         lines.append(pays + figures)
     return "\n".join(lines)
-
-
-def numbers(typed: str, option: str, most: int) -> list[int]:
-    """Parse comma-separated numbers from 1 to `most`."""
-    parts = [part.strip() for part in typed.split(",") if part.strip()]
-    if any(not part.isdigit() or not 1 <= int(part) <= most for part in parts):
-        raise UserError(f"{option} is {typed!r}, not numbers from 1 to {most}.", f"For example: {option} 1,2,3")
-    return [int(part) for part in parts]

@@ -6,6 +6,7 @@ Published sets are files of Hub datasets, downloaded once into the Hub's cache, 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
@@ -75,6 +76,8 @@ class QuestionFile:
         columns: renames columns to the names of `headstart.data.prompts.shapes`.
         category: default category of its questions.
         limit: default number of questions; None for all.
+        revision: commit of the dataset; None for the newest.
+        prepared: name of the file that SPEED-Bench's script writes from this one, which also has other categories.
     """
 
     dataset: str
@@ -82,12 +85,26 @@ class QuestionFile:
     columns: Mapping[str, str] = field(default_factory=dict)
     category: str = ""
     limit: int | None = None
+    revision: str | None = None
+    prepared: str = ""
 
     @property
     def local_copy(self) -> Path:
         """Path of a local copy, preferred to the Hub."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "headstart" / "suites" / self.dataset / self.file
+        return cache / "headstart" / "suites" / self.dataset / (self.prepared or self.file)
+
+    def how_to_copy(self) -> str:
+        """Say how to make the local copy."""
+        if self.prepared:
+            place, config = shlex.quote(str(self.local_copy.parent)), Path(self.prepared).stem
+            return (
+                f"write {self.local_copy} with curl -LsSf {_PREPARE} | python3 - --config {config} --output_dir "
+                f"{place} (it needs datasets, pandas and tiktoken, and for some texts a Hub login)."
+            )
+        from huggingface_hub import hf_hub_url
+
+        return f"put a copy of {hf_hub_url(self.dataset, self.file, repo_type='dataset')} to {self.local_copy}."
 
 
 _TABLE = "test-00000-of-00001.parquet"
@@ -100,12 +117,28 @@ _SPEC_BENCH = [
     QuestionFile("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task)
     for task in ("translation", "summarization", "qa", "math_reasoning", "rag")
 ]
+_REVISION = "454f88454792dfa3ccfd7ef15fff248efde44cd1"
+_PREPARE = "https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/prepare.py"
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # start of a prompt that the script must fetch
+_SPEED_BENCH = {
+    "qualitative": "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing",
+    **{f"throughput_{size}": "low_entropy mixed high_entropy" for size in ("1k", "2k", "8k", "16k", "32k")},
+}
+"""SPEED-Bench's configs and their categories. Of the five long ones 20 questions per category are the default."""
 SUITES: dict[str, tuple[QuestionFile, ...]] = {
     "mt-bench": (_MT_BENCH,),
     "humaneval": (_HUMANEVAL,),
     "gsm8k": (_GSM8K,),
     "spec-bench": (_MT_BENCH, *_SPEC_BENCH),
     "alpaca": (_ALPACA,),
+    **{
+        config.replace("qualitative", "speed-bench").replace("throughput_", "speed-bench-"): tuple(
+            QuestionFile("nvidia/SPEED-Bench", f"{config}/{_TABLE}", {}, category, limit, _REVISION, f"{config}.jsonl")
+            for category in categories.split()
+            for limit in [None if config == "qualitative" else 20]
+        )
+        for config, categories in _SPEED_BENCH.items()
+    },
 }
 """Question sets by name; long ones default to 80 questions, as in the EAGLE papers. Spec-bench is MT-bench plus
 RedHatAI's copy of the other tasks, one file each."""
@@ -114,7 +147,7 @@ RedHatAI's copy of the other tasks, one file each."""
 def find_questions(name: str, limit: int | None = None) -> tuple[list[Question], bool]:
     """Return the questions of a file or suite, and whether it is a suite, which has all turns of a question asked.
 
-    The parts of a suite are interleaved, so that a `limit` leaves equally many of each.
+    "SUITE:CATEGORY" names one part of a suite. Parts are interleaved, so that a `limit` leaves equally many of each.
 
     Raises:
         UserError: neither a suite nor a file has this name, or its questions cannot be read or fetched.
@@ -122,23 +155,33 @@ def find_questions(name: str, limit: int | None = None) -> tuple[list[Question],
     path = Path(name).expanduser()
     if path.exists():
         return read_questions(path), False
-    if name not in SUITES:
-        hint = f"Did you mean {meant}? " if (meant := close(name, SUITES)) else ""
+    suite, _, category = name.partition(":")
+    if suite not in SUITES:
+        hint = f"Did you mean {meant}? " if (meant := close(suite, SUITES)) else ""
         raise UserError(f"No file at {name}.", f"{hint}Name a JSONL file, or one of {', '.join(SUITES)}.")
-    parts = [list(islice(_read(name, part), part.limit if limit is None else limit)) for part in SUITES[name]]
-    interleaved = [question for each in zip_longest(*parts) for question in each if question is not None]
-    return interleaved[:limit], True
+    chosen = [part for part in SUITES[suite] if category in ("", part.category)]
+    if not chosen:
+        known = ", ".join(part.category for part in SUITES[suite] if part.category) or "none"
+        raise UserError(f"{suite} has no part {category!r}.", f"Leave it out, or name one (known: {known}).")
+    parts = [islice(_read(suite, part), part.limit if limit is None else None) for part in chosen]
+    interleaved = (question for each in zip_longest(*parts) for question in each if question is not None)
+    return list(islice(interleaved, limit)), True
 
 
 def _read(suite: str, part: QuestionFile) -> Iterable[Question]:
     file = part.local_copy if part.local_copy.is_file() else _fetch(suite, part)
     for number, row in _rows(file):
+        if part.prepared and row.get("category") != part.category:
+            continue
         try:
             named = {part.columns.get(column, column): value for column, value in row.items()}
             prompt = parse_prompt(named, f"{part.category}-{number}")
         except (ValueError, Unusable) as error:
             problem = f"{file}, record {number}: {error}."
             raise UserError(problem, f"It is to be {part.file} of {part.dataset}; delete it and try again.") from None
+        if prompt.turns[0].startswith(_PLACEHOLDER):
+            problem = f"{suite}, question {prompt.id}: only a placeholder, for a text of {row.get('source')}."
+            raise UserError(problem, f"To read it, {part.how_to_copy()}")
         yield Question(prompt.id, prompt.category or part.category, prompt.turns)
 
 
@@ -152,13 +195,12 @@ def _rows(file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 
 def _fetch(suite: str, part: QuestionFile) -> Path:
-    from huggingface_hub import hf_hub_download, hf_hub_url
+    from huggingface_hub import hf_hub_download
 
     from headstart.support.hub_errors import explained
 
     try:
         with explained(f"Cannot fetch {suite}, which is {part.file} of", part.dataset):
-            return Path(hf_hub_download(part.dataset, part.file, repo_type="dataset"))
+            return Path(hf_hub_download(part.dataset, part.file, repo_type="dataset", revision=part.revision))
     except UserError as error:
-        url = hf_hub_url(part.dataset, part.file, repo_type="dataset")
-        raise UserError(error.problem, f"{error.remedy} Or put a copy of {url} to {part.local_copy}.") from error
+        raise UserError(error.problem, f"{error.remedy} Or {part.how_to_copy()}") from error
