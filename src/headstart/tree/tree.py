@@ -375,6 +375,14 @@ class Committed:
         rows_B1 = torch.arange(len(self.paths_BP), device=self.paths_BP.device)[:, None]
         return {layer: state_BNE[rows_B1, self.paths_BP] for layer, state_BNE in self.states_BNE.items()}
 
+    def emitted(self, roots: TreeBatch) -> tuple[Tensor, Tensor]:
+        """Return the target's logits [B, P, V] after the committed tokens, and the tokens [B, P] that follow, the last
+        one in `roots`; garbage past a row's count."""
+        assert self.logits_BNV is not None, "the decode loop passes them"
+        token_BP = self.batch.tokens_BN.gather(1, self.paths_BP).roll(-1, 1)
+        token_BP.scatter_(1, self.counts_B[:, None] - 1, roots.tokens_BN)
+        return self.logits_BNV[torch.arange(len(token_BP), device=token_BP.device)[:, None], self.paths_BP], token_BP
+
     @property
     def choices(self) -> list[list[int]]:
         """The target's most likely token after every node of each row; synchronises with the device."""
