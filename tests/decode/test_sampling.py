@@ -87,7 +87,7 @@ def by_hand(options: SamplingOptions, logits_V: Tensor, prompt: list[int], gener
     return scores_V
 
 
-@pytest.mark.parametrize("settings", [{}, *({key: value} for key, value in NEW_SETTINGS.items()), NEW_SETTINGS], ids=str)
+@pytest.mark.parametrize("settings", [{}, *({key: NEW_SETTINGS[key]} for key in NEW_SETTINGS), NEW_SETTINGS], ids=str)
 @pytest.mark.parametrize("penalty", [1.0, 0.8, 1.4])
 @pytest.mark.parametrize("processes", [True, False])
 def test_growing_prefixes_are_processed_in_order(penalty: float, settings: dict[str, Any], processes: bool) -> None:
@@ -110,15 +110,17 @@ def test_growing_prefixes_are_processed_in_order(penalty: float, settings: dict[
             expected_V = by_hand(options, logits_V, prompts[row], generated)
             expected_1V = LogitsProcessorList(processors)(torch.tensor([prompts[row] + generated]), expected_V[None])
             torch.testing.assert_close(found_V, expected_1V[0], rtol=1e-6, atol=1e-6)  # division by a product's inverse
-        added = [torch.randint(12, (number % 3,), generator=generator).tolist() for _ in texts]
-        prefixes.extend(added)
+        added = [torch.randint(12, ((number + row) % 3,), generator=generator).tolist() for row in range(len(texts))]
+        longest = max(map(len, added))
+        padded = [new + [-1] * (longest - len(new)) for new in added]
+        prefixes.extend(torch.tensor(padded, dtype=torch.long), list(map(len, added)))
         texts = [text + new for text, new in zip(texts, added, strict=True)]
-        if number in (0, 20):
-            prefixes.reorder([2, 1, 0] if number == 0 else [0, 2])
-            prompts, texts = ([them[row] for row in ([2, 1, 0] if number == 0 else [0, 2])] for them in (prompts, texts))
+        if kept := {0: [2, 1, 0], 20: [0, 2]}.get(number):
+            prefixes.reorder(kept)
+            prompts, texts = [prompts[row] for row in kept], [texts[row] for row in kept]
 
 
-def test_rows_that_resume_keep_their_counts(target: Target) -> None:
+def test_rows_that_resume_keep_their_counts() -> None:
     """Half of a batch that did not fit into memory goes on from its tokens so far: these count, the prompt does not."""
     options = DecodeOptions(temperature=1.0, presence_penalty=2.0, frequency_penalty=1.5)
     verifier = SamplingVerifier(options, [[1], [5, 5, 2]], 0, samples_drafts=False)

@@ -334,7 +334,9 @@ class _Batch:
         out = self.target.forward_tree(self.cache, batch, self.loop.aux_layers(aux_readers))
         committed, self.roots = self.verifier.accept(batch, out)
         most_likely = self.options.logprobs
-        logprobs = [] if most_likely is None else token_logprobs(*committed.emitted(self.roots), most_likely)
+        logprobs = []
+        if most_likely is not None:
+            logprobs = token_logprobs(committed.logits_BPV, committed.emitted_BP(self.roots), most_likely)
         verified = perf_counter()
         self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
         if self.call.prefix_cache is not None:

@@ -90,24 +90,31 @@ class Prefixes:
             list(options.processors) for _ in prompts
         ]
         self.runs_processors = any(self._processors)
-        self._prompts = [list(prompt) for prompt in prompts]  # empty once they are on the device
-        self._new = [list[int]() for _ in prompts]  # generated tokens of each row that are not on the device yet
+        self._prompts = [list(prompt) for prompt in prompts]  # these two are empty once they are on the device
+        self._resumed = [list[int]() for _ in prompts]
         self._lengths = [0] * len(prompts)
         self._bias_V: Tensor | None = None
         self._in_prompt_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None  # of generated tokens
         self._ids_1C: list[Tensor] = []  # of each row, garbage after its length
 
-    def extend(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append generated tokens to each row's text."""
-        for new, added in zip(self._new, tokens, strict=True):
-            new.extend(added)
+    def resume(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Continue after tokens that each row has generated; before the first use."""
+        self._resumed = [list(tokens) for tokens in emitted]
+
+    def extend(self, token_BK: Tensor, sizes: Sequence[int]) -> None:
+        """Append generated tokens to each row's text; -1 from its size on."""
+        if self._counts_BV is not None:
+            _count(self._counts_BV, token_BK)
+        for row, size in enumerate(sizes) if self.runs_processors else ():
+            self._with_path(row, token_BK[row, :size])
+            self._lengths[row] += size
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self._new, self._lengths = [self._new[row] for row in rows], [self._lengths[row] for row in rows]
-        self._processors = [self._processors[row] for row in rows]
-        self._prompts = [self._prompts[row] for row in rows] if self._prompts else []
+        self._lengths, self._processors = [self._lengths[row] for row in rows], [self._processors[row] for row in rows]
+        if self._prompts:
+            self._prompts, self._resumed = [self._prompts[row] for row in rows], [self._resumed[row] for row in rows]
         self._ids_1C = [self._ids_1C[row] for row in rows] if self._ids_1C else []
         self._in_prompt_BV = None if self._in_prompt_BV is None else self._in_prompt_BV[list(rows)]
         self._counts_BV = None if self._counts_BV is None else self._counts_BV[list(rows)]
@@ -115,7 +122,8 @@ class Prefixes:
     def process(self, logits_MV: Tensor, row_M: Tensor, path_MP: Tensor) -> Tensor:
         """Apply bias, penalties and processors to logits [M, V] after these rows' texts, each continued by its path;
         float32. Paths may contain -1 for no token, but only without processors."""
-        self._upload(logits_MV)
+        if self._prompts:
+            self._upload(logits_MV)
         scores_MV = logits_MV.to(torch.float32, copy=True)  # processors may write in place
         if self._bias_V is not None:
             scores_MV += self._bias_V
@@ -140,29 +148,21 @@ class Prefixes:
         return torch.cat(processed)
 
     def _upload(self, like_MV: Tensor) -> None:
-        """Upload bias and prompts before the first use, and new tokens."""
-        options, vocab = self._options, like_MV.shape[1]
-        prompts, new = self._prompts, self._new
-        if not prompts and not any(new):
-            return
-        self._prompts, self._new = [], [[] for _ in new]
-        if prompts and options.logit_bias:
+        """Upload bias and texts before the first use."""
+        options, device, rows, vocab = self._options, like_MV.device, len(self._prompts), like_MV.shape[1]
+        if options.logit_bias:
             bias_V = torch.zeros(vocab)
             bias_V[list(map(int, options.logit_bias))] = torch.tensor(list(map(float, options.logit_bias.values())))
-            self._bias_V = upload(bias_V, like_MV.device)
-        if prompts and options.penalises:
-            self._counts_BV = like_MV.new_zeros(len(new), vocab, dtype=torch.int32)
-            if options.repetition_penalty != 1:
-                in_prompt_BK = upload(_padded(prompts), like_MV.device)
-                self._in_prompt_BV = _count(torch.zeros_like(self._counts_BV), in_prompt_BK) > 0
-        if self._counts_BV is not None and any(new):
-            _count(self._counts_BV, upload(_padded(new), like_MV.device))
-        if self.runs_processors:
-            self._ids_1C = self._ids_1C or [torch.empty(1, 0, dtype=torch.long, device=like_MV.device) for _ in new]
-            for row, texts in enumerate(zip(prompts or [[]] * len(new), new, strict=True)):
-                text = [token for tokens in texts for token in tokens]
-                self._with_path(row, upload(text, like_MV.device, torch.long))
-                self._lengths[row] += len(text)
+            self._bias_V = upload(bias_V, device)
+        self._ids_1C = [torch.empty(1, 0, dtype=torch.long, device=device) for _ in self._prompts]
+        prompt_BK, resumed_BK = (upload(_padded(texts), device, torch.long) for texts in (self._prompts, self._resumed))
+        self.extend(prompt_BK, list(map(len, self._prompts)))  # not counted
+        if options.penalises:
+            self._counts_BV = like_MV.new_zeros(rows, vocab, dtype=torch.int32)
+        if options.repetition_penalty != 1:
+            self._in_prompt_BV = _count(like_MV.new_zeros(rows, vocab, dtype=torch.int32), prompt_BK) > 0
+        self.extend(resumed_BK, list(map(len, self._resumed)))
+        self._prompts = self._resumed = []
 
     def _with_path(self, row: int, path_P: Tensor) -> Tensor:
         """Return a row's text and a path after it, [1, T]: a view that the next path overwrites."""
@@ -184,23 +184,21 @@ def _count(counts_MV: Tensor, tokens_MK: Tensor) -> Tensor:
     return counts_MV.scatter_add_(1, tokens_MK.clamp(min=0), (tokens_MK >= 0).to(counts_MV.dtype))
 
 
-def process(
-    options: SamplingOptions, logits_V: Tensor, prompt: Sequence[int], generated: Sequence[int] = ()
-) -> Tensor:
+def process(options: SamplingOptions, logits_V: Tensor, prompt: Sequence[int], generated: Sequence[int] = ()) -> Tensor:
     """Apply bias, penalties and processors to logits [V] after a text; see `Prefixes`."""
     prefixes, row_M = Prefixes(options, [prompt]), torch.zeros(1, dtype=torch.long, device=logits_V.device)
-    prefixes.extend([generated])
+    prefixes.resume([generated])
     return prefixes.process(logits_V[None], row_M, row_M.new_empty(1, 0))[0]
 
 
 def token_logprobs(logits_BPV: Tensor, token_BP: Tensor, most_likely: int) -> list[list[dict[int, float]]]:
     """Return, for each row and position, the log-probability of its token and then of the `most_likely` tokens, by
-    token id. Takes the model's own logits; synchronises with the device once."""
+    token id; garbage where the token is -1. Takes the model's own logits; synchronises with the device once."""
     rows, places, vocab = logits_BPV.shape
     logits_XV, token_X1, found = logits_BPV.flatten(0, 1), token_BP.reshape(-1, 1), []
     for part in in_parts(rows * places, vocab, logits_XV.device):
         logprobs_XV = logits_XV[part].float().log_softmax(-1)
-        ids = torch.cat([token_X1[part], logprobs_XV.topk(min(most_likely, vocab)).indices], 1)
+        ids = torch.cat([token_X1[part].clamp(min=0), logprobs_XV.topk(min(most_likely, vocab)).indices], 1)
         found.append(torch.stack([ids.double(), logprobs_XV.gather(1, ids).double()], 1))
     listed = torch.cat(found).view(rows, places, 2, -1).tolist()
     return [[dict(zip(map(int, tokens), values, strict=True)) for tokens, values in row] for row in listed]

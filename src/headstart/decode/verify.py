@@ -123,8 +123,9 @@ class SamplingVerifier:
             draw_at(self._distributions(logits_BV[part], row_B[part], path_BP[part]), residual_BK[part, 0])[0]
             for part in parts
         ]
-        tokens: list[int] = torch.cat(drawn).tolist()
-        self._append([[token] for token in tokens])
+        token_B = torch.cat(drawn)
+        tokens: list[int] = token_B.tolist()
+        self._append([1] * len(tokens), token_B[:, None])
         return tokens
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
@@ -133,7 +134,7 @@ class SamplingVerifier:
         if out.logits_BTV.device.type == "cpu" or runs_processors:
             return self._accept_by_depth(batch, out)
         committed, roots = walk_on_device(batch, out, self._choose_at_all_nodes(batch, out.logits_BTV))
-        self._append([[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)])
+        self._append(committed.counts, committed.emitted_BP(roots) if self._prefixes is not None else None)
         return committed, roots
 
     def _choose_at_all_nodes(self, batch: TreeBatch, logits_BNV: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ class SamplingVerifier:
                 break
         tokens, paths = torch.stack([tokens_BK, path_BK]).tolist()
         emitted = [[token for token in row if token >= 0] for row in tokens]
-        self._append(emitted)
+        self._append(list(map(len, emitted)), tokens_BK)
         accepted = [[0, *(node for node in path if node >= 0)] for path in paths]
         return build_commit(batch, accepted, [row[-1] for row in emitted], out.aux_hidden_states, out.logits_BTV)
 
@@ -211,7 +212,9 @@ class SamplingVerifier:
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
         """Skip the uniforms consumed by each row's emitted tokens, and reseed its draft generator so that no draft
         noise is reused."""
-        self._append(emitted)
+        self._append(list(map(len, emitted)))
+        if self._prefixes is not None:
+            self._prefixes.resume(emitted)
         for generator, tokens in zip(self.draft_generators, emitted, strict=True):
             generator.manual_seed(generator.initial_seed() + len(tokens))
 
@@ -225,13 +228,13 @@ class SamplingVerifier:
         accept_BK, residual_BK = upload(self._next_uniforms(count), device, torch.float64).unbind()
         return accept_BK, residual_BK
 
-    def _append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append to each row's text and skip the uniforms that it used."""
-        if self._prefixes is not None:
-            self._prefixes.extend(tokens)
-        for uniforms, added in zip(self._uniforms, tokens, strict=True):
+    def _append(self, sizes: Sequence[int], token_BK: Tensor | None = None) -> None:
+        """Append to each row's text and skip the uniforms that it used; see `Prefixes.extend`."""
+        if self._prefixes is not None and token_BK is not None:
+            self._prefixes.extend(token_BK, sizes)
+        for uniforms, size in zip(self._uniforms, sizes, strict=True):
             for stream in uniforms:
-                stream.skip(len(added))
+                stream.skip(size)
 
     def _distributions(self, logits_MV: Tensor, *texts: Tensor) -> Tensor:
         """Compute the distribution, float [M, V], after each of `texts`: rows and paths as in `Prefixes.process`."""

@@ -375,13 +375,17 @@ class Committed:
         rows_B1 = torch.arange(len(self.paths_BP), device=self.paths_BP.device)[:, None]
         return {layer: state_BNE[rows_B1, self.paths_BP] for layer, state_BNE in self.states_BNE.items()}
 
-    def emitted(self, roots: TreeBatch) -> tuple[Tensor, Tensor]:
-        """Return the target's logits [B, P, V] after the committed tokens, and the tokens [B, P] that follow, the last
-        one in `roots`; garbage past a row's count."""
+    def emitted_BP(self, roots: TreeBatch) -> Tensor:
+        """Return the token emitted after each committed one, the last of a row in `roots`; -1 past a row's count."""
+        next_BP = self.batch.tokens_BN.gather(1, self.paths_BP).roll(-1, 1)
+        next_BP.scatter_(1, self.counts_B[:, None] - 1, roots.tokens_BN)
+        return next_BP.where(torch.arange(next_BP.shape[1], device=next_BP.device) < self.counts_B[:, None], -1)
+
+    @property
+    def logits_BPV(self) -> Tensor:
+        """The target's logits after the committed tokens."""
         assert self.logits_BNV is not None, "the decode loop passes them"
-        token_BP = self.batch.tokens_BN.gather(1, self.paths_BP).roll(-1, 1)
-        token_BP.scatter_(1, self.counts_B[:, None] - 1, roots.tokens_BN)
-        return self.logits_BNV[torch.arange(len(token_BP), device=token_BP.device)[:, None], self.paths_BP], token_BP
+        return self.logits_BNV[torch.arange(len(self.paths), device=self.paths_BP.device)[:, None], self.paths_BP]
 
     @property
     def choices(self) -> list[list[int]]:
