@@ -153,8 +153,8 @@ class SamplingVerifier:
         logits_XV, sampled_X = logits_BNV.flatten(0, 1), tokens_BN.flatten()
         texts: tuple[Tensor, ...] = ()
         if self._prefixes is not None:
-            on_path_BNN = batch.visible_BNN & (batch.depths_BN > 0)[:, None]
-            path_BNN = torch.where(on_path_BNN, batch.tokens_BN[:, None], -1).expand(rows, -1, -1)
+            off_path_BNN = ~batch.visible_BNN | (batch.depths_BN == 0)[:, None]
+            path_BNN = batch.tokens_BN[:, None].expand(-1, nodes, -1).masked_fill(off_path_BNN, -1)
             texts = torch.arange(rows * nodes, device=device) // nodes, path_BNN.flatten(0, 1)
         chosen = [
             accept_or_draw(

@@ -379,7 +379,7 @@ class Committed:
         """Return the token emitted after each committed one, the last of a row in `roots`; -1 past a row's count."""
         next_BP = self.batch.tokens_BN.gather(1, self.paths_BP).roll(-1, 1)
         next_BP.scatter_(1, self.counts_B[:, None] - 1, roots.tokens_BN)
-        return next_BP.where(torch.arange(next_BP.shape[1], device=next_BP.device) < self.counts_B[:, None], -1)
+        return next_BP.masked_fill(torch.arange(next_BP.shape[1], device=next_BP.device) >= self.counts_B[:, None], -1)
 
     @property
     def logits_BPV(self) -> Tensor:
