@@ -313,8 +313,9 @@ class _Batch:
             session = self.call_guarded(index, self.drafters[index].prefill, self.prompts, out.aux_hidden_states)
             if index in self.sessions:
                 self.sessions[index] = session
-        most_likely = options.logprobs
-        logprobs = [] if most_likely is None else token_logprobs(out.logits_BTV, self.roots.tokens_BN, most_likely)
+        logprobs = []
+        if options.logprobs is not None:
+            logprobs = token_logprobs(out.logits_BTV, self.roots.tokens_BN, options.logprobs)
         del out  # the states of a long prompt take much memory
         self.emit([[token] for token in self.roots.root_tokens], logprobs)
         return True
@@ -333,9 +334,8 @@ class _Batch:
         aux_readers = self.sessions if self.call.prefix_cache is None else range(len(self.drafters))
         out = self.target.forward_tree(self.cache, batch, self.loop.aux_layers(aux_readers))
         committed, self.roots = self.verifier.accept(batch, out)
-        most_likely = self.options.logprobs
         logprobs = []
-        if most_likely is not None:
+        if (most_likely := self.options.logprobs) is not None:
             logprobs = token_logprobs(committed.logits_BPV, committed.emitted_BP(self.roots), most_likely)
         verified = perf_counter()
         self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)

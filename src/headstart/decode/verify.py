@@ -1,8 +1,8 @@
 """Verification: greedy (`GreedyVerifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
 
-On a CPU, or with processors, sampling walks down the trees of all rows depth by depth and
-computes the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it
-draws the next token at every node at once and then walks as in greedy verification, with one device synchronisation.
+On a CPU, or with processors, sampling walks down the trees of all rows depth by depth and computes the target's
+distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it draws the next token
+at every node at once and then walks as in greedy verification, with one device synchronisation.
 
 Lossless: whatever the drafts, the emitted tokens have exactly the target's distribution. `tests/reference.py` states
 the rule for one node; the tests prove it by enumeration and compare this code with it. The proof requires of every
@@ -118,9 +118,9 @@ class SamplingVerifier:
         _, residual_BK = self._upload_uniforms(1, logits_BV.device)
         parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
         row_B = torch.arange(len(logits_BV), device=logits_BV.device)
-        path_BP = row_B.new_empty(len(row_B), 0)
+        path_B0 = row_B.new_empty(len(row_B), 0)
         drawn = [
-            draw_at(self._distributions(logits_BV[part], row_B[part], path_BP[part]), residual_BK[part, 0])[0]
+            draw_at(self._distributions(logits_BV[part], row_B[part], path_B0[part]), residual_BK[part, 0])[0]
             for part in parts
         ]
         token_B = torch.cat(drawn)
@@ -181,7 +181,8 @@ class SamplingVerifier:
             chosen = []
             for part in in_parts(len(row_M), vocab, device):
                 rows_M, nodes_M = row_M[part], node_M[part]
-                p_target_MV = self._distributions(logits_MV[part], rows_M, tokens_BK[rows_M, :depth])
+                texts = () if self._prefixes is None else (rows_M, tokens_BK[rows_M, :depth])
+                p_target_MV = self._distributions(logits_MV[part], *texts)
                 sampled_M = q_draft_MV = None
                 if child_BN is not None and index_BN is not None:
                     child_M = child_BN[rows_M, nodes_M]

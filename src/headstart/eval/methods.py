@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.decode.budget import Costs
@@ -166,9 +166,8 @@ class Transformers:
                 mask_BT = _left_padded([[1] * len(prompt) for prompt in prompts], 0).to(device)
                 penalises = self._options.presence_penalty or self._options.frequency_penalty
                 penalties = [OutputPenalties(self._options, tokens_BT.shape[1])] if penalises else []
-                processors = LogitsProcessorList(penalties)
                 out_BT = model.generate(
-                    input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock, logits_processor=processors
+                    input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock, logits_processor=penalties
                 )
                 rows = out_BT[:, tokens_BT.shape[1] :].tolist()
                 seconds = perf_counter() - start
