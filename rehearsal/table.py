@@ -111,6 +111,9 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             ".venv/bin/headstart eval runs/quickstart/heads --questions QUESTIONS.jsonl",
             "headstart eval HEADS --questions FILE.jsonl --out DIR --sweep-batch 8",
         ),
+        "test_every_drafter_and_mode_writes_the_same_words": (
+            '.venv/bin/headstart generate runs/quickstart --prompt "Name five fruits."',
+        ),
     },
     "tests/test_cli_race.py": {"test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",)},
     "tests/data/test_served.py": {

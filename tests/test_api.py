@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import math
 import subprocess
 import sys
 import threading
@@ -124,7 +125,12 @@ def test_the_figures_of_an_answer(decoder: Decoder, monkeypatch: pytest.MonkeyPa
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"repetition_penalty": 1.3}, {"processors": [MinNewTokensLengthLogitsProcessor(3, 8, 2)]}, {"draft": "on"}],
+    [
+        {},
+        {"presence_penalty": 1.5, "logit_bias": {40: 2.0}},
+        {"processors": [MinNewTokensLengthLogitsProcessor(3, 8, 2)]},
+        {"draft": "on"},
+    ],
 )
 def test_every_drafter_writes_the_same_words(decoder: Decoder, drafter: str, options: dict[str, Any]) -> None:
     plain = decoder.generate("one two one two", max_new_tokens=16, **{**options, "draft": "off"})
@@ -156,6 +162,20 @@ def test_sampling_is_random_unless_seeded_and_every_answer_can_be_repeated(decod
     assert first.seed is not None and second.seed == first.seed + 1
     assert decoder.generate(PROMPTS[1], **options, draft="on", seed=second.seed).tokens == second.tokens
     assert decoder.generate("Hello", max_new_tokens=4, seed=5).seed is None, "greedy text has none"
+
+
+def test_answers_have_logprobs_if_asked(decoder: Decoder) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "logprobs": 2}
+    answer = decoder.generate("one two one two", **options)
+    plain = decoder.generate("one two one two", **options, drafter="none")
+    stream = decoder.stream("one two one two", **options)
+    list(stream)
+    assert stream.answer is not None and answer.logprobs and plain.logprobs and stream.answer.logprobs
+    assert [next(iter(one)) for one in answer.logprobs] == answer.tokens == plain.tokens
+    for ours, streamed, theirs in zip(answer.logprobs, stream.answer.logprobs, plain.logprobs, strict=True):
+        assert len(ours) == 2 and sum(map(math.exp, ours.values())) < 1
+        assert ours == streamed == pytest.approx(theirs, abs=1e-5)  # float32 products sum in another order
+    assert decoder.generate("Hello", max_new_tokens=4).logprobs is None
 
 
 def test_kinds_of_trees(tiny_target: Target) -> None:

@@ -69,7 +69,12 @@ def test_every_drafter_and_mode_writes_the_same_words(heads: Path) -> None:
         ("--temperature", 1, "--min-p", 1, "--verifier", "greedy_draft"),
     ):
         assert said(heads, *options).stdout == plain, options
-    assert said(heads, "--repetition-penalty", 5).stdout != plain
+    for option in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
+        assert said(heads, option, 2).stdout != plain
+    line = json.loads(said(heads, "--logprobs", 1).stdout)
+    assert line["text"] == plain.removesuffix("\n") and [len(one) for one in line["logprobs"]] == [1] * line["tokens"]
+    banned = json.dumps(dict.fromkeys(line["logprobs"][0], -100))
+    assert said(heads, "--logit-bias", banned).stdout != plain
 
 
 def test_a_run_is_accepted_as_its_heads(heads: Path, run_folder: Path, questions: Path, tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ from transformers.generation.streamers import BaseStreamer
 import headstart
 import headstart.hf_generate.call as lend
 import headstart.kernels.prepacked as prepacked
-from headstart.decode.options import DecodeOptions
+from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.errors import UserError
+from headstart.eval.enumeration import OutputPenalties
 from headstart.hf_generate.request import LogitsChain, Prompts
 from headstart.hub.format import check_folder
 from headstart.model.model import Target
@@ -212,6 +213,17 @@ def test_custom_processors(model: Any, folder: str, rows: Any) -> None:
         [Ban(), RepetitionPenaltyLogitsProcessor(1.5)],
     ):
         same(model, folder, batch(*rows), max_new_tokens=20, repetition_penalty=1.2, logits_processor=processors)
+
+
+def test_penalties_that_transformers_lacks(model: Any, folder: str) -> None:
+    inputs = batch(LONG, SHORT)
+    penalties = OutputPenalties(SamplingOptions(presence_penalty=1.5, frequency_penalty=0.4), len(LONG))
+    options: dict[str, Any] = {"max_new_tokens": 20, "repetition_penalty": 1.2}
+    expected = model.generate(**inputs, **options, sequence_bias=[[[5], 1.0]], logits_processor=[penalties])
+    ours = {"presence_penalty": 1.5, "frequency_penalty": 0.4, "logit_bias": {5: 1.0}, "draft": "on"}
+    heads = headstart.custom_generate(folder)
+    assert torch.equal(model.generate(**inputs, **options, **ours, custom_generate=heads), expected)
+    assert not torch.equal(model.generate(**inputs, **options, custom_generate=heads), expected)
 
 
 def test_nothing_is_applied_twice() -> None:

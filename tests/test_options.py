@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from headstart.cli import heads as cli_heads
 from headstart.cli.options import with_options
 from headstart.decode.loop import check_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, EngineOptions, SamplingOptions, meaning
+from headstart.decode.options import DecodeKeywords, DecodeOptions, EngineOptions, SamplingOptions, meaning, token_biases
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import DRAFTERS
 from headstart.errors import UserError
@@ -77,7 +77,8 @@ def test_every_option_is_checked_for_its_type() -> None:
 
 def test_transformers_callers_give_options_by_the_same_names() -> None:
     taken = inspect.signature(CustomGenerate.__call__).parameters
-    for name in ("drafter", "tree", "draft", "deterministic", "verifier"):
+    own = ("drafter", "tree", "draft", "deterministic", "verifier")
+    for name in (*own, "presence_penalty", "frequency_penalty", "logit_bias"):
         assert taken[name].default == getattr(DecodeOptions, name)
     assert {name for _, name in _WARPERS} < {one.name for one in fields(SamplingOptions)}
 
@@ -85,7 +86,11 @@ def test_transformers_callers_give_options_by_the_same_names() -> None:
 def test_commands_take_every_option_that_can_be_typed() -> None:
     typed = {item.name for item in fields(DecodeOptions) if item.metadata["meaning"].on_cli}
     assert typed <= inspect.signature(cli_heads.generate).parameters.keys()
-    for command, without in ((cli_heads.chat, {"stop"}), (cli_heads.evaluate, {"stop", "raw"})):
+    for command, without in (
+        (cli_heads.chat, {"stop", "logprobs"}),
+        (cli_heads.race, {"logprobs"}),
+        (cli_heads.evaluate, {"stop", "raw", "logprobs"}),
+    ):
         assert typed & inspect.signature(command).parameters.keys() == typed - without
     assert "processors" not in inspect.signature(cli_heads.generate).parameters
     assert inspect.signature(cli_heads.chat).parameters["max_new_tokens"].default == 512
@@ -110,6 +115,12 @@ def test_typed_options_reach_the_command() -> None:
     wanted = DecodeOptions(seed=7, top_k=3, tree="chain", draft="off", stop=["a", "b"], raw=True, temperature=0.5)
     assert typing("Bob", *words.split()) == ("Bob", wanted, True)
     assert typing("Bob", "--tree", "tuned")[1].tree is None
+    assert typing("Bob", "--logit-bias", '{"42": -1.5}', "--logprobs", "0")[1] == DecodeOptions(
+        seed=7, logit_bias={42: -1.5}, logprobs=0
+    )
+    for wrong in ("[42]", '{"a": 1}', '{"42": "b"}', '{"42": null}', "42"):
+        with pytest.raises(UserError, match=r"JSON object|does not map token ids to numbers"):
+            token_biases(wrong)
     refused = CliRunner().invoke(app, ["Bob", "--tree", "bush"])
     assert refused.exit_code == 2 and "chain" in refused.output
 

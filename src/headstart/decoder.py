@@ -331,12 +331,13 @@ class Decoder:
             paused_rounds=generation.paused_rounds if loop.drafters or not drafts else rounds,
             seed=generation.seed,
             heads=next(drafting, ""),
+            logprobs=None if options.logprobs is None else generation.logprobs,
         )
         if self.log is None:
             return answer
         names = () if options.greedy else ("temperature", "top_k", "top_p", "min_p")
         sampling: dict[str, Any] = {name: getattr(options, name) for name in names}
-        if options.needs_prefix:
+        if options.processes_logits:
             sampling["processed"] = True
         served = Served(
             list(prompt),

@@ -30,6 +30,8 @@ class Answer:
         paused_rounds: rounds without drafts, because these would not have paid or to time plain rounds.
         seed: repeats a sampled text; None for a greedy one.
         heads: version of the heads that drafted; empty if none did.
+        logprobs: with the option `logprobs`, for each token a dict of log-probabilities by token id: its own first,
+            then those of the most likely tokens. They are plain decoding's, see `DecodeOptions`.
     """
 
     text: str
@@ -43,6 +45,7 @@ class Answer:
     paused_rounds: int = 0
     seed: int | None = None
     heads: str = ""
+    logprobs: list[dict[int, float]] | None = None
 
 
 Run = Callable[[OnTokens, Check], Answer]

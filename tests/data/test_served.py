@@ -10,7 +10,7 @@ import time
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -66,6 +66,12 @@ def test_decoder_logs_answers_without_text(tiny_target: Target, tmp_path: Path) 
     assert rows[1]["sampling"]["temperature"] == 0.7 and rows[0]["heads"] == "abc" == first.heads
     assert "who" not in "".join(file.read_text() for file in segments(tmp_path / "log")), "no text is kept"
     assert {file.stat().st_mode & 0o777 for file in segments(tmp_path / "log")} == {0o600}
+    other = RequestLog(tmp_path / "other")
+    decoder.log, log = other, decoder.log
+    for setting in ({"logit_bias": {3: 1.0}}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}):
+        decoder.generate("who", max_new_tokens=2, **cast(Any, setting))
+    assert [row["sampling"] for row in lines(tmp_path / "other")] == [{"processed": True}] * 3, "not learnt from"
+    decoder.log = log
     served, left_out = read_log(tmp_path / "log", tiny_target)
     assert [asdict(item) for item in served] == rows and not left_out.counts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from headstart.model.model import Target, TargetOutput
 from headstart.support.detokenizer import AnswerMarkup
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, build_commit
 from tests.decode.drafters import ReplayDrafter
+from tests.decode.test_sampling import by_hand
 from tests.tiny import KINDS, LONG, tiny_model
 
 NEW = 48
@@ -57,6 +59,66 @@ def test_every_architecture_with_random_trees(kind: str) -> None:
         for row, text in enumerate(texts):
             alone = DecodeLoop(target, ReplayDrafter([expected[row]], 61, right, seed=seed)).generate([text], OPTIONS)
             assert alone[0].tokens == expected[row]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.6},
+        {"frequency_penalty": -0.3, "repetition_penalty": 1.2},
+        {"logit_bias": {7: 1.5, 30: -100.0}, "presence_penalty": -0.5},
+        {"logit_bias": {7: 1.5, 30: -100.0}},
+    ],
+    ids=str,
+)
+def test_penalties_and_bias_with_drafts(settings: dict[str, Any], target: Target) -> None:
+    """Equal to a loop that recomputes the whole text and counts by hand."""
+    texts, options = prompts(61), DecodeOptions(24, ignore_end=True, **settings)
+    expected = []
+    for text in texts:
+        answer: list[int] = []
+        for _ in range(24):
+            with torch.inference_mode():
+                logits_V = target.model(torch.tensor([[*text, *answer]])).logits[0, -1]
+            answer.append(int(by_hand(options, logits_V, text, answer).argmax()))
+        expected.append(answer)
+    assert expected != plain(target, texts, DecodeOptions(24, ignore_end=True)), "the settings matter here"
+    assert plain(target, texts, options) == expected
+    for right in (0.5, 0.9):
+        rows = DecodeLoop(target, ReplayDrafter(expected, 61, right)).generate(texts, options)
+        assert [row.tokens for row in rows] == expected
+    assert all(row.tokens_per_round > 1.3 for row in rows)
+
+
+@pytest.mark.parametrize("exact", ["bits", "tokens"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_k": 9, "frequency_penalty": 0.5}], ids=str)
+def test_logprobs_are_those_of_plain_decoding(exact: Any, sampling: dict[str, Any]) -> None:
+    """Bit for bit on batch-invariant kernels. They are the target's own, before penalties, temperature and cuts."""
+    target, texts = Target(tiny_model("llama", vocab_size=61), exact=exact), prompts(61)
+    rule = "top_k" if sampling else "auto"
+    options = DecodeOptions(24, ignore_end=True, seed=3, verifier=rule, logprobs=3, **sampling)
+    plainly = DecodeLoop(target).generate(texts, options)
+    known = [row.tokens for row in plainly]
+    drafted = DecodeLoop(target, ReplayDrafter(known, 61, 0.8)).generate(texts, options)
+    assert [row.tokens for row in drafted] == known
+    assert all(row.tokens_per_round > 1.3 for row in drafted)
+    for text, row, other in zip(texts, drafted, plainly, strict=True):
+        with torch.inference_mode():
+            logits_TV = target.model(torch.tensor([text + row.tokens])).logits[0, len(text) - 1 : -1]
+        expected_TV = logits_TV.log_softmax(-1)
+        assert len(row.logprobs) == len(row.tokens) == 24
+        assert exact != "bits" or row.logprobs == other.logprobs
+        for number, token in enumerate(row.tokens):
+            found, expected_V = row.logprobs[number], expected_TV[number]
+            in_order = list(dict.fromkeys([token, *expected_V.topk(3).indices.tolist()]))
+            assert list(found) == list(other.logprobs[number]) == in_order
+            # Logits of about 1 that float32 products sum in another order.
+            assert list(found.values()) == pytest.approx(expected_V[list(found)].tolist(), abs=1e-5)
+            assert found == pytest.approx(other.logprobs[number], abs=1e-5)
+    only_own = DecodeLoop(target).generate(texts[:1], replace(options, logprobs=0, max_new_tokens=5))[0]
+    assert [list(one) for one in only_own.logprobs] == [[token] for token in known[0][:5]]
+    assert not DecodeLoop(target).generate(texts[:1], replace(options, logprobs=None))[0].logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -94,6 +94,7 @@ def no_repeats(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0},
     "cuts": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}},
     "processors": {"temperature": 1.0, "repetition_penalty": 1.3, "processors": (no_repeats,)},
     "greedy with processors": {"repetition_penalty": 1.3, "processors": (no_repeats,)},
 }
@@ -108,6 +109,19 @@ def test_every_rule(rule: str, settings: str, host: Target, target: Target, devi
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, verifier=rule, **SETTINGS[settings])
     for drafters in ([], [heads], [NgramDrafter()]):
         assert list(map(len, texts_of(target, *drafters, options=options))) == [6, 6]
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}])
+def test_greedy_penalties_and_logprobs(settings: Any, host: Target, target: Target, device: StandIn) -> None:
+    """The same tokens as on the host, whose nodes are decided level by level."""
+    options = DecodeOptions(max_new_tokens=12, ignore_end=True, logprobs=2, **settings)
+    expected = DecodeLoop(host).generate(TEXTS, options)
+    for drafters in ([], [HeadDrafter(build("medusa", host).to(CUDA), SHAPE)], [NgramDrafter()]):
+        found = DecodeLoop(target, *drafters).generate(TEXTS, options)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.tokens == theirs.tokens
+            for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+                assert one == pytest.approx(other, abs=1e-5)  # products on the host sum in another order
 
 
 @pytest.mark.parametrize("name", CASES)

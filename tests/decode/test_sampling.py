@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessorList,
@@ -65,29 +67,69 @@ def test_processing_equals_transformers() -> None:
     assert torch.equal(process(SamplingOptions(repetition_penalty=1.4), logits, prefix), expected)
 
 
-@pytest.mark.parametrize("penalty", [0.8, 1.4])
-def test_growing_prefixes_are_processed_as_in_transformers(penalty: float) -> None:
+NEW_SETTINGS: dict[str, Any] = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.25,
+    "logit_bias": {3: 4.0, 7: -100.0},
+}
+
+
+def by_hand(options: SamplingOptions, logits_V: Tensor, prompt: list[int], generated: list[int]) -> Tensor:
+    """vLLM's order: bias, repetition penalty (prompt included), then frequency and presence penalty of the answer."""
+    scores_V = logits_V.float().clone()
+    for token, bias in (options.logit_bias or {}).items():
+        scores_V[token] += bias
+    for token in {*prompt, *generated}:
+        scores_V[token] *= options.repetition_penalty if scores_V[token] < 0 else 1 / options.repetition_penalty
+    for token, count in Counter(generated).items():
+        scores_V[token] -= options.frequency_penalty * count
+        scores_V[token] -= options.presence_penalty
+    return scores_V
+
+
+@pytest.mark.parametrize("settings", [{}, *({key: NEW_SETTINGS[key]} for key in NEW_SETTINGS), NEW_SETTINGS], ids=str)
+@pytest.mark.parametrize("penalty", [1.0, 0.8, 1.4])
+@pytest.mark.parametrize("processes", [True, False])
+def test_growing_prefixes_are_processed_in_order(penalty: float, settings: dict[str, Any], processes: bool) -> None:
     """Several nodes of a row after each other, rows that leave, and tokens that were seen before or not."""
-    generator, options = torch.Generator().manual_seed(0), SamplingOptions(
-        repetition_penalty=penalty, processors=(NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(9, 4))
-    )  # fmt: skip
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), *options.processors])
-    texts = [torch.randint(12, (size,), generator=generator).tolist() for size in (3, 1, 7)]
-    prefixes = Prefixes(options, texts)
+    generator = torch.Generator().manual_seed(0)
+    processors = (NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(9, 4)) if processes else ()
+    options = SamplingOptions(repetition_penalty=penalty, processors=processors, **settings)
+    prompts = [torch.randint(12, (size,), generator=generator).tolist() for size in (3, 1, 7)]
+    texts = [list[int]() for _ in prompts]
+    prefixes = Prefixes(options, prompts)
     for number in range(40):
-        rows = [row for row in range(len(texts)) for _ in range(2)]
-        paths = [torch.randint(12, (number % 4,), generator=generator).tolist() for _ in rows]
-        logits_MV = torch.randn(len(rows), 12, generator=generator).to(torch.bfloat16 if number % 2 else torch.float32)
-        found_MV = prefixes.process(logits_MV, rows, paths)
-        for found_V, logits_V, row, path in zip(found_MV, logits_MV, rows, paths, strict=True):
-            ids_1T = torch.tensor([texts[row] + path])
-            assert torch.equal(found_V, processors(ids_1T, logits_V[None].float().clone())[0])
-        added = [torch.randint(12, (number % 3,), generator=generator).tolist() for _ in texts]
-        prefixes.extend(added)
+        row_M = torch.arange(2 * len(texts)) // 2
+        path_MP = torch.randint(12, (len(row_M), number % 4), generator=generator)
+        if not processes:  # a node's path may have gaps
+            path_MP[torch.rand(path_MP.shape, generator=generator) < 0.3] = -1
+        logits_MV = torch.randn(len(row_M), 12, generator=generator).to(torch.bfloat16 if number % 2 else torch.float32)
+        found_MV = prefixes.process(logits_MV, row_M, path_MP)
+        for found_V, logits_V, row, path in zip(found_MV, logits_MV, row_M.tolist(), path_MP.tolist(), strict=True):
+            generated = texts[row] + [token for token in path if token >= 0]
+            expected_V = by_hand(options, logits_V, prompts[row], generated)
+            expected_1V = LogitsProcessorList(processors)(torch.tensor([prompts[row] + generated]), expected_V[None])
+            torch.testing.assert_close(found_V, expected_1V[0], rtol=1e-6, atol=1e-6)  # division by a product's inverse
+        added = [torch.randint(12, ((number + row) % 3,), generator=generator).tolist() for row in range(len(texts))]
+        longest = max(map(len, added))
+        padded = [new + [-1] * (longest - len(new)) for new in added]
+        prefixes.extend(torch.tensor(padded, dtype=torch.long), list(map(len, added)))
         texts = [text + new for text, new in zip(texts, added, strict=True)]
-        if number == 20:
-            prefixes.reorder([2, 0])
-            texts = [texts[2], texts[0]]
+        if kept := {0: [2, 1, 0], 20: [0, 2]}.get(number):
+            prefixes.reorder(kept)
+            prompts, texts = [prompts[row] for row in kept], [texts[row] for row in kept]
+
+
+def test_rows_that_resume_keep_their_counts() -> None:
+    """Half of a batch that did not fit into memory goes on from its tokens so far: these count, the prompt does not."""
+    options = DecodeOptions(temperature=1.0, presence_penalty=2.0, frequency_penalty=1.5)
+    verifier = SamplingVerifier(options, [[1], [5, 5, 2]], 0, samples_drafts=False)
+    verifier.reorder([1])
+    verifier.resume([[2, 7, 7]])
+    logits_V = torch.randn(11, generator=torch.Generator().manual_seed(0))
+    assert verifier._prefixes is not None
+    found_1V = verifier._prefixes.process(logits_V[None], torch.tensor([0]), torch.empty(1, 0, dtype=torch.long))
+    torch.testing.assert_close(found_1V[0], by_hand(options, logits_V, [], [2, 7, 7]))
 
 
 class Written(TorchDispatchMode):
@@ -109,7 +151,7 @@ class Written(TorchDispatchMode):
 @pytest.mark.parametrize("processors", [(), (lambda ids, scores: scores + ids[0, -1],)])
 def test_work_per_node_is_independent_of_the_text(processors: tuple[Processor, ...]) -> None:
     """Prompts of 100 and of 2000 tokens: the same numbers are written in each round after the first."""
-    options = SamplingOptions(temperature=1.0, repetition_penalty=1.3, processors=processors)
+    options = SamplingOptions(temperature=1.0, repetition_penalty=1.3, processors=processors, **NEW_SETTINGS)
     written = []
     for length in (100, 2000):
         verifier = SamplingVerifier(options, [[number % 11 for number in range(length)]] * 2, 0, samples_drafts=True)
@@ -190,6 +232,14 @@ class Counting:
     [
         (DecodeOptions(stop=("x",)), "need a tokenizer"),
         (DecodeOptions(temperature=1e-7), "temperature is 1e-07. Use 0 for greedy decoding, or at least 1e-06"),
+        (DecodeOptions(presence_penalty=2.1), "presence_penalty is 2.1. Use a value from -2 to 2"),
+        (DecodeOptions(frequency_penalty=float("nan")), "frequency_penalty is nan"),
+        (DecodeOptions(logit_bias={3: 101.0}), "logit_bias has 3: 101.0. Map token ids to numbers from -100 to 100"),
+        (DecodeOptions(logit_bias=cast(Any, {"3": 1.0})), "logit_bias has '3': 1.0"),
+        (DecodeOptions(logit_bias=cast(Any, [3])), r"logit_bias is \[3\]. Give numbers by token id"),
+        (DecodeOptions(logit_bias={61: 1.0}), "logit_bias has 61, and the target's token ids end at 60"),
+        (DecodeOptions(logprobs=-1), "logprobs is -1"),
+        (DecodeOptions(logprobs=cast(Any, True)), "logprobs is True. Give a whole number"),
         (DecodeOptions(seed=1 << 63), "seed is 9223372036854775808"),
         (DecodeOptions(seed=-(1 << 63) - 1), "seed is -9223372036854775809"),
         (DecodeOptions(processors=(Counting(),)), "Counting keeps a state"),

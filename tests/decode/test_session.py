@@ -248,7 +248,8 @@ def test_large_batch_halves(temperature: float, verifier: str, monkeypatch: pyte
 @pytest.mark.parametrize("where", ["prefill", "forward_tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_out_of_memory_halves(temperature: float, where: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    options = replace(OPTIONS, temperature=temperature, seed=5, repetition_penalty=1.2)
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.9}
+    options = replace(OPTIONS, temperature=temperature, seed=5, logprobs=0, **penalties)
     plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     reading, honest, calls = Reading(target, monkeypatch), getattr(Target, where), itertools.count()
 
@@ -263,6 +264,7 @@ def test_out_of_memory_halves(temperature: float, where: str, monkeypatch: pytes
     assert [row.tokens for row in outputs] == plain
     assert reading.tokens == dict(enumerate(plain))
     assert all(row.finish_reason == "length" for row in outputs)
+    assert [[token for one in row.logprobs for token in one] for row in outputs] == plain
 
 
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.decode import verify
+from headstart.decode import sampling, verify
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
-from headstart.decode.sampling import warp
+from headstart.decode.sampling import _count
 from headstart.decode.verify import SamplingVerifier, accept_or_draw, row_generators
 from headstart.drafters.ngram import NgramDrafter
 from headstart.model.model import Target, TargetOutput
@@ -26,9 +26,14 @@ from tests import reference
 from tests.decode.drafters import ReplayDrafter
 from tests.decode.proofs import chi_square_p
 from tests.decode.tables import KINDS, SHAPES, VOCAB, Draft, Grower, exact_joint, p_table
+from tests.decode.test_sampling import by_hand
 from tests.standin import CUDA, StandIn
 
 PLAIN = SamplingOptions(temperature=1.0)
+PENALISED = SamplingOptions(
+    temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.9, logit_bias={1: 0.8, 4: -0.5}
+)
+PROMPT = [1]
 Emitted = list[tuple[list[int], int]]
 """Per row, the tokens of the accepted path, root first, and the token after it."""
 
@@ -57,17 +62,34 @@ def side_by_side(verifier: SamplingVerifier, grown: list[Draft]) -> Emitted:
     return list(zip(committed.tokens, roots.root_tokens, strict=True))
 
 
-def verifier(rows: int, seed: int = 0) -> SamplingVerifier:
-    return SamplingVerifier(PLAIN, [[1]] * rows, seed, True)
+def verifier(rows: int, seed: int = 0, sampling: SamplingOptions = PLAIN) -> SamplingVerifier:
+    return SamplingVerifier(sampling, [PROMPT] * rows, seed, True)
 
 
-def by_reference(draft: Draft, logits_NV: Tensor, seed: int) -> tuple[list[int], int]:
-    """Decide one row, each token with the next number of each stream."""
-    accept, residual, _ = (UniformStream(stream).peek(9) for stream in row_generators(seed))
+def by_reference(
+    draft: Draft, logits_NV: Tensor, seed: int, sampling: SamplingOptions = PLAIN, generated: Sequence[int] = ()
+) -> tuple[list[int], int]:
+    """Decide one row after `generated`, each token with the next number of each stream."""
+    done = len(generated)
+    accept, residual, _ = (UniformStream(stream).peek(done + 9)[done:] for stream in row_generators(seed))
     nodes = {path: node for node, path in enumerate(draft.tree.paths, start=1)} | {(): 0}
-    return reference.accept(
-        draft.root, lambda path: warp(PLAIN, logits_NV[nodes[tuple(path[1:])]]), map(reference.Chance, accept, residual)
-    )
+
+    def p_target(path: Sequence[int]) -> Tensor:
+        return by_hand(sampling, logits_NV[nodes[tuple(path[1:])]], PROMPT, [*generated, *path[1:]]).softmax(-1)
+
+    return reference.accept(draft.root, p_target, map(reference.Chance, accept, residual))
+
+
+def assert_penalties_as_by_reference(kind: str, rows: int) -> None:
+    """Three rounds of a batch: every token counts at the nodes below it, and in later rounds."""
+    on_host = verifier(rows, sampling=PENALISED)
+    texts: list[list[int]] = [[] for _ in range(rows)]
+    for number in range(3):
+        grown = drafts(kind, "bushy", rows, seed=number)
+        logits_BNV = out_of(grown).logits_BTV
+        for row, (path, last) in enumerate(side_by_side(on_host, grown)):
+            assert (path, last) == by_reference(grown[row], logits_BNV[row], row, PENALISED, texts[row])
+            texts[row] += [*path[1:], last]
 
 
 @pytest.mark.parametrize("shape", ["root only", "chain of 3", "bushy"])
@@ -81,19 +103,43 @@ def test_rows_side_by_side_do_as_the_reference(kind: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["top", "top and sampled", "top and sampled, guesses"])
-def test_on_a_device_rows_do_the_same_with_one_wait(kind: str) -> None:
-    """Rows that have ended stay in the batch and are ignored."""
+def test_penalties_at_every_node(kind: str) -> None:
+    assert_penalties_as_by_reference(kind, 60)
+
+
+COUNTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "each token counts once": lambda counts, tokens: counts.scatter_(1, tokens.clamp(min=0), 1),
+    "the last token is missed": lambda counts, tokens: _count(counts, tokens[:, :-1]),
+    "padding counts as token 0": lambda counts, tokens: _count(counts, tokens.clamp(min=0)),
+    "tokens count twice": lambda counts, tokens: _count(counts, torch.cat([tokens, tokens], 1)),
+}
+
+
+@pytest.mark.parametrize("mistake", COUNTS)
+def test_wrong_counts_are_noticed(mistake: str) -> None:
+    with patch.object(sampling, "_count", COUNTS[mistake]), pytest.raises(AssertionError):
+        assert_penalties_as_by_reference("top", 60)
+
+
+@pytest.mark.parametrize("options", [PLAIN, PENALISED], ids=["plain", "penalised"])
+@pytest.mark.parametrize("kind", ["top", "top and sampled", "top and sampled, guesses"])
+def test_on_a_device_rows_do_the_same_with_one_wait(kind: str, options: SamplingOptions) -> None:
+    """Rows that have ended stay in the batch and are ignored. Penalties cost no further copy."""
     for rows in (1, 16):
-        grown = drafts(kind, "bushy", rows)
-        expected = side_by_side(verifier(rows), grown)
+        on_host = verifier(rows, sampling=options)
+        grown = [drafts(kind, "bushy", rows, seed=number) for number in range(2)]
+        expected = [side_by_side(on_host, each) for each in grown]
         with StandIn() as device:
-            batch = TreeBatch.of([moved(draft.tree) for draft in grown], CUDA)
-            on_device, out = verifier(rows), TargetOutput(out_of(grown).logits_BTV.to(CUDA))
-            before = device.counts
-            committed, roots = on_device.accept(batch, out)
-            assert list(zip(committed.tokens, roots.root_tokens, strict=True)) == expected
-            assert (device.counts - before).waits == 1
-            assert (device.counts - before).uploads == 1
+            on_device = verifier(rows, sampling=options)
+            for number, each in enumerate(grown):
+                batch = TreeBatch.of([moved(draft.tree) for draft in each], CUDA)
+                out = TargetOutput(out_of(each).logits_BTV.to(CUDA))
+                before = device.counts
+                committed, roots = on_device.accept(batch, out)
+                assert list(zip(committed.tokens, roots.root_tokens, strict=True)) == expected[number]
+                assert (device.counts - before).waits == 1
+                if number or options is PLAIN:  # the first use uploads the prompts
+                    assert (device.counts - before).uploads == 1
 
 
 def test_on_a_device_deeper_trees_launch_no_more() -> None:
@@ -118,15 +164,26 @@ def moved(tree: Tree) -> Tree:
 ROWS = 6_000
 
 
-def first_two(kind: str, shape: str) -> np.ndarray[Any, Any]:
+def first_two(kind: str, shape: str, options: SamplingOptions = PLAIN) -> np.ndarray[Any, Any]:
     """Count the first two tokens after random trees; the target draws the second if a round emits one."""
     rng = random.Random(1)
     counts = np.zeros((VOCAB, VOCAB), dtype=np.int64)
-    for path, last in side_by_side(verifier(ROWS), drafts(kind, shape, ROWS)):
+    for path, last in side_by_side(verifier(ROWS, sampling=options), drafts(kind, shape, ROWS)):
         first, *more = [*path[1:], last]
-        second = more[0] if more else rng.choices(range(VOCAB), p_table((first,)).tolist())[0]
+        second = more[0] if more else rng.choices(range(VOCAB), exact_p((first,), options).tolist())[0]
         counts[first, second] += 1
     return counts
+
+
+def exact_p(text: tuple[int, ...], options: SamplingOptions) -> Tensor:
+    return by_hand(options, p_table(text).log(), PROMPT, list(text)).softmax(-1)
+
+
+def exact_two(options: SamplingOptions) -> np.ndarray[Any, Any]:
+    """Return the exact joint distribution of the first two tokens."""
+    first_V = exact_p((), options)
+    joint_VV = torch.stack([first_V[token] * exact_p((token,), options) for token in range(VOCAB)])
+    return joint_VV.double().numpy()
 
 
 @pytest.mark.parametrize(
@@ -134,6 +191,14 @@ def first_two(kind: str, shape: str) -> np.ndarray[Any, Any]:
 )
 def test_lossless_side_by_side(kind: str, shape: str) -> None:
     assert chi_square_p(first_two(kind, shape), exact_joint((), 2)) > 1e-6
+
+
+def test_lossless_with_penalties() -> None:
+    counts = first_two("top and sampled", "chain of 3", PENALISED)
+    assert chi_square_p(counts, exact_two(PENALISED)) > 1e-6
+    assert chi_square_p(counts, exact_joint((), 2)) < 1e-6, "penalties matter here"
+    for setting, value in (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("logit_bias", {4: -0.5})):
+        assert chi_square_p(counts, exact_two(replace(PENALISED, **{setting: value}))) < 1e-6, setting
 
 
 Wrong = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]

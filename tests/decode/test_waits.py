@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,11 @@ drawing the last level; for drawing other levels they go with the nodes of the n
 BESIDE_GRAPHS = {"none": 5, "ngram": 30, ONE_FORWARD: 38, BY_LEVELS: 43, ONE_AND_NGRAM: 38, LEVELS_AND_NGRAM: 50}
 """Greedy, one row: launches outside graphs, which fill and empty the graphs' buffers and decide."""
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}},
+    "logprobs": {"logprobs": 2},
+}
 WAYS = tuple(product((1, 4), (0.0, 1.0)))
 """Rows and temperatures."""
 
@@ -53,7 +59,9 @@ def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
 
 
 @cache
-def decoded(name: str, layers: int, ways: Sequence[tuple[int, float]] = WAYS) -> dict[tuple[int, float], list[Round]]:
+def decoded(
+    name: str, layers: int, ways: Sequence[tuple[int, float]] = WAYS, settings: str = ""
+) -> dict[tuple[int, float], list[Round]]:
     """Return the rounds by rows and temperature, decoded a second time after their graphs were captured."""
     host = Target(tiny_model("llama", vocab_size=61, layers=layers))
     found = {}
@@ -61,7 +69,7 @@ def decoded(name: str, layers: int, ways: Sequence[tuple[int, float]] = WAYS) ->
         target = Target(tiny_model("llama", vocab_size=61, layers=layers).to(CUDA))
         drafters = make_drafters(name, target, host)
         for rows, temperature in ways:
-            options = DecodeOptions(max_new_tokens=10, ignore_end=True, temperature=temperature, seed=0)
+            options = DecodeOptions(10, ignore_end=True, temperature=temperature, seed=0, **SETTINGS[settings])
             prompts = [[5 + row, 9, 14, 5 + row, 9, 14, 5 + row, 9][: 8 - row] for row in range(rows)]
             loop = DecodeLoop(target, *drafters)
             loop.generate(prompts, options)
@@ -85,6 +93,19 @@ def test_waits_and_uploads_of_a_round(name: str, rows: int, temperature: float) 
             assert len(uploads) <= most_uploads[name], listed
         assert one.counts.slow_uploads == 0, "\n".join(f"{event.where} {event.operation}" for event in uploads)
         assert len(waits) <= most_waits[name], "\n".join(f"{event.where} {event.operation}" for event in waits)
+
+
+@pytest.mark.parametrize("name", ["none", ONE_FORWARD])
+@pytest.mark.parametrize(("settings", "more_waits", "more_uploads"), [("penalties", 0, 1), ("logprobs", 1, 0)])
+def test_one_more_copy_at_most(name: str, settings: str, more_waits: int, more_uploads: int) -> None:
+    """Log-probabilities are read once a round. Penalties count on the device; greedy, they upload unused numbers."""
+    for (_, temperature), rounds in decoded(name, 3, ((1, 0.0), (1, 1.0)), settings).items():
+        most_waits, most_uploads = (SAMPLED, SAMPLED_UPLOADS) if temperature else (WAITS, UPLOADS)
+        for one in rounds:
+            assert one.counts.waits <= most_waits[name] + more_waits
+            uploads = [f"{event.where} {event.operation}" for event in one.events if event.kind == "upload"]
+            assert len(uploads) <= most_uploads[name] + (0 if temperature else more_uploads), "\n".join(uploads)
+            assert one.counts.slow_uploads == 0
 
 
 @pytest.mark.parametrize("name", WAITS)

@@ -150,14 +150,14 @@ def test_minimum_length_above_the_warm_up(decoder: Decoder) -> None:
     assert evaluate(decoder, QUESTIONS[:1], options)["settings"]["min_new_tokens"] == 38
 
 
-@pytest.mark.parametrize("setting", ["stop_token_ids", "repetition_penalty"])
+@pytest.mark.parametrize("setting", ["stop_token_ids", "repetition_penalty", "presence_penalty"])
 def test_margins_follow_the_settings(tiny_target: Target, setting: str) -> None:
     """End tokens before the minimum length and repeated tokens are not the best: the chosen token is."""
     prompt, loop = [5, 9, 7, 30], DecodeLoop(tiny_target)
     plain = loop.generate([prompt], DecodeOptions(max_new_tokens=12))[0].tokens
     options = DecodeOptions(max_new_tokens=12, stop_token_ids=plain, min_new_tokens=12)
-    if setting == "repetition_penalty":
-        options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
+    if setting != "stop_token_ids":
+        options = DecodeOptions(max_new_tokens=12, **{setting: 1.5})
     answer = loop.generate([prompt], options)[0].tokens
     assert setting != "stop_token_ids" or not set(answer) & set(plain), "the ban has an effect"
     judge = Judge(tiny_target, options)
@@ -165,10 +165,15 @@ def test_margins_follow_the_settings(tiny_target: Target, setting: str) -> None:
         assert judge.margin(prompt, answer[:index], [token]) < 1e-4
 
 
-def test_transformers_penalises_repetition_alike(tiny_target: Target) -> None:
-    options = EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",))
-    results = evaluate(Drafts(tiny_target), QUESTIONS, options)
-    assert all(row["divergences"]["count"] == 0 for row in results["compare"])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_transformers_penalises_alike(tiny_target: Target, batch_size: int) -> None:
+    for settings in (
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.2, "presence_penalty": 1.5, "frequency_penalty": 0.3, "logit_bias": {40: 1.5}},
+    ):
+        options = EvalOptions(max_new_tokens=12, batch_size=batch_size, compare=("same",), **settings)
+        results = evaluate(Drafts(tiny_target), QUESTIONS, options)
+        assert all(row["divergences"]["count"] == 0 for row in results["compare"])
 
 
 def test_report_counts_prompts_without_drafts() -> None:

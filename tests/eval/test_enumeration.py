@@ -31,6 +31,7 @@ def target() -> Target:
         SamplingOptions(temperature=0.7, top_p=0.9),
         SamplingOptions(temperature=1.0, top_k=3, min_p=0.1),
         SamplingOptions(temperature=1.0, repetition_penalty=2.0),
+        SamplingOptions(temperature=1.0, presence_penalty=1.5, frequency_penalty=-0.5, logit_bias={4: 1.0}),
     ],
 )
 def test_enumeration_matches_brute_force(target: Target, sampling: SamplingOptions) -> None:
@@ -42,7 +43,7 @@ def test_enumeration_matches_brute_force(target: Target, sampling: SamplingOptio
             expected, prefix = 1.0, list(PROMPT)
             for token in text:
                 logits_V = target.model(torch.tensor([prefix])).logits[0, -1]
-                expected *= float(warp(sampling, process(sampling, logits_V, prefix))[token])
+                expected *= float(warp(sampling, process(sampling, logits_V, PROMPT, prefix[len(PROMPT) :]))[token])
                 prefix.append(token)
             assert exact.probs.get(text, 0.0) == pytest.approx(expected, abs=1e-5)
             assert exact.possible(text) == (expected > 0)

@@ -34,7 +34,7 @@ PromptOption = Annotated[str | None, typer.Option("--prompt", help="The prompt; 
 _CHAT_HELP = "/new starts over, /drafts colours accepted drafts, /help shows this, an empty line or Ctrl-D quits."
 
 
-@with_options(without=("stop", "raw"))
+@with_options(without=("stop", "raw", "logprobs"))
 def evaluate(
     heads: Heads,
     questions: Annotated[
@@ -172,21 +172,25 @@ def generate(
 ) -> None:
     """Answer a prompt, or each prompt of a file. The text goes to stdout, the figures to stderr.
 
+    With --logprobs the answer to a prompt is a JSON line, too.
+
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
 
     Example: headstart generate runs/quickstart --prompts questions.jsonl > answers.jsonl
     """
     if (prompt is None) == (prompts is None):
         raise UserError("generate takes --prompt or --prompts.", "Give one of the two.")
-    if prompt is not None:
-        text = read_prompt(prompt, options.raw)
+    text = None if prompt is None else read_prompt(prompt, options.raw)
+    if text is not None and options.logprobs is None:
         _print_stream(load_decoder(heads, loading, options).stream(text, **_keywords(options)))
-    elif prompts is not None:
-        requests = read_prompts(prompts)
-        _answer_all(load_decoder(heads, loading, options), requests, options)
+        return
+    from headstart.data.prompts.shapes import Prompt
+
+    requests = read_prompts(prompts) if prompts is not None else [Prompt([{"role": "user", "content": text}])]
+    _answer_all(load_decoder(heads, loading, options), requests, options)
 
 
-@with_options(without=("stop",), max_new_tokens=512)
+@with_options(without=("stop", "logprobs"), max_new_tokens=512)
 def chat(
     heads: Heads,
     options: DecodeOptions = DecodeOptions(),
@@ -242,7 +246,7 @@ def chat(
         messages = [*request, {"role": "assistant", "content": answer}]
 
 
-@with_options()
+@with_options(without=("logprobs",))
 def race(
     heads: Annotated[str | None, HEADS] = None,
     prompt: PromptOption = None,
@@ -353,6 +357,7 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
                     "finish_reason": answer.finish_reason,
                     "tokens_per_round": round(answer.tokens_per_round, 2),
                     **({} if answer.seed is None else {"seed": answer.seed}),
+                    **({} if answer.logprobs is None else {"logprobs": answer.logprobs}),
                 }
                 sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
             sys.stdout.flush()

@@ -24,7 +24,7 @@ from headstart.decode.experience import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, check_kinds, random_seed
 from headstart.decode.prefix_cache import PrefixCache
-from headstart.decode.sampling import check_processors, check_sampling, warp
+from headstart.decode.sampling import check_processors, check_sampling, token_logprobs, warp
 from headstart.decode.verify import SAMPLES_DRAFTS, make_verifier
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.kernels import draft_kernels
@@ -71,6 +71,7 @@ class Generation:
         rounds: one entry per round; the first token comes from the prefill and has none.
         drafter_error: error of a drafter that failed; the rest of the row was decoded without it.
         seed: seed of a sampled row; None for a greedy one.
+        logprobs: for each token, log-probabilities by token id, see `Answer`; empty without `options.logprobs`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -79,6 +80,7 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     drafter_error: str | None = None
     seed: int | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)
     _stop_strings: StopStrings | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -311,8 +313,11 @@ class _Batch:
             session = self.call_guarded(index, self.drafters[index].prefill, self.prompts, out.aux_hidden_states)
             if index in self.sessions:
                 self.sessions[index] = session
+        logprobs = []
+        if options.logprobs is not None:
+            logprobs = token_logprobs(out.logits_BTV, self.roots.tokens_BN, options.logprobs)
         del out  # the states of a long prompt take much memory
-        self.emit([[token] for token in self.roots.root_tokens])
+        self.emit([[token] for token in self.roots.root_tokens], logprobs)
         return True
 
     def round(self) -> None:
@@ -329,6 +334,9 @@ class _Batch:
         aux_readers = self.sessions if self.call.prefix_cache is None else range(len(self.drafters))
         out = self.target.forward_tree(self.cache, batch, self.loop.aux_layers(aux_readers))
         committed, self.roots = self.verifier.accept(batch, out)
+        logprobs = []
+        if (most_likely := self.options.logprobs) is not None:
+            logprobs = token_logprobs(committed.logits_BPV, committed.emitted_BP(self.roots), most_likely)
         verified = perf_counter()
         self.cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
         if self.call.prefix_cache is not None:
@@ -336,7 +344,7 @@ class _Batch:
         self.notify("commit", committed)
         ended = perf_counter()
         emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, self.roots.root_tokens, strict=True)]
-        self.emit(emitted)
+        self.emit(emitted, logprobs)
         paused = bool(self.drafters) and self.options.draft == "auto" and not self.budget.drafts
         timed = capture_count() == captured_before
         if self.loop.free_cores is not None and self.loop.free_cores.update():
@@ -382,15 +390,16 @@ class _Batch:
         proposed = self.drafters[index].propose(self.sessions[index], self.roots, own_request)
         return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
-    def emit(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Append to the texts of the running rows, and set `running`."""
+    def emit(self, emitted: Sequence[Sequence[int]], logprobs: Sequence[Sequence[dict[int, float]]]) -> None:
+        """Append to the texts of the running rows, and set `running`. `logprobs` is empty if not asked for."""
         call = self.call
         now_ms = 1e3 * (perf_counter() - call.started)
-        for row, tokens in zip(self.rows, emitted, strict=True):
+        for index, (row, tokens) in enumerate(zip(self.rows, emitted, strict=True)):
             text, before = call.texts[row], len(call.texts[row].tokens)
             text.extend(tokens, row, self.options, self.target)
             added = text.tokens[before:]
             text.token_ms += [now_ms] * len(added)
+            text.logprobs += logprobs[index][: len(added)] if logprobs else []
             if call.on_tokens is not None and added:
                 call.on_tokens(row, added, min(len(added), len(tokens) - 1))
         self.running = [index for index, row in enumerate(self.rows) if not call.texts[row].finish_reason]
@@ -430,6 +439,8 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
     check_kinds(options)
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
+    if options.logprobs is not None and options.logprobs < 0:
+        raise UserError(f"logprobs is {options.logprobs}.", "Use the number of most likely tokens to add, or 0.")
     if options.min_new_tokens < 0:
         raise UserError(f"min_new_tokens is {options.min_new_tokens}.", "Use 0 for none, or a number of tokens.")
     if options.min_new_tokens > options.max_new_tokens:
@@ -456,11 +467,12 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     """Refuse (UserError) prompts and options that the target cannot decode, before any work."""
     check_options(options, len(prompts))
     check_processors(options, target.vocab_size, target.device)
-    if unknown := [token for token in options.stop_token_ids if not 0 <= token < target.vocab_size]:
-        raise UserError(
-            f"stop_token_ids has {unknown[0]}, and the target's token ids end at {target.vocab_size - 1}.",
-            "Use its own ids.",
-        )
+    for name, ids in (("stop_token_ids", options.stop_token_ids), ("logit_bias", options.logit_bias or ())):
+        if unknown := [token for token in ids if not 0 <= token < target.vocab_size]:
+            raise UserError(
+                f"{name} has {unknown[0]}, and the target's token ids end at {target.vocab_size - 1}.",
+                "Use its own ids.",
+            )
     if options.stop_strings and target.tokenizer is None:
         raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")
     if not prompts:

@@ -89,6 +89,18 @@ def json_object(text: str) -> dict[str, Any]:
     return values
 
 
+def token_biases(text: str) -> dict[int, float]:
+    """Parse a JSON object of token ids and numbers. Raises UserError for any other text.
+
+    >>> token_biases('{"42": -1.5}')
+    {42: -1.5}
+    """
+    try:
+        return {int(token): float(bias) for token, bias in json_object(text).items()}
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{text!r} does not map token ids to numbers.", "Write it as '{\"42\": -1.5}'.") from error
+
+
 @document_options
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
@@ -101,6 +113,19 @@ class SamplingOptions:
     repetition_penalty: float = option(
         1.0, "Above 1, tokens that already occur in the text become less likely; 1 changes nothing."
     )
+    presence_penalty: float = option(
+        0.0, "Subtract this, from -2 to 2, from the logit of each token that the answer already has."
+    )
+    frequency_penalty: float = option(
+        0.0, "Subtract this, from -2 to 2, from a token's logit for each time that the answer already has it."
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        "Add a number from -100 to 100 to the logits of these tokens, by token id; -100 practically bans a token.",
+        metavar="JSON",
+        default_text="none",
+        parse=token_biases,
+    )
     processors: Sequence[Processor] = option(
         (), "transformers LogitsProcessors that depend on the text so far and the scores alone.", on_cli=False
     )
@@ -111,16 +136,23 @@ class SamplingOptions:
         return self.temperature == 0
 
     @property
-    def needs_prefix(self) -> bool:
-        """Whether the next distribution depends on more than the logits."""
-        return self.repetition_penalty != 1 or bool(self.processors)
+    def penalises(self) -> bool:
+        """Whether tokens are penalised for occurring in the text."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether logits change in other ways than by temperature and cuts."""
+        return self.penalises or bool(self.logit_bias) or bool(self.processors)
 
     def for_transformers(self) -> dict[str, Any]:
-        """Convert to keyword arguments for the generation config of transformers."""
+        """Convert to keyword arguments for the generation config of transformers, which has no presence or frequency
+        penalty."""
         drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         drawn["min_p"] = self.min_p or None
         sampling = {"do_sample": False} if self.greedy else {"do_sample": True, **drawn}
-        return {**sampling, "repetition_penalty": self.repetition_penalty}
+        bias = {(int(token),): float(value) for token, value in (self.logit_bias or {}).items()}
+        return {**sampling, "repetition_penalty": self.repetition_penalty, "sequence_bias": bias or None}
 
 
 @document_options
@@ -175,6 +207,13 @@ class DecodeOptions(SamplingOptions):
     stop_token_ids: Sequence[int] = option(
         (), "End the answer with this token as well as with the target's own end tokens; may be repeated.", metavar="ID"
     )
+    logprobs: int | None = option(
+        None,
+        "Return each token's log-probability, and those of this many of the most likely tokens: of the target's own "
+        "distribution, before biases, penalties, temperature and cuts.",
+        minimum=0,
+        default_text="none",
+    )
     min_new_tokens: int = option(0, "No end token ends the answer before this many tokens; a stop text may.", minimum=0)
     raw: bool = option(False, "Pass the prompt to the target as it is, without the chat template.")
     tools: Sequence[Any] = option(
@@ -217,6 +256,9 @@ class DecodeKeywords(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
     processors: Sequence[Processor]
     seed: int | None
     verifier: str
@@ -226,6 +268,7 @@ class DecodeKeywords(TypedDict, total=False):
     tree: TreeKind | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    logprobs: int | None
     min_new_tokens: int
     raw: bool
     tools: Sequence[Any]
@@ -242,6 +285,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Sequence[Processor]": (Sequence, "a list of logits processors"),
     "Sequence[int]": (Sequence, "a list of token ids"),
     "Sequence[Any]": (Sequence, "a list of tools"),
+    "Mapping[int, float] | None": ((Mapping, NoneType), "numbers by token id, such as {42: -1.5}"),
     "Mapping[str, Any] | None": ((Mapping, NoneType), "names with values, such as {'enable_thinking': False}"),
 }
 """Accepted types (numpy's numbers included) and their name, by an option's annotation."""
@@ -269,6 +313,9 @@ def check_kinds(options: DecodeOptions) -> None:
         raise UserError(f"stop is {options.stop!r}.", "Give a text, or a list of texts.")
     if not all(isinstance(token, Integral) for token in options.stop_token_ids):
         raise UserError(f"stop_token_ids is {options.stop_token_ids!r}.", "Give a list of token ids.")
+    for token, bias in (options.logit_bias or {}).items():
+        if not isinstance(token, Integral) or not isinstance(bias, Real) or not -100 <= bias <= 100:
+            raise UserError(f"logit_bias has {token!r}: {bias!r}.", "Map token ids to numbers from -100 to 100.")
 
 
 @document_options

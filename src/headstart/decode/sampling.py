@@ -1,9 +1,13 @@
 """The distribution that sampling draws from: a model's logits, processed and warped as in transformers.
 
+`Prefixes.process` applies, in this order, `logit_bias`, the repetition, frequency and presence penalties (as vLLM and
+OpenAI do, the last two count generated tokens only), and logits processors. `warp` then applies temperature and cuts.
+
 Acceptance, residual and bonus token all use this distribution, so the output is distributed as in plain sampling with
 the same settings.
 
-Shape suffixes: B rows, M nodes, V vocabulary, T tokens of a text, C capacity in tokens, K seen tokens.
+Shape suffixes: B rows, M nodes, V vocabulary, T tokens of a text, C capacity in tokens, P tokens of a path, K new
+tokens, X positions of all rows.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from torch import Tensor
 
 from headstart.decode.options import Processor, SamplingOptions
 from headstart.errors import UserError
+from headstart.support.rng import in_parts
+from headstart.support.uploads import upload
 
 _MIN_TEMPERATURE = 1e-6
 """Lowest temperature above 0: a floor far below any useful one."""
@@ -37,6 +43,10 @@ def check_sampling(options: SamplingOptions) -> None:
             not 0 < options.repetition_penalty < math.inf,
             "repetition_penalty",
             "Use a finite value above 0; 1 changes nothing.",
+        ),
+        *(
+            (not -2 <= getattr(options, name) <= 2, name, "Use a value from -2 to 2; 0 changes nothing.")
+            for name in ("presence_penalty", "frequency_penalty")
         ),
     ):
         if wrong:
@@ -66,93 +76,132 @@ def check_processors(options: SamplingOptions, vocab_size: int, device: torch.de
 
 
 class Prefixes:
-    """Each row's text for the repetition penalty (a set of tokens) and the processors (all tokens in order).
+    """Each row's prompt and generated tokens, for the penalties (counts by token) and the processors (all tokens in
+    order).
 
     Both stay on the device and grow in place, so that headstart's own work per node does not grow with the text.
     """
 
     def __init__(
-        self, options: SamplingOptions, texts: Sequence[Sequence[int]], row_processors: Sequence[Processor] = ()
+        self, options: SamplingOptions, prompts: Sequence[Sequence[int]], row_processors: Sequence[Processor] = ()
     ) -> None:
         self._options = options
         self._processors = [[processor, *options.processors] for processor in row_processors] or [
-            list(options.processors) for _ in texts
+            list(options.processors) for _ in prompts
         ]
-        self._new = [list(text) for text in texts]  # tokens of each row that are not on the device yet
-        self._lengths = [0] * len(texts)
-        self._seen_BV: Tensor | None = None
+        self.runs_processors = any(self._processors)
+        self._prompts = [list(prompt) for prompt in prompts]  # these two are empty once they are on the device
+        self._resumed = [list[int]() for _ in prompts]
+        self._lengths = [0] * len(prompts)
+        self._bias_V: Tensor | None = None
+        self._in_prompt_BV: Tensor | None = None
+        self._counts_BV: Tensor | None = None  # of generated tokens
         self._ids_1C: list[Tensor] = []  # of each row, garbage after its length
 
-    def extend(self, tokens: Sequence[Sequence[int]]) -> None:
-        for new, added in zip(self._new, tokens, strict=True):
-            new.extend(added)
+    def resume(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Continue after tokens that each row has generated; before the first use."""
+        self._resumed = [list(tokens) for tokens in emitted]
+
+    def extend(self, token_BK: Tensor, sizes: Sequence[int]) -> None:
+        """Append generated tokens to each row's text; -1 from its size on."""
+        if self._counts_BV is not None:
+            _count(self._counts_BV, token_BK)
+        for row, size in enumerate(sizes) if self.runs_processors else ():
+            self._with_path(row, token_BK[row, :size])
+            self._lengths[row] += size
 
     def reorder(self, rows: Sequence[int]) -> None:
-        self._new, self._lengths = [self._new[row] for row in rows], [self._lengths[row] for row in rows]
-        self._processors = [self._processors[row] for row in rows]
+        """Keep only these rows."""
+        self._lengths, self._processors = [self._lengths[row] for row in rows], [self._processors[row] for row in rows]
+        if self._prompts:
+            self._prompts, self._resumed = [self._prompts[row] for row in rows], [self._resumed[row] for row in rows]
         self._ids_1C = [self._ids_1C[row] for row in rows] if self._ids_1C else []
-        self._seen_BV = None if self._seen_BV is None else self._seen_BV[list(rows)]
+        self._in_prompt_BV = None if self._in_prompt_BV is None else self._in_prompt_BV[list(rows)]
+        self._counts_BV = None if self._counts_BV is None else self._counts_BV[list(rows)]
 
-    def process(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """Apply the repetition penalty and the processors to logits [M, V] after these rows' texts, each continued by
-        its path; float32."""
-        self._upload(logits_MV)
+    def process(self, logits_MV: Tensor, row_M: Tensor, path_MP: Tensor) -> Tensor:
+        """Apply bias, penalties and processors to logits [M, V] after these rows' texts, each continued by its path;
+        float32. Paths may contain -1 for no token, but only without processors."""
+        if self._prompts:
+            self._upload(logits_MV)
         scores_MV = logits_MV.to(torch.float32, copy=True)  # processors may write in place
-        if self._seen_BV is not None:
-            seen_MV = self._seen_BV[list(rows)]
-            _mark(seen_MV, paths)
-            penalty = self._options.repetition_penalty
-            penalised_MV = torch.where(scores_MV < 0, scores_MV * penalty, scores_MV / penalty)
-            scores_MV = torch.where(seen_MV, penalised_MV, scores_MV)
-        if not any(self._processors):
+        if self._bias_V is not None:
+            scores_MV += self._bias_V
+        if self._counts_BV is not None:
+            counts_MV = _count(self._counts_BV[row_M], path_MP)
+            if self._in_prompt_BV is not None:
+                penalty = self._options.repetition_penalty
+                penalised_MV = torch.where(scores_MV < 0, scores_MV * penalty, scores_MV / penalty)
+                scores_MV = torch.where(self._in_prompt_BV[row_M] | (counts_MV > 0), penalised_MV, scores_MV)
+            if self._options.frequency_penalty:
+                scores_MV -= self._options.frequency_penalty * counts_MV
+            if self._options.presence_penalty:
+                scores_MV -= self._options.presence_penalty * (counts_MV > 0)
+        if not self.runs_processors:
             return scores_MV
         processed = []
-        for row, path, scores_V in zip(rows, paths, scores_MV, strict=True):
-            ids_1T, scores_1V = self._with_path(row, path), scores_V[None]
+        for row, path_P, scores_V in zip(row_M.tolist(), path_MP, scores_MV, strict=True):
+            ids_1T, scores_1V = self._with_path(row, path_P), scores_V[None]
             for processor in self._processors[row]:
                 scores_1V = processor(ids_1T, scores_1V)
             processed.append(scores_1V)
         return torch.cat(processed)
 
     def _upload(self, like_MV: Tensor) -> None:
-        """Upload new tokens."""
-        if not any(self._new):
-            return
-        if self._options.repetition_penalty != 1:
-            if self._seen_BV is None:
-                self._seen_BV = like_MV.new_zeros(len(self._new), like_MV.shape[1], dtype=torch.bool)
-            _mark(self._seen_BV, self._new)
-        if any(self._processors):
-            self._ids_1C = self._ids_1C or [
-                torch.empty(1, 0, dtype=torch.long, device=like_MV.device) for _ in self._new
-            ]
-            for row, new in enumerate(self._new):
-                self._with_path(row, new)
-        self._lengths = [length + len(new) for length, new in zip(self._lengths, self._new, strict=True)]
-        self._new = [[] for _ in self._new]
+        """Upload bias and texts before the first use."""
+        options, device, rows, vocab = self._options, like_MV.device, len(self._prompts), like_MV.shape[1]
+        if options.logit_bias:
+            bias_V = torch.zeros(vocab)
+            bias_V[list(map(int, options.logit_bias))] = torch.tensor(list(map(float, options.logit_bias.values())))
+            self._bias_V = upload(bias_V, device)
+        self._ids_1C = [torch.empty(1, 0, dtype=torch.long, device=device) for _ in self._prompts]
+        prompt_BK, resumed_BK = (upload(_padded(texts), device, torch.long) for texts in (self._prompts, self._resumed))
+        self.extend(prompt_BK, list(map(len, self._prompts)))  # not counted
+        if options.penalises:
+            self._counts_BV = like_MV.new_zeros(rows, vocab, dtype=torch.int32)
+        if options.repetition_penalty != 1:
+            self._in_prompt_BV = _count(like_MV.new_zeros(rows, vocab, dtype=torch.int32), prompt_BK) > 0
+        self.extend(resumed_BK, list(map(len, self._resumed)))
+        self._prompts = self._resumed = []
 
-    def _with_path(self, row: int, path: Sequence[int]) -> Tensor:
+    def _with_path(self, row: int, path_P: Tensor) -> Tensor:
         """Return a row's text and a path after it, [1, T]: a view that the next path overwrites."""
-        start, stop = self._lengths[row], self._lengths[row] + len(path)
+        start, stop = self._lengths[row], self._lengths[row] + len(path_P)
         if stop > self._ids_1C[row].shape[1]:
             self._ids_1C[row] = F.pad(self._ids_1C[row], (0, 2 * stop - self._ids_1C[row].shape[1]))
         ids_1C = self._ids_1C[row]
-        if path:
-            ids_1C[0, start:stop] = torch.tensor(list(path), device=ids_1C.device)
+        ids_1C[0, start:stop] = path_P
         return ids_1C[:, :stop]
 
 
-def _mark(seen_MV: Tensor, tokens: Sequence[Sequence[int]]) -> None:
-    """Mark each row's tokens as seen."""
-    pairs = [(row, token) for row, of_row in enumerate(tokens) for token in of_row]
-    if pairs:
-        row_K, token_K = torch.tensor(pairs, device=seen_MV.device).unbind(1)
-        seen_MV[row_K, token_K] = True
+def _padded(texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    longest = max(map(len, texts))
+    return [[*text, *[-1] * (longest - len(text))] for text in texts]
 
 
-def process(options: SamplingOptions, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
-    """Apply the repetition penalty and the processors to logits [V] after `prefix`; see `Prefixes`."""
-    return Prefixes(options, [prefix]).process(logits_V[None], [0], [[]])[0]
+def _count(counts_MV: Tensor, tokens_MK: Tensor) -> Tensor:
+    """Add each row's tokens to its counts, in place; -1 is no token."""
+    return counts_MV.scatter_add_(1, tokens_MK.clamp(min=0), (tokens_MK >= 0).to(counts_MV.dtype))
+
+
+def process(options: SamplingOptions, logits_V: Tensor, prompt: Sequence[int], generated: Sequence[int] = ()) -> Tensor:
+    """Apply bias, penalties and processors to logits [V] after a text; see `Prefixes`."""
+    prefixes, row_M = Prefixes(options, [prompt]), torch.zeros(1, dtype=torch.long, device=logits_V.device)
+    prefixes.resume([generated])
+    return prefixes.process(logits_V[None], row_M, row_M.new_empty(1, 0))[0]
+
+
+def token_logprobs(logits_BPV: Tensor, token_BP: Tensor, most_likely: int) -> list[list[dict[int, float]]]:
+    """Return, for each row and position, the log-probability of its token and then of the `most_likely` tokens, by
+    token id; garbage where the token is -1. Takes the model's own logits; synchronises with the device once."""
+    rows, places, vocab = logits_BPV.shape
+    logits_XV, token_X1, found = logits_BPV.flatten(0, 1), token_BP.reshape(-1, 1), []
+    for part in in_parts(rows * places, vocab, logits_XV.device):
+        logprobs_XV = logits_XV[part].float().log_softmax(-1)
+        ids = torch.cat([token_X1[part].clamp(min=0), logprobs_XV.topk(min(most_likely, vocab)).indices], 1)
+        found.append(torch.stack([ids.double(), logprobs_XV.gather(1, ids).double()], 1))
+    listed = torch.cat(found).view(rows, places, 2, -1).tolist()
+    return [[dict(zip(map(int, tokens), values, strict=True)) for tokens, values in row] for row in listed]
 
 
 def warp(options: SamplingOptions, logits: Tensor) -> Tensor:

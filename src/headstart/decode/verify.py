@@ -1,8 +1,8 @@
 """Verification: greedy (`GreedyVerifier`) and sampling (`SamplingVerifier`); `make_verifier` chooses.
 
-On a CPU, or with processors or a repetition penalty, sampling walks down the trees of all rows depth by depth and
-computes the target's distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it
-draws the next token at every node at once and then walks as in greedy verification, with one device synchronisation.
+On a CPU, or with processors, sampling walks down the trees of all rows depth by depth and computes the target's
+distribution only at visited nodes. On other devices, where launches cost more than arithmetic, it draws the next token
+at every node at once and then walks as in greedy verification, with one device synchronisation.
 
 Lossless: whatever the drafts, the emitted tokens have exactly the target's distribution. `tests/reference.py` states
 the rule for one node; the tests prove it by enumeration and compare this code with it. The proof requires of every
@@ -107,8 +107,8 @@ class SamplingVerifier:
     ) -> None:
         self.samples_drafts = samples_drafts
         self._sampling = sampling
-        needs_prefix = sampling.needs_prefix or bool(row_processors)
-        self._prefixes = Prefixes(sampling, prompts, row_processors) if needs_prefix else None
+        processes = sampling.processes_logits or bool(row_processors)
+        self._prefixes = Prefixes(sampling, prompts, row_processors) if processes else None
         generators = [row_generators(seed + row) for row in range(len(prompts))]
         self._uniforms = [(UniformStream(accept), UniformStream(residual)) for accept, residual, _ in generators]
         self.draft_generators = [draft for _, _, draft in generators]
@@ -117,21 +117,24 @@ class SamplingVerifier:
         """Draw each row's first token, see `GreedyVerifier.first`."""
         _, residual_BK = self._upload_uniforms(1, logits_BV.device)
         parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
-        rows, paths = range(len(logits_BV)), [list[int]()] * len(logits_BV)
+        row_B = torch.arange(len(logits_BV), device=logits_BV.device)
+        path_B0 = row_B.new_empty(len(row_B), 0)
         drawn = [
-            draw_at(self._distributions(logits_BV[part], rows[part], paths[part]), residual_BK[part, 0])[0]
+            draw_at(self._distributions(logits_BV[part], row_B[part], path_B0[part]), residual_BK[part, 0])[0]
             for part in parts
         ]
-        tokens: list[int] = torch.cat(drawn).tolist()
-        self._append([[token] for token in tokens])
+        token_B = torch.cat(drawn)
+        tokens: list[int] = token_B.tolist()
+        self._append([1] * len(tokens), token_B[:, None])
         return tokens
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         """Accept the nodes to commit, see `GreedyVerifier.accept`."""
-        if out.logits_BTV.device.type == "cpu" or self._prefixes is not None:
+        runs_processors = self._prefixes is not None and self._prefixes.runs_processors
+        if out.logits_BTV.device.type == "cpu" or runs_processors:
             return self._accept_by_depth(batch, out)
         committed, roots = walk_on_device(batch, out, self._choose_at_all_nodes(batch, out.logits_BTV))
-        self._append([[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)])
+        self._append(committed.counts, committed.emitted_BP(roots) if self._prefixes is not None else None)
         return committed, roots
 
     def _choose_at_all_nodes(self, batch: TreeBatch, logits_BNV: Tensor) -> Tensor:
@@ -148,9 +151,14 @@ class SamplingVerifier:
         child_BN, index_X = parts_BX[2].long(), parts_BX[3].long().flatten()
         tokens_BN = batch.tokens_BN.gather(1, child_BN.clamp(min=0)).masked_fill(child_BN < 0, -1)
         logits_XV, sampled_X = logits_BNV.flatten(0, 1), tokens_BN.flatten()
+        texts: tuple[Tensor, ...] = ()
+        if self._prefixes is not None:
+            off_path_BNN = ~batch.visible_BNN | (batch.depths_BN == 0)[:, None]
+            path_BNN = batch.tokens_BN[:, None].expand(-1, nodes, -1).masked_fill(off_path_BNN, -1)
+            texts = torch.arange(rows * nodes, device=device) // nodes, path_BNN.flatten(0, 1)
         chosen = [
             accept_or_draw(
-                warp(self._sampling, logits_XV[part]),
+                self._distributions(logits_XV[part], *(text_X[part] for text_X in texts)),
                 accept_X[part],
                 residual_X[part],
                 *((sampled_X[part], sampled.q_draft(index_X[part])) if sampled else ()),
@@ -170,13 +178,11 @@ class SamplingVerifier:
         row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
         for depth in range(depths):
             logits_MV = out.logits_BTV[row_M, node_M] if depth else out.logits_BTV[:, 0]
-            row_indices, paths = list[int](), list[list[int]]()
-            if self._prefixes is not None:
-                row_indices, paths = row_M.tolist(), tokens_BK[row_M, :depth].tolist()
             chosen = []
             for part in in_parts(len(row_M), vocab, device):
-                p_target_MV = self._distributions(logits_MV[part], row_indices[part], paths[part])
                 rows_M, nodes_M = row_M[part], node_M[part]
+                texts = () if self._prefixes is None else (rows_M, tokens_BK[rows_M, :depth])
+                p_target_MV = self._distributions(logits_MV[part], *texts)
                 sampled_M = q_draft_MV = None
                 if child_BN is not None and index_BN is not None:
                     child_M = child_BN[rows_M, nodes_M]
@@ -194,7 +200,7 @@ class SamplingVerifier:
                 break
         tokens, paths = torch.stack([tokens_BK, path_BK]).tolist()
         emitted = [[token for token in row if token >= 0] for row in tokens]
-        self._append(emitted)
+        self._append(list(map(len, emitted)), tokens_BK)
         accepted = [[0, *(node for node in path if node >= 0)] for path in paths]
         return build_commit(batch, accepted, [row[-1] for row in emitted], out.aux_hidden_states, out.logits_BTV)
 
@@ -207,7 +213,9 @@ class SamplingVerifier:
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
         """Skip the uniforms consumed by each row's emitted tokens, and reseed its draft generator so that no draft
         noise is reused."""
-        self._append(emitted)
+        self._append(list(map(len, emitted)))
+        if self._prefixes is not None:
+            self._prefixes.resume(emitted)
         for generator, tokens in zip(self.draft_generators, emitted, strict=True):
             generator.manual_seed(generator.initial_seed() + len(tokens))
 
@@ -221,18 +229,18 @@ class SamplingVerifier:
         accept_BK, residual_BK = upload(self._next_uniforms(count), device, torch.float64).unbind()
         return accept_BK, residual_BK
 
-    def _append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append to each row's text and skip the uniforms that it used."""
-        if self._prefixes is not None:
-            self._prefixes.extend(tokens)
-        for uniforms, added in zip(self._uniforms, tokens, strict=True):
+    def _append(self, sizes: Sequence[int], token_BK: Tensor | None = None) -> None:
+        """Append to each row's text and skip the uniforms that it used; see `Prefixes.extend`."""
+        if self._prefixes is not None and token_BK is not None:
+            self._prefixes.extend(token_BK, sizes)
+        for uniforms, size in zip(self._uniforms, sizes, strict=True):
             for stream in uniforms:
-                stream.skip(len(added))
+                stream.skip(size)
 
-    def _distributions(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """Compute the distribution after each row's text and path, float [M, V]."""
+    def _distributions(self, logits_MV: Tensor, *texts: Tensor) -> Tensor:
+        """Compute the distribution, float [M, V], after each of `texts`: rows and paths as in `Prefixes.process`."""
         if self._prefixes is not None:
-            logits_MV = self._prefixes.process(logits_MV, rows, paths)
+            logits_MV = self._prefixes.process(logits_MV, *texts)
         return warp(self._sampling, logits_MV)
 
 
@@ -337,7 +345,7 @@ def make_verifier(
 ) -> GreedyVerifier | SamplingVerifier:
     """Create the verifier for these options."""
     row_processors = min_length_processors(options, prompts, target)
-    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not row_processors:
+    if options.verifier == "auto" and options.greedy and not options.processes_logits and not row_processors:
         return GreedyVerifier()
     samples_drafts = not options.greedy if options.verifier == "auto" else SAMPLES_DRAFTS[options.verifier]
     assert options.seed is not None, "the loop sets it"

@@ -30,8 +30,8 @@ from headstart.eval.report import read_results
 
 WORST = 10  # maximum number of prompts listed that lost tokens per round
 _SETTINGS = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),
-    *("stop_token_ids", "batch_size", "chat_template_kwargs"),
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "max_new_tokens", "min_new_tokens", "stop_token_ids", "batch_size", "chat_template_kwargs"),
 )
 """Settings that change the answers, or their cost without drafts."""
 _CONDITIONS = ("engine", "dtype", "device", "gpu", "cpu", "threads", "exact")

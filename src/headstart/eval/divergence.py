@@ -132,8 +132,8 @@ class Judge:
         logits_V = self._last[text]
         min_length = min_length_processors(self._options, [prompt], self._target)
         options = replace(self._options, processors=[*min_length, *self._options.processors])
-        if options.needs_prefix:
-            logits_V = process(options, logits_V, text)
+        if options.processes_logits:
+            logits_V = process(options, logits_V, prompt, answer)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
 
     def limit(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:

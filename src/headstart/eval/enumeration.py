@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -75,7 +77,7 @@ def enumerate_texts(
     Of each length only the `maximum` most probable texts are extended.
     """
     assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
-    warpers = _warpers(sampling)
+    warpers = _warpers(sampling, len(prompt))
     prompt_1T = torch.tensor([list(prompt)], device=target.device)
     out = target.model(input_ids=prompt_1T, attention_mask=torch.ones_like(prompt_1T), use_cache=True, logits_to_keep=1)
     level: dict[Text, float] = {(): 1.0}
@@ -110,12 +112,27 @@ def _next_logits(model: Any, prompt_1T: Tensor, prefill: Any, texts: Sequence[Te
     return logits_NV
 
 
-def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
+class OutputPenalties(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
+    """Presence and frequency penalty for transformers; `start` is the length of the prompts, padding included."""
+
+    def __init__(self, sampling: SamplingOptions, start: int) -> None:
+        self._presence, self._frequency, self._start = sampling.presence_penalty, sampling.frequency_penalty, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        generated_NT = input_ids[:, self._start :]
+        counts_NV = torch.zeros_like(scores).scatter_add_(1, generated_NT, torch.ones_like(generated_NT).to(scores))
+        return scores - self._frequency * counts_NV - self._presence * (counts_NV > 0)
+
+
+def _warpers(sampling: SamplingOptions, start: int) -> LogitsProcessorList:
     """Return transformers' processors for these settings, in the order of its `generate`."""
+    bias = sampling.for_transformers()["sequence_bias"]
     penalty, top_k, top_p, min_p = sampling.repetition_penalty, sampling.top_k, sampling.top_p, sampling.min_p
     return LogitsProcessorList(
         [
+            *([SequenceBiasLogitsProcessor(bias)] if bias else []),
             *([RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1 else []),
+            OutputPenalties(sampling, start),
             TemperatureLogitsWarper(float(sampling.temperature)),
             *([TopKLogitsWarper(top_k)] if top_k else []),
             *([TopPLogitsWarper(top_p)] if top_p < 1 else []),

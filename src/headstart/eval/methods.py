@@ -22,6 +22,7 @@ from headstart.decode.budget import Costs
 from headstart.decode.loop import DecodeLoop, Drafter, Round
 from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.errors import UserError
+from headstart.eval.enumeration import OutputPenalties
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.heads.base import DraftHead
 from headstart.model.loading import silent
@@ -144,7 +145,7 @@ class Transformers:
     def __init__(self, target: Target, options: DecodeOptions, lookup: bool = False) -> None:
         if options.processors:
             raise UserError("Logits processors cannot be compared with transformers.", "Leave them out.")
-        self._target = target
+        self._target, self._options = target, options
         self._ends = target.end_tokens | set(options.stop_token_ids)
         pad = getattr(target.tokenizer, "pad_token_id", None)
         self._settings: dict[str, Any] = {
@@ -167,7 +168,11 @@ class Transformers:
                 start = clock.start = perf_counter()
                 tokens_BT = _left_padded(prompts, self._settings["pad_token_id"]).to(device)
                 mask_BT = _left_padded([[1] * len(prompt) for prompt in prompts], 0).to(device)
-                out_BT = model.generate(input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock)
+                penalises = self._options.presence_penalty or self._options.frequency_penalty
+                penalties = [OutputPenalties(self._options, tokens_BT.shape[1])] if penalises else []
+                out_BT = model.generate(
+                    input_ids=tokens_BT, attention_mask=mask_BT, streamer=clock, logits_processor=penalties
+                )
                 rows = out_BT[:, tokens_BT.shape[1] :].tolist()
                 seconds = perf_counter() - start
             finally:

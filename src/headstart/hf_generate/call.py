@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import or_
@@ -107,11 +107,14 @@ class CustomGenerate:
         draft: Draft = DecodeOptions.draft,
         deterministic: bool = DecodeOptions.deterministic,
         verifier: str = DecodeOptions.verifier,
+        presence_penalty: float = DecodeOptions.presence_penalty,
+        frequency_penalty: float = DecodeOptions.frequency_penalty,
+        logit_bias: Mapping[int, float] | None = DecodeOptions.logit_bias,
         **model_kwargs: Any,
     ) -> Any:
         """Decode a batch prepared by transformers: `input_ids` are int64 [B, L], left-padded.
 
-        Users pass `drafter`, `tree`, `draft`, `deterministic` and `verifier` to `model.generate`; see `DecodeOptions`.
+        Users pass `drafter` and the other named options to `model.generate`; see `DecodeOptions`.
 
         Returns:
             int64 [B, S], right-padded; a `SpeculativeOutput` with `return_dict_in_generate`.
@@ -138,6 +141,9 @@ class CustomGenerate:
                 verifier=verifier,
                 draft=draft,
                 deterministic=deterministic,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                logit_bias=logit_bias,
                 stop_test=lambda index, tokens: text.ends(group[index], tokens),
                 **chain.settings,
             )

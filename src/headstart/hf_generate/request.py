@@ -119,7 +119,7 @@ class Prompts:
 class LogitsChain:
     """A list of logits processors, split into `settings` of DecodeOptions and the `rest`.
 
-    The decode loop applies the repetition penalty first, then the rest in order, then the other settings.
+    The decode loop applies the penalties first, then the rest in order, then the other settings.
     """
 
     settings: dict[str, Any]

@@ -375,6 +375,18 @@ class Committed:
         rows_B1 = torch.arange(len(self.paths_BP), device=self.paths_BP.device)[:, None]
         return {layer: state_BNE[rows_B1, self.paths_BP] for layer, state_BNE in self.states_BNE.items()}
 
+    def emitted_BP(self, roots: TreeBatch) -> Tensor:
+        """Return the token emitted after each committed one, the last of a row in `roots`; -1 past a row's count."""
+        next_BP = self.batch.tokens_BN.gather(1, self.paths_BP).roll(-1, 1)
+        next_BP.scatter_(1, self.counts_B[:, None] - 1, roots.tokens_BN)
+        return next_BP.masked_fill(torch.arange(next_BP.shape[1], device=next_BP.device) >= self.counts_B[:, None], -1)
+
+    @property
+    def logits_BPV(self) -> Tensor:
+        """The target's logits after the committed tokens."""
+        assert self.logits_BNV is not None, "the decode loop passes them"
+        return self.logits_BNV[torch.arange(len(self.paths), device=self.paths_BP.device)[:, None], self.paths_BP]
+
     @property
     def choices(self) -> list[list[int]]:
         """The target's most likely token after every node of each row; synchronises with the device."""
