@@ -164,6 +164,8 @@ def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_archi
                 "num_aux_hidden_states": len(stored.aux_layers),
                 "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": _outputs(stored)},
             }
+            if stored.layout is Layout.PEAGLE:
+                config["pard_token"] = stored.mask_token_id  # its name in vLLM up to 0.25
             tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
             tensors |= _vocabulary_map(stored)
         case Layout.EAGLE:

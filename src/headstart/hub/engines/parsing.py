@@ -44,7 +44,7 @@ SPECULATORS = {
 """Architecture names of the speculators library."""
 _DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}
 _DSPARK = {DSPARK, "DSparkDraftModel", SPECULATORS[Layout.DSPARK], "dspark"}
-_PEAGLE = {SPECULATORS[Layout.PEAGLE], "PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "peagle"}
+_PEAGLE = {SPECULATORS[Layout.PEAGLE], "PEagleDraftModel", "peagle"}
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of P-EAGLE's mask token, in vLLM's order."""
 _STEPS = 5
@@ -343,11 +343,11 @@ def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int,
 
 
 def proposed_steps(config: Mapping[str, Any]) -> int:
-    """Return the draft steps of a speculators config, or the default."""
+    """Return the draft steps of a config of speculators or NeMo Automodel, or the default."""
     section = config.get("speculators_config")
     methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
-    steps = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else _STEPS
+    steps = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else config.get("num_depths", _STEPS)
     return whole(steps, "speculative_tokens", maximum=16)
 
 
