@@ -187,7 +187,8 @@ class PEagleHead(OneForwardHead, Eagle3Head):
 
     @classmethod
     def settings_of(cls, published: Published) -> dict[str, Any]:
-        return {**super().settings_of(published), "train_embeddings": EMBEDDINGS in published.tensors}
+        settings = super().settings_of(replace(published, norm_output=False))  # nothing is fed back
+        return {**settings, "train_embeddings": EMBEDDINGS in published.tensors}
 
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
