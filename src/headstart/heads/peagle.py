@@ -23,7 +23,7 @@ vocabulary, S cache slots, D draft vocabulary, M origins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -77,6 +77,7 @@ class PEagleHead(OneForwardHead, Eagle3Head):
     publishes: ClassVar[Layout | None] = Layout.PEAGLE
     has_own_embeddings: ClassVar[bool] = True
     config: PEagleConfig
+    own_embedding: nn.Parameter | None
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
@@ -86,8 +87,7 @@ class PEagleHead(OneForwardHead, Eagle3Head):
 
     @property
     def target_embeddings(self) -> Tensor:
-        own_VE: Tensor | None = self.own_embedding
-        return super().target_embeddings if own_VE is None else own_VE
+        return super().target_embeddings if self.own_embedding is None else self.own_embedding
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
@@ -99,7 +99,7 @@ class PEagleHead(OneForwardHead, Eagle3Head):
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Also start `mask_hidden` as the mean of the target's states."""
         batches = iter(batches)
-        if (first := next(batches, None)) is None:
+        if self.config.init == "random" or (first := next(batches, None)) is None:
             return
         origin_M = supervised_origins(first.supervised_BT, 0)
         if len(origin_M):

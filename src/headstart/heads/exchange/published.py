@@ -122,6 +122,14 @@ class Published:
     confidence: bool = False
 
     @property
+    def fed_back(self) -> Published | None:
+        """The EAGLE-3 heads that an engine without parallel drafting makes of P-EAGLE heads; None for other layouts."""
+        if self.layout is not Layout.PEAGLE:
+            return None
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != MASK_HIDDEN}
+        return replace(self, layout=Layout.EAGLE3, mask_token_id=-1, tensors=tensors)
+
+    @property
     def draft_width(self) -> int:
         return self.vocab_size if self.draft_ids_D is None else len(self.draft_ids_D)
 

@@ -96,7 +96,7 @@ _TWO_KINDS = (
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
 )
 _PARALLEL = (
-    "Without parallel_drafting in --speculative-config vLLM ignores mask_hidden, feeds drafts back as to EAGLE-3 heads, "
+    "Without parallel_drafting in --speculative-config vLLM ignores mask_hidden, feeds drafts back as to EAGLE-3 heads "
     "and accepts few."
 )
 _MOST_REQUESTS = 4096
