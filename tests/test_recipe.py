@@ -153,7 +153,7 @@ def test_a_recipe_needs_heads(tmp_path: Path) -> None:
         ("heads.num_layer=2", r"medusa heads have no setting 'num_layer'\. Did you mean 'num_layers'"),
         (
             "heads.aux_norms=true",
-            r"medusa heads have no setting 'aux_norms'\. 'aux_norms' is a setting of eagle3\. medusa has: draft",
+            r"medusa heads have no setting 'aux_norms'\. 'aux_norms' is a setting of eagle3 and peagle\. medusa has",
         ),
         ("heads.block_sise=4", r"'block_size' is a setting of dflash and dspark\."),
         ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),

@@ -23,6 +23,7 @@ FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 FUSED = {"family": "eagle3", "draft_steps": 3, "aux_layers": (3, 5, 7)}
 DEEP = {"family": "eagle3", "draft_steps": 3, "aux_layers": (2, 8), "num_layers": 2}
+PARALLEL = {**FUSED, "family": "peagle", "mask_token_id": 7}
 CASES: dict[str, dict[str, Any]] = {
     "eagle3": FUSED,
     "eagle3-reduced": {**FUSED, "draft_vocab_size": 40},
@@ -31,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3-heads": {**FUSED, **FOUR_HEADS, "draft_vocab_size": 40},
     "eagle3-six-heads": {**FUSED, **SIX_HEADS},
     "eagle3-deep": {**DEEP, "draft_vocab_size": 40, "aux_norms": True, "feedback": "post_norm"},
+    "peagle": {**PARALLEL, "num_layers": 2, "draft_vocab_size": 40},
+    "peagle-own": {**PARALLEL, "train_embeddings": True, "norm_before_residual": True, "qk_norm": True},
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle-plain": {"family": "eagle", "draft_steps": 3, "embedding_norm": False},
     "medusa": {"family": "medusa", "num_heads": 3, "num_layers": 2, "input_map": False},

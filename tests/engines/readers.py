@@ -79,15 +79,40 @@ def into_vocabulary(logits_D: Tensor, ids_D: Tensor, size: int) -> Tensor:
 
 def eagle3_folder(folder: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list[int], chain: list[int]) -> Tensor:
     """Draft as vLLM does, also from speculators folders. `hidden` holds transformers' hidden states."""
+    config, tensors, fuse, run = eagle3_parts(folder, embed_VE)
+    fed_TE = fuse([hidden[one] for one in config["eagle_aux_hidden_state_layer_ids"]])
+    return _chain(run, fed_TE, tokens, chain, tensors["lm_head.weight"], drafted(config, tensors), config["vocab_size"])
+
+
+def peagle_folder(folder: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list[int], chain: list[int]) -> Tensor:
+    """Draft as vLLM does with parallel_drafting: one pass over the text, the chain's first token and masks."""
+    _, in_file = folder_of(folder)
+    config, tensors, fuse, run = eagle3_parts(folder, in_file.get("embed_tokens.weight", embed_VE).float())
+    masks, aux = len(chain) - 1, config["eagle_aux_hidden_state_layer_ids"]
+    mask = fuse(list(tensors["mask_hidden"].view(1, -1).chunk(len(aux), dim=-1)))
+    fed_TE = torch.cat([fuse([hidden[one] for one in aux]), *[mask] * masks])
+    out_TE, _ = run(fed_TE, [*tokens[1:], chain[0], *[config["mask_token_id"]] * masks])
+    logits_KD, ids_D = out_TE[-masks - 1 :] @ tensors["lm_head.weight"].T, drafted(config, tensors)
+    return torch.stack([into_vocabulary(logits_D, ids_D, config["vocab_size"]) for logits_D in logits_KD])
+
+
+def drafted(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the target's ids of drafted tokens."""
+    d2t = tensors.get("d2t", torch.zeros(config["draft_vocab_size"])).long()
+    return torch.arange(len(d2t)) + d2t
+
+
+def eagle3_parts(folder: Path, embed_VE: Tensor) -> tuple[dict[str, Any], dict[str, Tensor], Any, Any]:
+    """Return config and tensors of EAGLE-3's layers, their fusion of aux states, and their forward."""
     config, tensors = folder_of(folder)
     config = {**config.get("transformer_layer_config", {}), **config}
     tensors = {name.replace("midlayer.", "layers.0."): one.float() for name, one in tensors.items() if name != "t2d"}
-    ids = config["eagle_aux_hidden_state_layer_ids"]
     eps = config["rms_norm_eps"]
-    states = [hidden[one] for one in ids]
-    if config["fc_norm"]:
-        states = [rms(state, tensors[f"fc_norm.{tap}.weight"], eps) for tap, state in enumerate(states)]
-    fed_TE = torch.cat(states, dim=-1) @ tensors["fc.weight"].T
+
+    def fuse(states: list[Tensor]) -> Tensor:
+        if config["fc_norm"]:
+            states = [rms(state, tensors[f"fc_norm.{tap}.weight"], eps) for tap, state in enumerate(states)]
+        return torch.cat(states, dim=-1) @ tensors["fc.weight"].T
 
     def run(fed_TE: Tensor, following: list[int]) -> tuple[Tensor, Tensor]:
         embed_TE = rms(embed_VE[following], tensors["layers.0.input_layernorm.weight"], eps)
@@ -100,9 +125,7 @@ def eagle3_folder(folder: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: 
         out = rms(stream, tensors["norm.weight"], eps)
         return out, out if config["norm_output"] else stream
 
-    d2t = tensors.get("d2t", torch.zeros(config["draft_vocab_size"])).long()
-    ids_D = torch.arange(len(d2t)) + d2t
-    return _chain(run, fed_TE, tokens, chain, tensors["lm_head.weight"], ids_D, config["vocab_size"])
+    return config, tensors, fuse, run
 
 
 def eagle_folder(

@@ -195,6 +195,7 @@ def test_planted_condition_is_named(
             ["reads the last layer after the final norm", "ignores aux_norms", "ignores norm_output"],
             "qk_norm",
         ),
+        ("peagle", ["feeds drafts back instead of drafting in parallel", "sets norm_before_residual"], "norm_output"),
         ("eagle3-qk-norm", ["reads the default layers 2, 4, 5", "ignores qk_norm"], "ignores norm_"),
         ("dflash-deep", ["ignores the sliding window", "reads each layer after the trained one"], "norm_"),
         ("dspark", ["ignores causal", "ignores the sliding window"], "norm_"),

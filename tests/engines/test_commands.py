@@ -48,6 +48,15 @@ def test_confidence_schedules_served_requests_and_no_measurement(made: Made, tmp
     assert "adaptive" not in done.words({})["vllm"][-1] and '"num_speculative_tokens": 4' in done.words({})["vllm"][-1]
 
 
+def test_printed_command_of_parallel_heads(made: Made, tmp_path: Path) -> None:
+    printed = " ".join(works("export", made("peagle")[1], "--format", "vllm", "--out", tmp_path / "out").stdout.split())
+    assert '"method": "eagle3"' in printed and '"parallel_drafting": true, "num_speculative_tokens": 3' in printed
+    assert "Without parallel_drafting in --speculative-config vLLM ignores mask_hidden" in printed
+    assert "Not for sglang: sglang does not serve peagle heads." in printed
+    said = refused("export", made("peagle")[1], "--format", "gguf", "--out", tmp_path / "gguf")
+    assert "llama.cpp drafts with EAGLE-3, DFlash and DSpark heads" in said
+
+
 def test_printed_commands_render_prompts_as_in_training(target: Target, tmp_path: Path) -> None:
     heads, variables = heads_for(target, CASES["eagle3-reduced"]), {"enable_thinking": False}
     quiet = tiny_tokenizer("{% if enable_thinking is defined %}{% endif %}" + CHATML)

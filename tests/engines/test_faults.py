@@ -18,8 +18,10 @@ from headstart.heads.base import make_config
 from headstart.heads.parts.layer import LayerConfig
 from headstart.hub.engines import gguf_file as gguf_format
 from headstart.hub.engines.export import check_export, export_for
+from headstart.hub.engines.importing import untuned
+from headstart.hub.format import export_heads
 from headstart.model.model import Target
-from tests.engines.conftest import Made, edited
+from tests.engines.conftest import CASES, Made, edited, heads_for
 from tests.engines.test_formats import CHAIN, off, ours, read
 
 Config, Tensors = dict[str, Any], dict[str, Tensor]
@@ -125,6 +127,37 @@ def test_query_and_key_norms_need_a_qwen3_layer(made: Made, tmp_path: Path) -> N
         config["transformer_layer_config"]["model_type"] = "llama"
     problems = [finding.problem for finding in check_export(tmp_path / "out", ["vllm"])]
     assert any("does not norm queries and keys" in problem for problem in problems), problems
+
+
+PARALLEL_FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str]] = {
+    "no mask_hidden": (without("mask_hidden"), "vllm", "lacks mask_hidden"),
+    "no mask token": (lambda c, _: (c.pop("mask_token_id"), c.pop("pard_token")), "vllm", "mask_token_id is None"),
+    "another mask token": (lambda c, _: c.update(mask_token_id=8), "vllm", "headstart wrote"),
+    "a narrow mask_hidden": (
+        lambda _, t: t.update(mask_hidden=t["mask_hidden"][..., :-1].contiguous()), "vllm", "asks for [1, 1, 192]",
+    ),
+    "for SGLang": (lambda c, _: None, "sglang", "sglang does not serve peagle heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARALLEL_FAULTS)
+def test_fault_of_parallel_heads_is_refused(name: str, made: Made, tmp_path: Path) -> None:
+    plant, engine, said = PARALLEL_FAULTS[name]
+    export_for(made("peagle")[1], tmp_path / "out", "vllm", dtype="float32")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    with edited(tmp_path / "out") as config:
+        plant(config, tensors)
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    found = check_export(tmp_path / "out", [engine])
+    assert any(said in one.problem for one in found), found
+
+
+def test_speculators_config_with_fc_norm_is_refused_for_vllm(target: Target, tmp_path: Path) -> None:
+    heads = heads_for(target, {**CASES["peagle"], "aux_norms": True})
+    export_heads(tmp_path / "heads", heads, target, untuned(heads), {})
+    with pytest.raises(UserError, match="vLLM does not read fc_norm in P-EAGLE configs of speculators"):
+        export_for(tmp_path / "heads", tmp_path / "out", "speculators")
+    export_for(tmp_path / "heads", tmp_path / "out", "vllm")
 
 
 def rewrite(

@@ -25,7 +25,7 @@ TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22]
 HELD = [
     *((case, form) for case in ("eagle3", "eagle3-reduced", "eagle3-heads") for form in FORMATS),
     *(("eagle3-normed-residual", form) for form in ("vllm", "speculators", "gguf")),
-    *(("eagle3-qk-norm", form) for form in ("vllm", "speculators")),
+    *((case, form) for case in ("eagle3-qk-norm", "peagle", "peagle-own") for form in ("vllm", "speculators")),
     ("eagle3-deep", "vllm"), ("eagle", "vllm"), ("eagle-plain", "vllm"), ("eagle-plain", "sglang"),
     ("medusa", "vllm"), ("medusa-shared", "vllm"),
 ]  # fmt: skip
@@ -59,6 +59,8 @@ def read(form: str, folder: Path, target: Target, chain: list[int] = CHAIN) -> T
     config, _ = readers.folder_of(folder)
     if config.get("model_type") == "medusa":
         return readers.medusa_folder(folder, final_TE[-1])
+    if "mask_token_id" in config:
+        return readers.peagle_folder(folder, hidden, embed_VE, TEXT, chain)
     if "eagle_aux_hidden_state_layer_ids" in config:
         return readers.eagle3_folder(folder, hidden, embed_VE, TEXT, chain)
     return readers.eagle_folder(folder, final_TE, embed_VE, lm_head_VE, TEXT, chain)

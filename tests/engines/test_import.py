@@ -111,7 +111,7 @@ def foreign(layout: str, target: Target, folder: Path) -> Path:
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "use_aux_hidden_state": True}
         tensors = fused | {f"midlayer.{name}": one for name, one in (layer_of(128, rng) | of_input).items()}
         tensors["embed_tokens.weight"] = target.embedding_weight.detach().clone()
-    elif layout == "speculators":
+    elif layout.startswith("speculators"):
         nested = {key: config.pop(key) for key in list(config) if key != "torch_dtype"}
         nested |= {"rope_parameters": {"rope_type": "default", "rope_theta": nested.pop("rope_theta")}, "head_dim": 16}
         config |= {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": 50}
@@ -119,6 +119,25 @@ def foreign(layout: str, target: Target, folder: Path) -> Path:
         config |= {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "speculators_config": {"proposal_methods": [
             {"proposal_type": "greedy", "speculative_tokens": 4}]}}  # fmt: skip
         tensors = fused | {f"layers.0.{name}": one for name, one in (layer_of(128, rng) | of_input).items()}
+        if layout == "speculators-peagle":  # several layers and trained embeddings are usual
+            config |= {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 9}
+            del config["norm_before_residual"]
+            nested["num_hidden_layers"] = 2
+            second = {"input_layernorm.weight": 1 + rng(64), **layer_of(64, rng)}
+            tensors |= {f"layers.1.{name}": one for name, one in second.items()}
+            tensors |= {"mask_hidden": rng(1, 1, 192), "embed_tokens.weight": rng(vocab, 64)}
+    elif layout == "nemo":  # P-EAGLE heads of NeMo Automodel
+        config |= {"architectures": ["LlamaEagle3DraftModel"], "draft_vocab_size": 50, "parallel_drafting": True}
+        config |= {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "mask_token_id": 9, "num_depths": 3}
+        inner = {name: fused.pop(name) for name in ("fc.weight", "norm.weight")}
+        inner |= {f"layers.0.{name}": one for name, one in (layer_of(128, rng) | of_input).items()}
+        inner["embed_tokens.weight"] = target.embedding_weight.detach().clone()
+        tensors = fused | {f"model.{name}": one for name, one in inner.items()} | {"mask_hidden": rng(1, 1, 192)}
+    elif layout == "ptd":  # P-EAGLE heads for vLLM, with its flat mask_hidden and its other name of the mask token
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 50, "ptd_token_id": 9}
+        config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 5]
+        tensors = fused | {f"midlayer.{name}": one for name, one in (layer_of(128, rng) | of_input).items()}
+        tensors["mask_hidden"] = rng(1, 192)
     elif layout == "eagle":
         config |= {"architectures": ["LlamaForCausalLM"], "head_dim": 16}
         tensors = {"fc.weight": rng(64, 128), "embed_tokens.weight": target.embedding_weight.detach().clone()}
@@ -133,8 +152,9 @@ def foreign(layout: str, target: Target, folder: Path) -> Path:
     return folder
 
 
-LAYOUTS = ("safeailab", "specforge", "speculators", "eagle", "medusa")
-IDS = {"safeailab": [2, 4, 5], "specforge": [2, 3, 5], "speculators": [2, 3, 5]}
+PEAGLE = ("speculators-peagle", "nemo", "ptd")
+LAYOUTS = ("safeailab", "specforge", "speculators", "eagle", "medusa", *PEAGLE)
+IDS = {"safeailab": [2, 4, 5], **{layout: [2, 3, 5] for layout in ("specforge", "speculators", *PEAGLE)}}
 """The aux layers of each layout, as indices into transformers' hidden_states."""
 
 
@@ -152,6 +172,9 @@ def in_other_words(layout: str, folder: Path, out: Path, vocab: int) -> Path:
         said |= {"fc_norm": False, "norm_output": False, "norm_before_residual": False}
         if layout in IDS:
             said["eagle_aux_hidden_state_layer_ids"] = IDS[layout]
+        if layout in PEAGLE:
+            said["mask_token_id"] = 9
+        tensors = {name.removeprefix("model."): one for name, one in tensors.items()}
     out.mkdir()
     (out / "config.json").write_text(json.dumps(said))
     save_file(tensors, out / "model.safetensors")
@@ -173,12 +196,15 @@ def test_every_published_layout_drafts_as_its_reader_does(layout: str, target: T
     names = {f"{head}.0.linear": f"blocks.{head}.layers.0" for head in range(2)}
     names |= {f"{head}.1": f"lm_heads.{head}" for head in range(2)}
     for name, tensor in theirs.items():
-        if name != "embed_tokens.weight":
-            own = name.replace("layers.0.", "midlayer.") if layout == "speculators" else name
+        if not name.endswith("embed_tokens.weight") or layout == "speculators-peagle":
+            own = name if layout == "eagle" else name.removeprefix("model.").replace("layers.0.", "midlayer.")
             base, _, kind = own.rpartition(".")
-            assert torch.equal(again[f"{names.get(base, base)}.{kind}" if layout == "medusa" else own], tensor), name
+            found = again[f"{names[base]}.{kind}" if layout == "medusa" else own]
+            assert torch.equal(found, tensor.view_as(found)), name
+    if layout in PEAGLE:
+        assert ("embed_tokens.weight" in again) is (layout == "speculators-peagle"), "trained ones are kept"
     assert list(heads.aux_layers) == IDS.get(layout, [FINAL])
-    assert heads.draft_steps == {"speculators": 4, "medusa": 2}.get(layout, 5)
+    assert heads.draft_steps == {"speculators": 4, "speculators-peagle": 4, "nemo": 3, "medusa": 2}.get(layout, 5)
 
 
 # -- hostile and broken checkpoints ------------------------------------------------------------------------------------

@@ -46,6 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3-transition": {
         "family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "init": "transition", "norm_before_residual": True,
     },
+    "peagle": {"family": "peagle", "draft_steps": 3, "aux_layers": (1, 3), "mask_token_id": 60},
+    "peagle-deep-normed": {
+        "family": "peagle", "draft_steps": 3, "num_layers": 2, **BLOCK, "aux_norms": True, "qk_norm": True,
+        "draft_vocab_size": 30, "train_embeddings": True,
+    },
     "dspark": {"family": "dspark", "block_size": 3, **BLOCK, "markov_rank": 4},
     "dspark-deep": {
         "family": "dspark", "block_size": 7, "num_layers": 2, **BLOCK, "markov_rank": 4, "confidence": True,

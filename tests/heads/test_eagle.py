@@ -19,6 +19,7 @@ from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.text_attention import chain_attention
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
+from headstart.train.starting_heads import copy_matching
 from tests.heads import test_contract as contract
 from tests.heads.test_contract import CASES, started
 from tests.tiny import KINDS, tiny_model
@@ -28,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "num_layers": 2},
     "mtp": {"family": "mtp", "draft_steps": 3},
 }
-READERS = {**FAMILIES, "hydra": {"family": "hydra", "num_heads": 3}}
+READERS = {**FAMILIES, "hydra": {"family": "hydra", "num_heads": 3}, "peagle": {**CASES["peagle"], "num_layers": 2}}
 LAYERS = (1, 2, 3, FINAL)
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
@@ -59,7 +60,8 @@ def batch_of(heads: DraftHead, seed: int = 0) -> HeadBatch:
 @pytest.mark.parametrize("name", READERS)
 @torch.no_grad()
 def test_each_step_reads_only_its_inputs(name: str, target: Target) -> None:
-    """Step k of origin t reads the states up to t and the tokens up to t + k + 1; Hydra reads none before them."""
+    """Step k of origin t reads the states up to t and the tokens up to t + k + 1; Hydra reads none before them, P-EAGLE
+    none after t + 1."""
     heads, recurrent = build(READERS[name], target), name != "hydra"
     before = logits_of(heads, batch_of(heads))
     assert {step for step, _ in before} == {0, 1, 2}
@@ -69,7 +71,7 @@ def test_each_step_reads_only_its_inputs(name: str, target: Target) -> None:
         changed.tokens_BT[0, index] = 60
         for (step, origin), logits in logits_of(heads, changed).items():
             same = torch.equal(logits, before[step, origin])
-            read = index <= origin + step + 1 and (recurrent or index > origin)
+            read = index <= origin + 1 + (0 if name == "peagle" else step) and (recurrent or index > origin)
             assert same != read, f"token {index}, step {step} of origin {origin}"
     for index in range(len(TEXT)):
         changed = batch_of(heads)
@@ -347,3 +349,11 @@ def test_mtp_computes_the_published_formula(target: Target) -> None:
     assert step.origin_M.tolist() == list(range(length - 1))
     wanted_MV = wanted_TV[step.origin_M]
     torch.testing.assert_close(step.logits_MD, wanted_MV, rtol=1e-5, atol=1e-5 * float(wanted_MV.abs().max()))
+
+
+def test_parallel_heads_start_from_trained_eagle3_heads(target: Target) -> None:
+    """Their first draft is the earlier heads', and only the state of the masks is new."""
+    earlier, heads = build({**FAMILIES["eagle3"], "num_layers": 1}, target), started(CASES["peagle"], target)
+    assert copy_matching(heads, earlier) == "copied 10 of 11 tensors from the earlier eagle3 heads"
+    (first, *masks), (theirs, *_) = (list(each.unroll(batch_of(heads))) for each in (heads, earlier))
+    assert torch.equal(first.logits_MD, theirs.logits_MD) and len(masks) == 2

@@ -19,6 +19,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "hydra": {"num_heads": 2},
     "eagle": {"draft_steps": 3},
     "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
+    "peagle": {"draft_steps": 3, "aux_layers": (1, 2, 3), "mask_token_id": 0},
     "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
     "mtp": {"draft_steps": 3},

@@ -14,7 +14,10 @@ from headstart.model.model import Target
 from headstart.recipes.sections import TrainSection
 from headstart.train.optimizers import Muon, make_optimizers, orthogonalise
 
-AUX_LAYERS: dict[str, Any] = {"eagle3": {"aux_layers": [1, 2, 3]}}
+OTHERS: dict[str, Any] = {
+    "eagle3": {"aux_layers": [1, 2, 3]},
+    "peagle": {"aux_layers": [1, 2, 3], "train_embeddings": True},
+}
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
@@ -116,8 +119,8 @@ def test_zero_gradient_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", sorted(families()))
 def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
-    """LM heads, norms, biases, Markov and confidence weights take AdamW, all others Muon."""
-    config = make_config({"family": name, "draft_vocab_size": 40, **AUX_LAYERS.get(name, {})}, tiny_target)
+    """LM heads, embeddings, norms, biases, Markov and confidence weights take AdamW, all other matrices Muon."""
+    config = make_config({"family": name, "draft_vocab_size": 40, **OTHERS.get(name, {})}, tiny_target)
     heads = family(name)(config)
     trained = {id(weight): key for key, weight in heads.named_parameters() if weight.requires_grad}
     both = make_optimizers(heads, TrainSection(optimizer="muon"))
@@ -126,7 +129,7 @@ def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
         for kind in (Muon, torch.optim.AdamW)
     )
     assert sorted(by_muon + by_adamw) == sorted(trained)
-    apart = ("lm_head", "norm", "bias", "markov", "confidence")
+    apart = ("lm_head", "embedding", "norm", "bias", "markov", "confidence", "mask_hidden")
     assert not [trained[key] for key in by_muon if any(part in trained[key] for part in apart)]
     assert not [trained[key] for key in by_adamw if not any(part in trained[key] for part in apart)]
     (only,) = make_optimizers(heads, TrainSection())

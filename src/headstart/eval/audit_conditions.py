@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch
+from headstart.heads.base import DraftHead, HeadBatch, family_of
 from headstart.heads.exchange.published import Published
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
@@ -100,7 +100,7 @@ def _edited(heads: DraftHead, target: Target) -> Iterator[Condition]:
         if heads.settings_of(changed) == heads.settings_of(published):
             continue  # this family has no such setting
         with suppress(UserError):  # no family supports the combination
-            built = type(heads).from_published(changed, target).to(heads.draft_to_target_D.device)
+            built = family_of(changed).from_published(changed, target).to(heads.draft_to_target_D.device)
             dtype = next(heads.parameters()).dtype
             yield Condition(name, remedy, built.to(dtype).eval().requires_grad_(False))
 
@@ -127,6 +127,9 @@ def _edits(published: Published, target: Target) -> Iterator[tuple[str, str, Pub
             remedy = f"{name} must be {str(value).lower()}: serve with an engine that reads it."
             changed: dict[str, Any] = {name: not value}
             yield f"{words[not value]} {name}", remedy, replace(published, **changed)
+    if published.fed_back is not None:
+        remedy = "Set parallel_drafting in vLLM's --speculative-config."
+        yield "feeds drafts back instead of drafting in parallel", remedy, published.fed_back
     if published.sliding_window:
         remedy = f"The sliding window must be {published.sliding_window}."
         yield "ignores the sliding window", remedy, replace(published, sliding_window=0, full_layers=())

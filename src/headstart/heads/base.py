@@ -477,6 +477,11 @@ def family(name: str) -> type[DraftHead]:
     return known[name]
 
 
+def family_of(published: Published) -> type[DraftHead]:
+    """Look up the family of a published layout."""
+    return next(family for family in families().values() if family.publishes is published.layout)
+
+
 def parse_heads(settings: Any) -> HeadConfig:
     """Validate the settings of heads one by one; `HeadSettings.check` checks their combination."""
     if not isinstance(settings, Mapping):

@@ -139,6 +139,7 @@ class Eagle3Head(RecurrentHead):
 
     Config: ClassVar[type[LayerConfig]] = Eagle3Config
     publishes: ClassVar[Layout | None] = Layout.EAGLE3
+    has_own_embeddings: ClassVar[bool] = False
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -325,7 +326,8 @@ class Eagle3Head(RecurrentHead):
                 "each by itself.",
                 "Take a checkpoint without norm_before_fc.",
             )
-        check_embeddings(published, target.embedding_weight)
+        if not cls.has_own_embeddings:
+            check_embeddings(published, target.embedding_weight)
         return super().from_published(published, target)
 
     def _fit_transition(self, batches: Iterator[HeadBatch]) -> None:

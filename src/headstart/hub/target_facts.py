@@ -12,6 +12,7 @@ from headstart.heads.exchange.published import Layout, Published
 
 _KINDS = {
     Layout.EAGLE3: "EAGLE-3",
+    Layout.PEAGLE: "P-EAGLE",
     Layout.EAGLE: "EAGLE-1",
     Layout.MEDUSA: "Medusa",
     Layout.DFLASH: "DFlash",

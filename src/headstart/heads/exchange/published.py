@@ -8,6 +8,7 @@ Tensors by layout, under the field's common names:
             `layers.{i}.mlp.{gate,up,down}_proj.weight`; `norm.weight`; `lm_head.weight` [D, E]; with `aux_norms`
             `fc_norm.{number}.weight`; with `norm_before_fc` one `input_norm.weight` [aux layers * E]; with `qk_norm`
             `layers.{i}.self_attn.{q,k}_norm.weight` [d]
+    peagle  the same, with `mask_hidden` [1, 1, aux layers * E]; `embed_tokens.weight` where it is not the target's own
     eagle   `fc.weight` [E, 2 * E], embedding first, and `fc.bias`; `layers.0.*` as above without the two norms of the
             input; `embed_tokens.weight` where it is not the target's own
     medusa  `blocks.{head}.layers.{block}.{weight,bias}`, and `lm_heads.{head}.weight` [D, E], or one
@@ -39,6 +40,7 @@ from headstart.errors import UserError
 class Layout(StrEnum):
     EAGLE3 = "eagle3"
     EAGLE = "eagle"
+    PEAGLE = "peagle"
     MEDUSA = "medusa"
     DFLASH = "dflash"
     DSPARK = "dspark"
@@ -46,11 +48,15 @@ class Layout(StrEnum):
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+MASK_HIDDEN = "mask_hidden"
+"""P-EAGLE's state of mask entries."""
 MARKOV_EMBEDDING, MARKOV_LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
 """DSpark's Markov head."""
 
 BLOCKS = frozenset({Layout.DFLASH, Layout.DSPARK})
 """Layouts that draft a block in one pass, through the target's LM head."""
+FUSED = frozenset({Layout.EAGLE3, Layout.PEAGLE})
+"""Layouts of EAGLE-3's layers, whose first one reads fused states."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,12 @@ class Published:
         aux_layers: fused indices of transformers' `hidden_states`; empty for the state after the final norm.
         norm_before_residual: whether the residual stream of the first layer starts after the hidden norm.
         norm_output: whether the final norm applies to the feedback too.
-        qk_norm: whether EAGLE-3 layers norm queries and keys per head; block layers always do.
+        qk_norm: whether EAGLE-3's layers norm queries and keys per head; block layers always do.
         aux_norms, norm_before_fc: whether norms precede the fusion, one per aux state or one for all.
         normed_embeddings: whether `embed_tokens.weight` holds the target's embeddings, normalised.
         block_size: inputs of a block: the root, then `mask_token_id`. DFlash's first slot drafts nothing. 0 without
             blocks.
+        mask_token_id: token of inputs that stand for tokens not drafted yet, in blocks and P-EAGLE.
         sliding_window: number of visible tokens of a block slot, itself included; 0 for all.
         full_layers: layers exempt from the window.
         causal: whether slots do not see later ones, in the layers with a sliding window if there are any, else in all.
@@ -115,6 +122,14 @@ class Published:
     confidence: bool = False
 
     @property
+    def fed_back(self) -> Published | None:
+        """The EAGLE-3 heads that an engine without parallel drafting makes of P-EAGLE heads; None for other layouts."""
+        if self.layout is not Layout.PEAGLE:
+            return None
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name != MASK_HIDDEN}
+        return replace(self, layout=Layout.EAGLE3, mask_token_id=-1, tensors=tensors)
+
+    @property
     def draft_width(self) -> int:
         return self.vocab_size if self.draft_ids_D is None else len(self.draft_ids_D)
 
@@ -129,7 +144,8 @@ class Published:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings that change the output."""
-        names = (*_SETTINGS, *_OF_BLOCKS) if self.layout in BLOCKS else _SETTINGS
+        of_layout = _OF_BLOCKS if self.layout in BLOCKS else ("mask_token_id",) if self.layout is Layout.PEAGLE else ()
+        names = (*_SETTINGS, *of_layout)
         given = {name: getattr(self, name) for name in names}
         return {**given, "layout": str(self.layout), "layer": None if self.layer is None else asdict(self.layer)}
 
@@ -183,12 +199,14 @@ class Published:
             fused |= {f"fc_norm.{number}.weight": (size,) for number in range(count)}
         if self.norm_before_fc:
             fused["input_norm.weight"] = (count * size,)
+        if self.layout is Layout.PEAGLE:
+            fused[MASK_HIDDEN] = (1, 1, count * size)
         return {**fused, "layers.0.hidden_norm.weight": (size,), LM_HEAD: (self.draft_width, size)}
 
     def _of_layer(self, number: int) -> dict[str, tuple[int, ...]]:
         assert self.layer is not None, "these heads have decoder layers"
         size, inner, width = self.hidden_size, self.layer.intermediate_size, self.layer.head_dim
-        inputs = 2 * size if number == 0 and self.layout is Layout.EAGLE3 else size
+        inputs = 2 * size if number == 0 and self.layout in FUSED else size
         queries, keys = self.layer.num_attention_heads * width, self.layer.num_key_value_heads * width
         norms = dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (width,))
         shapes: dict[str, tuple[int, ...]] = {

@@ -19,7 +19,9 @@ from headstart.heads.parts.layer import (
     DraftLayer,
     LayerConfig,
     aux_layers_error,
+    check_mask_token,
     linear_of,
+    mask_token,
     norm_scale,
     rms_norm,
     rotate,
@@ -71,14 +73,7 @@ class BlockConfig(LayerConfig):
         if settings.get("init") == "linear":
             heads = values["num_key_value_heads"] + sum(positional_heads(target.hidden_size, values["head_dim"]))
             values |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-        if "mask_token_id" in settings:
-            return values
-        if target.spare_token is None:
-            raise UserError(
-                f"{target.name} has no token that is known to be free, to stand for what is not drafted yet.",
-                "Name one that no text has: heads.mask_token_id=<id>.",
-            )
-        return {**values, "mask_token_id": target.spare_token}
+        return {**values, **mask_token(target, settings)}
 
     @property
     def start_layers(self) -> int:
@@ -107,11 +102,7 @@ class BlockConfig(LayerConfig):
         layers = self.aux_layers
         if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
             raise aux_layers_error(layers, LAYERS)
-        if self.vocab_size and self.mask_token_id >= self.vocab_size:
-            raise UserError(
-                f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
-                "Name a token that no text has, or leave it out.",
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
 
 
 def positional_heads(hidden_size: int, head_dim: int) -> tuple[int, int]:

@@ -49,11 +49,11 @@ class Entries:
     last: array[int] | None = None
 
     @classmethod
-    def of_text(cls, lengths: Sequence[int], width: int, last: Sequence[int]) -> Entries:
+    def of_text(cls, lengths: Sequence[int], width: int, last: Sequence[int] | None = None) -> Entries:
         """Return the next entries of each row, causally masked."""
         texts = (range(length, length + width) for length in lengths)
         entries = [[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)]
-        return cls.of(entries, array("q", last))
+        return cls.of(entries, None if last is None else array("q", last))
 
     @classmethod
     def of(cls, entries: Sequence[Sequence[Sequence[int]]], last: array[int] | None = None) -> Entries:

@@ -417,6 +417,26 @@ def aux_layers_error(aux_layers: Sequence[int], which: str = "from 1 on") -> Use
     )
 
 
+def mask_token(target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the default `mask_token_id`, unless the settings have one."""
+    if "mask_token_id" in settings:
+        return {}
+    if target.spare_token is None:
+        raise UserError(
+            f"{target.name} has no token that is known to be free, to stand for what is not drafted yet.",
+            "Name one that no text has: heads.mask_token_id=<id>.",
+        )
+    return {"mask_token_id": target.spare_token}
+
+
+def check_mask_token(mask: int, vocab_size: int) -> None:
+    if vocab_size and mask >= vocab_size:
+        raise UserError(
+            f"heads.mask_token_id is {mask}, and the target has {vocab_size} tokens.",
+            "Name a token that no text has, or leave it out.",
+        )
+
+
 def start_from_last_layers(
     target: FrozenModel,
     stack: Sequence[DraftLayer],

@@ -102,6 +102,11 @@ class RecurrentHead(GraphedHead):
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention input of the first layer [..., I], and its residual stream [..., E]."""
 
+    def later_inputs(self, tokens: Tensor, feedback: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens and the feedback that training steps after the first read, given the text's next tokens and
+        the previous step's feedback."""
+        return tokens, feedback
+
     @property
     def output_norm(self) -> nn.RMSNorm | None:
         """Norm between the last layer's stream and the LM head, if any."""
@@ -150,6 +155,8 @@ class RecurrentHead(GraphedHead):
             else:
                 text.select(origin_M)
             tokens, positions = text.entries(step)
+            if step:
+                tokens, text.feedback_BAE = self.later_inputs(tokens, text.feedback_BAE)
             rotary = self._rotary.at(positions, text.feedback_BAE.dtype, batch.tokens_BT.shape[1] + step)
             hidden_BAE, text.feedback_BAE = self.layer_output(self.run_text(text, tokens, rotary))
             feature_ME = text.without_padding(text.feedback_BAE) if self.drafts_features else None

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import LM_HEAD
+from headstart.heads.exchange.published import LM_HEAD, MASK_HIDDEN
 from headstart.hub.engines.base import NOTE, Note
 from headstart.support.files import no_folder, read_json
 
@@ -72,7 +72,10 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by published name."""
-        return {name: self.tensors[in_file].shape for name, in_file in self.names.items()}
+        shapes = {name: self.tensors[in_file].shape for name, in_file in self.names.items()}
+        if len(mask := shapes.get(MASK_HIDDEN, ())) == 2:  # vLLM flattens it, and some files lack a dimension
+            shapes[MASK_HIDDEN] = (1, *mask)
+        return shapes
 
     @property
     def is_speculators(self) -> bool:
@@ -102,7 +105,8 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Load a tensor by published name, on the CPU; a UserError where its file is damaged."""
-        return self.tensors[self.names[name]].load()
+        tensor = self.tensors[self.names[name]].load()
+        return tensor[None] if name == MASK_HIDDEN and tensor.ndim == 2 else tensor
 
 
 def checkpoint_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Checkpoint:

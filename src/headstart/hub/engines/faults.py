@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headstart.heads.exchange.published import BLOCKS, LM_HEAD, Layout, Published, digest
+from headstart.heads.exchange.published import BLOCKS, FUSED, LM_HEAD, Layout, Published, digest
 from headstart.hub.engines.base import AGAIN, Faults, Note
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.engines.known_engines import KNOWN_ENGINES, EngineTraits, tensor_faults
@@ -116,7 +116,7 @@ def _config_and_tensor_faults(checkpoint: Checkpoint, traits: EngineTraits, fact
     if settings.layer is not None:
         yield from _rotary(checkpoint.settings)
         yield from short_context(settings, facts)
-    if layout is Layout.EAGLE3:
+    if layout in FUSED:
         yield from _eagle3(checkpoint, settings)
     if layout in traits.faults:
         yield from traits.faults[layout](checkpoint, settings)
@@ -124,7 +124,7 @@ def _config_and_tensor_faults(checkpoint: Checkpoint, traits: EngineTraits, fact
     required, shapes = settings.expected(), checkpoint.shapes
     optional = optional_tensors(settings, shapes)
     match layout:
-        case Layout.EAGLE3:
+        case Layout.EAGLE3 | Layout.PEAGLE:
             optional |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
             if checkpoint.settings.get("attention_bias"):
                 optional |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, FUSED, LM_HEAD, Layout, Published
 from headstart.hub.engines.base import (
     DFLASH,
     DSPARK,
@@ -122,8 +122,8 @@ class Speculators(FolderFormat):
     engines = ("speculators", "vllm")
 
     def stores_embeddings(self, published: Published) -> bool:
-        # The library's EAGLE-3 class fills missing embeddings with zeros; block drafters use the verifier's.
-        return published.layout is Layout.EAGLE3
+        # The library's EAGLE-3 classes fill missing embeddings with zeros; block drafters use the verifier's.
+        return published.layout in FUSED and EMBEDDINGS not in published.tensors
 
     def files(self, stored: Published, facts: TargetFacts, dtype: str) -> Files:
         proposal = {
@@ -155,7 +155,7 @@ def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_archi
     """Build files for vLLM or SGLang; only their architecture names of EAGLE-1 heads differ."""
     tensors = dict(stored.tensors)
     match stored.layout:
-        case Layout.EAGLE3:
+        case Layout.EAGLE3 | Layout.PEAGLE:
             config = {
                 "architectures": [EAGLE3_NORMED if stored.qk_norm else EAGLE3],
                 **_layers_config(stored, facts, dtype),
@@ -164,6 +164,8 @@ def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_archi
                 "num_aux_hidden_states": len(stored.aux_layers),
                 "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": _outputs(stored)},
             }
+            if stored.layout is Layout.PEAGLE:
+                config["pard_token"] = stored.mask_token_id  # its name in vLLM up to 0.25
             tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
             tensors |= _vocabulary_map(stored)
         case Layout.EAGLE:
@@ -228,10 +230,10 @@ def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict
 
 
 def _speculators_keys(published: Published) -> dict[str, Any]:
-    if published.layout is Layout.EAGLE3:
+    if published.layout in FUSED:
         return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
+            "architectures": [SPECULATORS[published.layout]],
+            "speculators_model_type": str(published.layout),
             **_eagle3_keys(published),
             "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
             "embed_requires_grad": False,
@@ -262,6 +264,7 @@ def _eagle3_keys(published: Published) -> dict[str, Any]:
         "norm_before_fc": published.norm_before_fc,
         "fc_norm": published.aux_norms,
         "norm_output": published.norm_output,
+        **({"mask_token_id": published.mask_token_id} if published.layout is Layout.PEAGLE else {}),
     }
 
 

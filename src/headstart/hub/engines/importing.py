@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, families
+from headstart.heads.base import DraftHead, family_of
 from headstart.heads.exchange.published import Published
 from headstart.hub.engines.base import non_finite
 from headstart.hub.engines.export import formats_of
@@ -36,9 +36,8 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
             raise no_folder(source, "Give a folder of draft heads, or a Hub id (user/name).")
         folder = fetch(source, revision, files=["*.json", "*.safetensors"])
     published = read_checked(folder, target)
-    family = next(family for family in families().values() if family.publishes is published.layout)
     try:
-        heads = family.from_published(published, target)
+        heads = family_of(published).from_published(published, target)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(

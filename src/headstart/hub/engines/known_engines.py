@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, FUSED, Layout, Published
 from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, EAGLE3_NORMED, HEADS_GGUF, SGLANG_EAGLE, Faults
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.target_facts import TargetFacts
@@ -100,6 +100,10 @@ _TWO_KINDS = (
     "vLLM runs blocks with both sliding and full layers in its newer model runner alone "
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
 )
+_PARALLEL = (
+    "Without parallel_drafting in --speculative-config vLLM ignores mask_hidden, feeds drafts back as to EAGLE-3 heads "
+    "and accepts few."
+)
 _MOST_REQUESTS = 4096
 """End of the last range of vLLM's schedule, which it clips at `--max-num-seqs`."""
 _UNEQUAL_NORMS = (
@@ -118,6 +122,9 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
     count = checkpoint.config.get("num_aux_hidden_states") or len(nested or ()) or 3
     if checkpoint.is_speculators:
         count = 3
+        if settings.layout is Layout.PEAGLE and settings.aux_norms:
+            problem = "vLLM does not read fc_norm in P-EAGLE configs of speculators, and stops at its tensors."
+            yield problem, "Export with --format vllm."
     if (ids := top or nested) and len(ids) != count:
         yield (
             f"vLLM fuses {count} layers for these heads, and there are {len(ids)} layer ids.",
@@ -186,7 +193,10 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
-    config: dict[str, Any] = {"method": str(published.layout), "model": folder}
+    parallel = published.layout is Layout.PEAGLE
+    config: dict[str, Any] = {"method": str(Layout.EAGLE3 if parallel else published.layout), "model": folder}
+    if parallel:
+        config["parallel_drafting"] = True
     config["num_speculative_tokens"] = max(drafts.values())
     if published.confidence:  # trained for sampled drafts, and replaces the schedule
         config |= {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
@@ -208,6 +218,8 @@ def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping
 def _vllm_remarks(published: Published) -> list[str]:
     if published.layout is Layout.MEDUSA:
         return ["vLLM reads Medusa heads up to version 0.32."]
+    if published.layout is Layout.PEAGLE:
+        return [_PARALLEL]
     if published.layout not in BLOCKS:
         return []
     remarks = [_ON_GPUS] if published.layout is Layout.DSPARK else []
@@ -240,6 +252,7 @@ _VLLM = EngineTraits(
     "vllm",
     {
         Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
+        Layout.PEAGLE: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
         Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
         Layout.DFLASH: (DFLASH,),
         Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
@@ -248,7 +261,11 @@ _VLLM = EngineTraits(
     needs_markov=True,
     reads_speculators=True,
     without_hooks=_WITHOUT_HOOKS,
-    faults={Layout.EAGLE3: _eagle3_in_vllm, Layout.MEDUSA: _medusa_in_vllm, **dict.fromkeys(BLOCKS, _block_in_vllm)},
+    faults={
+        **dict.fromkeys(FUSED, _eagle3_in_vllm),
+        Layout.MEDUSA: _medusa_in_vllm,
+        **dict.fromkeys(BLOCKS, _block_in_vllm),
+    },
     command=_vllm,
     remarks=_vllm_remarks,
 )
@@ -315,7 +332,7 @@ _SPECULATORS = EngineTraits(
     reads_speculators=True,
     shares_lm_head=False,
     has_verifier=True,
-    faults={Layout.EAGLE3: _eagle3_in_speculators, **dict.fromkeys(BLOCKS, _block_in_speculators)},
+    faults={**dict.fromkeys(FUSED, _eagle3_in_speculators), **dict.fromkeys(BLOCKS, _block_in_speculators)},
 )
 
 # -- llama.cpp ---------------------------------------------------------------------------------------------------------
@@ -369,10 +386,11 @@ def serve_commands(
 
 def usual_drafts(published: Published) -> int:
     """Return the default chain length: 3, since later drafts are seldom accepted, or all tokens of one forward."""
-    return published.steps if published.layout in (*BLOCKS, Layout.MEDUSA) else min(3, published.steps)
+    one_forward = {*BLOCKS, Layout.MEDUSA, Layout.PEAGLE}
+    return published.steps if published.layout in one_forward else min(3, published.steps)
 
 
 def drafts_to_try(published: Published, usual: Sequence[int]) -> list[int]:
-    """Return the numbers of drafts to measure: the usual ones up to the heads' steps, and a full block."""
-    block = {published.steps} if published.layout in BLOCKS else set()
-    return sorted({count for count in usual if count <= published.steps} | block)
+    """Return the numbers of drafts to measure: the usual ones up to the heads' steps, and all of one pass."""
+    one_pass = {published.steps} if published.layout in {*BLOCKS, Layout.PEAGLE} else set()
+    return sorted({count for count in usual if count <= published.steps} | one_pass)

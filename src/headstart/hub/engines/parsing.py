@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
+from headstart.heads.exchange.published import (
+    BLOCKS,
+    EMBEDDINGS,
+    FUSED,
+    LM_HEAD,
+    MASK_HIDDEN,
+    LayerSizes,
+    Layout,
+    Published,
+)
 from headstart.hub.engines.base import DFLASH, DSPARK
 from headstart.hub.engines.checkpoint import (
     ANOTHER,
@@ -26,10 +35,18 @@ from headstart.hub.engines.checkpoint import (
 from headstart.hub.engines.known_engines import OURS, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
-SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}
+SPECULATORS = {
+    Layout.EAGLE3: "Eagle3Speculator",
+    Layout.PEAGLE: "PEagleSpeculator",
+    Layout.DFLASH: "DFlashSpeculator",
+    Layout.DSPARK: "DSparkSpeculator",
+}
 """Architecture names of the speculators library."""
 _DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}
 _DSPARK = {DSPARK, "DSparkDraftModel", SPECULATORS[Layout.DSPARK], "dspark"}
+_PEAGLE = {SPECULATORS[Layout.PEAGLE], "PEagleDraftModel", "peagle"}
+_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of P-EAGLE's mask token, in vLLM's order."""
 _STEPS = 5
 """Default draft steps of checkpoints that do not specify them."""
 _WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -78,11 +95,17 @@ def _layout(checkpoint: Checkpoint) -> Layout:
         return Layout.DSPARK
     if kinds & _DFLASH or "dflash_config" in config or {"hidden_norm.weight", "fc.weight"} <= names.keys():
         return Layout.DFLASH
+    if kinds & _PEAGLE or MASK_HIDDEN in names or _mask_token(config) is not None:
+        return Layout.PEAGLE
     if "layers.0.hidden_norm.weight" in names or "d2t" in names or "draft_vocab_size" in config:
         return Layout.EAGLE3
     if "fc.weight" in names:
         return Layout.EAGLE
     raise UserError(f"{checkpoint.folder} holds no draft heads.", "Give a folder of heads, not of a model.")
+
+
+def _mask_token(config: Mapping[str, Any]) -> Any:
+    return next((config[name] for name in _MASK_TOKENS if config.get(name) is not None), None)
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
@@ -109,7 +132,8 @@ def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
         raise UserError(f"architectures is {sorted(names)}; supported block drafters are {supported}.", ANOTHER)
     if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
         raise UserError(f"The checkpoint has {kind} layers, and headstart supports Llama layers.", ANOTHER)
-    unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual)]
+    parallel = "parallel_drafting" if layout is Layout.PEAGLE else None
+    unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual) and name != parallel]
     if layout in BLOCKS:
         unusual += [name for name in config if name.startswith(_OF_DFLASH_2) and config[name]]
     for name in unusual:
@@ -132,27 +156,30 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     size = whole(config.get("hidden_size"), "hidden_size")
     if config.get("target_hidden_size") not in (None, size):
         raise UserError(f"The heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER)
+    if layout is Layout.PEAGLE and MASK_HIDDEN not in checkpoint.names:
+        raise UserError("The checkpoint lacks mask_hidden, the state of entries without a drafted token.", FETCH)
     slides = config.get("use_sliding_window") and not config.get("max_window_layers")
     if "sliding_attention" in (config.get("layer_types") or ()) or slides:
         raise UserError("The layers have a sliding window, which headstart does not support here.", ANOTHER)
-    fused = layout is Layout.EAGLE3
-    if fused and checkpoint.is_speculators and "norm_before_residual" not in checkpoint.config:
+    fused, vocab = layout in FUSED, whole(config.get("vocab_size"), "vocab_size")
+    if layout is Layout.EAGLE3 and checkpoint.is_speculators and "norm_before_residual" not in checkpoint.config:
         raise _missing(checkpoint, "norm_before_residual", "true in vLLM, false in speculators")
     return Published(
         layout=layout,
         hidden_size=size,
-        vocab_size=whole(config.get("vocab_size"), "vocab_size"),
+        vocab_size=vocab,
         steps=note.steps if note and note.steps else proposed_steps(config),
         tensors={},
         layer=_layer_sizes(config),
         num_layers=whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=8),
         aux_layers=_aux_layers(checkpoint, facts) if fused else (),
         norm_before_residual=fused and bool(checkpoint.config.get("norm_before_residual", False)),
-        norm_output=fused and bool(config.get("norm_output", False)),
+        norm_output=layout is Layout.EAGLE3 and bool(config.get("norm_output", False)),
         qk_norm=fused and "layers.0.self_attn.q_norm.weight" in checkpoint.names,
         aux_norms=fused and bool(config.get("fc_norm", False)),
         norm_before_fc=fused
         and bool(checkpoint.eagle_config.get("norm_before_fc", config.get("norm_before_fc", False))),
+        mask_token_id=whole(_mask_token(config), "mask_token_id", 0, vocab - 1) if layout is Layout.PEAGLE else -1,
     )
 
 
@@ -316,11 +343,11 @@ def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int,
 
 
 def proposed_steps(config: Mapping[str, Any]) -> int:
-    """Return the draft steps of a speculators config, or the default."""
+    """Return the draft steps of a config of speculators or NeMo Automodel, or the default."""
     section = config.get("speculators_config")
     methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
-    steps = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else _STEPS
+    steps = first.get("speculative_tokens", _STEPS) if isinstance(first, Mapping) else config.get("num_depths", _STEPS)
     return whole(steps, "speculative_tokens", maximum=16)
 
 
