@@ -21,6 +21,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_steps": 3, "aux_layers": (1, 2, 3)},
     "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
+    "dflash2": {"block_size": 4, "aux_layers": (1, 2), "selector_rank": 4, "selector_top_k": 8},
     "mtp": {"draft_steps": 3},
 }
 HEADS = {name: {"family": name, **settings} for name, settings in _SETTINGS.items()}

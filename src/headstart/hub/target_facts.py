@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.exchange.published import Layout, Published
+from headstart.model.lm_head import LogitTransform
 
 _KINDS = {
     Layout.EAGLE3: "EAGLE-3",
     Layout.EAGLE: "EAGLE-1",
     Layout.MEDUSA: "Medusa",
     Layout.DFLASH: "DFlash",
+    Layout.DFLASH2: "DFlash 2",
     Layout.DSPARK: "DSpark",
 }
 
@@ -41,6 +43,7 @@ class TargetFacts:
     tokens: Mapping[str, int] = field(default_factory=dict)
     trust_remote_code: bool = False
     context: int = 0
+    logits: LogitTransform = LogitTransform()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Chat template variables of the training."""
 

@@ -17,6 +17,10 @@ Tensors by layout, under the field's common names:
             the target's
     dspark  the same, with `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, r], and with
             `confidence` `confidence_head.proj.weight` [1, E + r] and `confidence_head.proj.bias` [1]
+    dflash2 dflash, with `layers.{i}.{attention,mlp}_conv.base_kernel` [2, taps, E] and
+            `layers.{i}.{attention,mlp}_conv.kernel_projection.weight` [2 * taps * groups, E];
+            `candidate_selector.{predecessor,successor}_codebook` [V, r] and
+            `candidate_selector.hidden_projection.weight` [r, E]
 
 Shape suffixes: D draft vocabulary, E hidden size, V vocabulary, d size of an attention head, r rank.
 """
@@ -42,14 +46,19 @@ class Layout(StrEnum):
     MEDUSA = "medusa"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    DFLASH2 = "dflash2"
 
 
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 MARKOV_EMBEDDING, MARKOV_LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
 """DSpark's Markov head."""
+PREDECESSORS, SUCCESSORS, SELECTOR = (
+    f"candidate_selector.{name}" for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+)
+"""DFlash 2's pairwise scores."""
 
-BLOCKS = frozenset({Layout.DFLASH, Layout.DSPARK})
+BLOCKS = frozenset({Layout.DFLASH, Layout.DFLASH2, Layout.DSPARK})
 """Layouts that draft a block in one pass, through the target's LM head."""
 
 
@@ -82,13 +91,15 @@ class Published:
         qk_norm: whether EAGLE-3 layers norm queries and keys per head; block layers always do.
         aux_norms, norm_before_fc: whether norms precede the fusion, one per aux state or one for all.
         normed_embeddings: whether `embed_tokens.weight` holds the target's embeddings, normalised.
-        block_size: inputs of a block: the root, then `mask_token_id`. DFlash's first slot drafts nothing. 0 without
+        block_size: inputs of a block: the root, then `mask_token_id`. The first slot drafts in DSpark alone. 0 without
             blocks.
         sliding_window: number of visible tokens of a block slot, itself included; 0 for all.
         full_layers: layers exempt from the window.
         causal: whether slots do not see later ones, in the layers with a sliding window if there are any, else in all.
         markov_rank: rank of the map from each drafted token to the next one's logits.
         confidence: whether there is a confidence head.
+        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: sizes of DFlash 2's convolutions and pairwise
+            scores.
     """
 
     layout: Layout
@@ -113,6 +124,10 @@ class Published:
     causal: bool = False
     markov_rank: int = 0
     confidence: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
 
     @property
     def draft_width(self) -> int:
@@ -174,6 +189,10 @@ class Published:
         layers |= {f"layers.{number}.input_layernorm.weight": (size,) for number in range(self.num_layers)}
         fused = {"fc.weight": (size, count * size), **layers, "norm.weight": (size,)}
         if self.layout in BLOCKS:
+            if self.layout is Layout.DFLASH2:
+                fused |= self._of_convolutions()
+                fused |= dict.fromkeys((PREDECESSORS, SUCCESSORS), (self.vocab_size, self.selector_rank))
+                fused[SELECTOR] = (self.selector_rank, size)
             if rank := self.markov_rank:
                 fused |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (self.vocab_size, rank))
             if self.confidence:
@@ -184,6 +203,13 @@ class Published:
         if self.norm_before_fc:
             fused["input_norm.weight"] = (count * size,)
         return {**fused, "layers.0.hidden_norm.weight": (size,), LM_HEAD: (self.draft_width, size)}
+
+    def _of_convolutions(self) -> dict[str, tuple[int, ...]]:
+        size, taps = self.hidden_size, self.conv_kernel_size
+        names = [f"layers.{number}.{part}_conv" for number in range(self.num_layers) for part in ("attention", "mlp")]
+        projected = 2 * taps * (size // self.conv_group_size)
+        projections = {f"{name}.kernel_projection.weight": (projected, size) for name in names}
+        return {**{f"{name}.base_kernel": (2, taps, size) for name in names}, **projections}
 
     def _of_layer(self, number: int) -> dict[str, tuple[int, ...]]:
         assert self.layer is not None, "these heads have decoder layers"
@@ -205,7 +231,11 @@ class Published:
         return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-_OF_BLOCKS = ("block_size", "mask_token_id", "sliding_window", "full_layers", "causal", "markov_rank", "confidence")
+OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_OF_BLOCKS = (
+    *("block_size", "mask_token_id", "sliding_window", "full_layers", "causal", "markov_rank", "confidence"),
+    *OF_DFLASH2,
+)
 _LAYERS = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", "qk_norm")
 SHARED = (*_LAYERS, *_OF_BLOCKS)
 """Fields that family configs have under the same name."""

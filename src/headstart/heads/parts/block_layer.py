@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens, E hidden size, N key heads, d head size, X wid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,9 @@ class BlockConfig(LayerConfig):
     """Settings of heads that draft a block in one pass."""
 
     num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
-    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; dflash does not draft from the first one.")
+    block_size: int = Field(
+        8, ge=2, le=64, description="Slots of a block; dflash and dflash2 do not draft from the first one."
+    )
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers to read, as indices of transformers' hidden_states, ascending and below the "
@@ -120,8 +122,13 @@ def positional_heads(hidden_size: int, head_dim: int) -> tuple[int, int]:
 
 
 class BlockLayer(DraftLayer):
-    """Decoder layer with per-head query and key norms that also attends to a context."""
+    """Decoder layer with per-head query and key norms that also attends to a context.
 
+    Attributes:
+        mixes_slots: whether a slot's output depends on others' beyond attention, so that all must be computed.
+    """
+
+    mixes_slots: ClassVar[bool] = False
     q_norm: nn.RMSNorm
     k_norm: nn.RMSNorm
 

@@ -81,9 +81,9 @@ class SolvedBlockHead(BlockHead):
         """Rank of the family's Markov head; 0 without one."""
         return 0
 
-    def start_markov(self, axes_ER: Tensor, map_RI: Tensor, rms: float) -> None:
-        """Start the Markov head with what `axes_ER @ map_RI`, of the previous token's normalised embedding, adds to a
-        slot's stream of this mean RMS."""
+    def start_markov(self, axes_ER: Tensor, map_RI: Tensor, stream_ME: Tensor) -> None:
+        """Start the Markov head with `axes_ER @ map_RI`, which maps the previous token's normalised embedding to a
+        difference of the slot's stream; `stream_ME` are streams without it."""
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -193,8 +193,7 @@ class SolvedBlockHead(BlockHead):
                 part.blocks.stream_BXE = part.blocks.stream_BXE + layer.down(layer.mlp_inner(part.blocks.stream_BXE))
         if markov is not None:
             streams = (part.blocks.drafting_slots(part.blocks.stream_BXE).flatten(0, 1) for part in fit_batches)
-            rms_M = torch.cat([stream_ME.square().mean(-1).sqrt() for stream_ME in streams])
-            self.start_markov(*markov, float(rms_M.mean()))
+            self.start_markov(*markov, torch.cat(list(streams)))
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
         assert self.layers[0].input_norm is not None, "as of every layer of a block"

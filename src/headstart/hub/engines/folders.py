@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, OF_DFLASH2, Layout, Published
 from headstart.hub.engines.base import (
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE3,
     EAGLE3_NORMED,
@@ -32,7 +33,7 @@ from headstart.hub.engines.base import (
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, checkpoint_of, offsets, open_checkpoint
 from headstart.hub.engines.faults import checkpoint_faults
 from headstart.hub.engines.known_engines import usual_drafts
-from headstart.hub.engines.parsing import SPECULATORS, read_published
+from headstart.hub.engines.parsing import LOGIT_KEYS, SPECULATORS, logit_keys, read_published
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import write_json, write_tensors
 
@@ -168,12 +169,16 @@ def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_archi
             tensors |= _vocabulary_map(stored)
         case Layout.EAGLE:
             config = {"architectures": [eagle_architecture], **_layers_config(stored, facts, dtype)}
-        case Layout.DFLASH | Layout.DSPARK:
+        case Layout.DFLASH | Layout.DFLASH2 | Layout.DSPARK:
             # As first published; embeddings and LM head are the target's.
             reads = {"mask_token_id": stored.mask_token_id, "target_layer_ids": _outputs(stored)}
             config = _layers_config(stored, facts, dtype)
             if stored.layout is Layout.DFLASH:
                 config |= {"architectures": [DFLASH], "dflash_config": reads}
+            elif stored.layout is Layout.DFLASH2:
+                scale_and_cap = zip(LOGIT_KEYS, logit_keys(facts), strict=True)
+                reads |= {**_dflash2_keys(stored), **{name: one for name, one in scale_and_cap if one is not None}}
+                config |= {"architectures": [DFLASH2], "dflash_config": reads}
             else:
                 config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(stored)}
             config |= {"block_size": stored.block_size, "num_target_layers": facts.num_layers}
@@ -251,6 +256,7 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
         "sliding_window_non_causal": not published.causal,
         "target_hidden_size": published.hidden_size,
         **(_markov_keys(published) if published.layout is Layout.DSPARK else {}),
+        **(_dflash2_keys(published) if published.layout is Layout.DFLASH2 else {}),
     }
 
 
@@ -263,6 +269,10 @@ def _eagle3_keys(published: Published) -> dict[str, Any]:
         "fc_norm": published.aux_norms,
         "norm_output": published.norm_output,
     }
+
+
+def _dflash2_keys(published: Published) -> dict[str, Any]:
+    return {name: getattr(published, name) for name in OF_DFLASH2}
 
 
 def _markov_keys(published: Published) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, OF_DFLASH2, Layout, Published
 from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Note, note_of
 from headstart.hub.engines.faults import changed, engine_limits, short_context
 from headstart.hub.engines.gguf_file import (
@@ -20,6 +20,7 @@ from headstart.hub.engines.gguf_file import (
     CAUSAL,
     D2T,
     FACTORS,
+    LOGIT_KEYS,
     MASK,
     SLIDING,
     WINDOW,
@@ -34,7 +35,7 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.known_engines import LESS_CAUSAL, LLAMA_CPP
-from headstart.hub.engines.parsing import are_tokens
+from headstart.hub.engines.parsing import are_tokens, check_logits, logit_keys
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.model.loading import gguf_library, read_gguf
 
@@ -56,8 +57,10 @@ class Gguf(Format):
 
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
         if published.layout not in ARCHITECTURES:
-            problem = f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, not with {kind_of(published)} heads."
-            raise UserError(problem, "Train eagle3, dflash or dspark heads for it.")
+            problem = (
+                f"llama.cpp drafts with EAGLE-3, DFlash (2) and DSpark heads, not with {kind_of(published)} heads."
+            )
+            raise UserError(problem, "Train eagle3, dflash, dflash2 or dspark heads for it.")
         return _limits(published, facts, None)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
@@ -70,7 +73,9 @@ class Gguf(Format):
         return file_of(folder) is not None
 
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        return read_heads(GgufFile(folder))
+        file = GgufFile(folder)
+        _check_logits(file, facts)
+        return read_heads(file)
 
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
         return _faults(GgufFile(folder), facts)
@@ -83,6 +88,12 @@ def _limits(settings: Published, facts: TargetFacts | None, note: Note | None) -
         yield problem, "Train with a heads.mask_token_id of the target's vocabulary."
     if settings.layout in BLOCKS and len(set(settings.causal_layers)) > 1:
         yield "llama.cpp runs all layers of a block causally or none, and these heads some.", LESS_CAUSAL
+    size, count = settings.hidden_size, settings.selector_top_k
+    if size < count * (count + 1):
+        problem = (
+            f"llama.cpp needs a hidden size of {count * (count + 1)} for {count} candidates, and these have {size}."
+        )
+        yield problem, "Train with a lower heads.selector_top_k, or serve with vLLM (--format vllm)."
     model_type = facts.model_type if facts is not None else (note.target if note else {}).get("model_type")
     if model_type and model_type not in HOOKS:
         problem = f"llama.cpp has no hooks in {model_type} targets (only in {', '.join(sorted(HOOKS))})."
@@ -91,11 +102,17 @@ def _limits(settings: Published, facts: TargetFacts | None, note: Note | None) -
 
 def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
     settings, note = read_settings(file), file.note
+    _check_logits(file, facts)
     faults = [*_limits(settings, facts, note), *short_context(settings, facts)]
     faults += [*wrong_tensors(settings, file.shapes), *_wrong_keys(file, settings)]
     yield from faults
     if not faults and note is not None:
         yield from changed(read_heads(file), note, facts)
+
+
+def _check_logits(file: GgufFile, facts: TargetFacts | None) -> None:
+    if facts is not None and f"{BLOCK}.selector_rank" in file.fields:
+        check_logits(*(file.value(f"{BLOCK}.{name}") for name in LOGIT_KEYS), facts)
 
 
 def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
@@ -125,7 +142,7 @@ def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Store
     types = gguf.GGUFValueType
     writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])
     writer.add_name(f"Draft heads for {facts.name}")
-    keys = _keys(published)
+    keys = _keys(published, facts)
     kinds = {bool: types.BOOL, int: types.UINT32, float: types.FLOAT32, str: types.STRING, list: types.ARRAY}
     for key, content in keys.items():
         writer.add_key_value(key, content, kinds[type(content)])
@@ -143,7 +160,7 @@ def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Store
     writer.close()
 
 
-def _keys(published: Published) -> dict[str, Any]:
+def _keys(published: Published, facts: TargetFacts) -> dict[str, Any]:
     layer, of = published.layer, ARCHITECTURES[published.layout]
     assert layer is not None, "these heads have decoder layers"
     rope = layer.rope_parameters
@@ -171,6 +188,10 @@ def _keys(published: Published) -> dict[str, Any]:
             f"{of}.norm_before_fc": published.norm_before_fc,
         }
     keys |= {f"{of}.block_size": published.block_size, MASK: published.mask_token_id}
+    if published.layout is Layout.DFLASH2:
+        keys |= {f"{of}.{name}": getattr(published, name) for name in OF_DFLASH2}
+        scale_and_cap = zip(LOGIT_KEYS, logit_keys(facts), strict=True)
+        keys |= {f"{of}.{name}": value for name, value in scale_and_cap if value is not None}
     if published.sliding_window:
         keys |= {f"{of}.{WINDOW}": published.sliding_window, f"{of}.{SLIDING}": published.sliding}
     if published.causal:
@@ -181,7 +202,7 @@ def _keys(published: Published) -> dict[str, Any]:
 
 
 def _stored(published: Published, dtype: str) -> _Stored:
-    """Quantise tensors. Norms stay in float32, and for q8_0 also matrices with rows not divisible into blocks."""
+    """Quantise matrices. Other tensors stay in float32, and for q8_0 also matrices with rows not divisible into blocks."""
     gguf = gguf_library()
     kinds = gguf.GGMLQuantizationType
     chosen = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
@@ -189,7 +210,7 @@ def _stored(published: Published, dtype: str) -> _Stored:
     stored: _Stored = {}
     for name, in_file in tensor_names(published).items():
         exact = published.tensors[name].float()
-        kind = kinds.F32 if exact.dim() == 1 or (chosen == kinds.Q8_0 and exact.shape[1] % 32) else chosen
+        kind = kinds.F32 if exact.dim() != 2 or (chosen == kinds.Q8_0 and exact.shape[1] % 32) else chosen
         if name in head_counts:
             exact = permuted(exact, head_counts[name]).contiguous()
         stored[in_file] = gguf.quants.quantize(exact.numpy(), kind), kind

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published
-from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, EAGLE3_NORMED, HEADS_GGUF, SGLANG_EAGLE, Faults
+from headstart.hub.engines.base import (
+    AGAIN,
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE3,
+    EAGLE3_NORMED,
+    HEADS_GGUF,
+    SGLANG_EAGLE,
+    Faults,
+)
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.target_facts import TargetFacts
 
@@ -90,6 +100,10 @@ def tensor_faults(
 _ON_GPUS = (
     "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and cannot serve them as DFlash heads, where slots "
     "draft their own positions: on a CPU use llama.cpp (--format gguf)."
+)
+_DFLASH2_ON_GPUS = (
+    "vLLM drafts with DFlash 2 heads on GPUs alone (V2 model runner); its other runner leaves out the pairwise scores: "
+    "on a CPU use llama.cpp (--format gguf)."
 )
 _TWO_KINDS = (
     "vLLM runs blocks with both sliding and full layers in its newer model runner alone "
@@ -176,8 +190,13 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
         yield "SGLang reads sliding layers in layer_types alone, not in use_swa.", WRITE
 
 
+def _method(published: Published) -> str:
+    """Return the layout's name in vLLM and llama.cpp, which recognise DFlash 2 by its files."""
+    return str(Layout.DFLASH if published.layout is Layout.DFLASH2 else published.layout)
+
+
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
-    config: dict[str, Any] = {"method": str(published.layout), "model": folder}
+    config: dict[str, Any] = {"method": _method(published), "model": folder}
     config["num_speculative_tokens"] = max(drafts.values())
     if len(drafts) > 1:
         lasts = [*(first - 1 for first in list(drafts)[1:]), _MOST_REQUESTS]
@@ -199,7 +218,8 @@ def _vllm_remarks(published: Published) -> list[str]:
         return ["vLLM reads Medusa heads up to version 0.32."]
     if published.layout not in BLOCKS:
         return []
-    remarks = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    on_gpus = {Layout.DSPARK: _ON_GPUS, Layout.DFLASH2: _DFLASH2_ON_GPUS}
+    remarks = [on_gpus[published.layout]] if published.layout in on_gpus else []
     if len(set(published.sliding)) > 1:
         remarks.append(_TWO_KINDS)
     first, *others = (
@@ -230,6 +250,7 @@ _VLLM = EngineTraits(
         Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
         Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
         Layout.DFLASH: (DFLASH,),
+        Layout.DFLASH2: (DFLASH2,),
         Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
         Layout.MEDUSA: ("MedusaModel",),
     },
@@ -261,24 +282,33 @@ def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 
 def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
-    algorithm = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH"}.get(published.layout, "EAGLE")
+    algorithms = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH", Layout.DFLASH2: "DFLASH"}
+    algorithm = algorithms.get(published.layout, "EAGLE")
     words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *facts.server_options]
     count = max(drafts.values())
     words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
-    if published.layout is not Layout.DFLASH:
+    if algorithm != "DFLASH":
         words += ["--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"]
     return [*words, "--speculative-num-draft-tokens", str(count + 1)]  # counts the root
 
 
+_NEWER_SGLANG = "SGLang drafts with DFlash 2 heads in versions after 0.5.18."
+
 _SGLANG = EngineTraits(
     "sglang",
-    {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), Layout.DFLASH: (DFLASH,)},
+    {
+        Layout.EAGLE3: (EAGLE3,),
+        Layout.EAGLE: (SGLANG_EAGLE,),
+        Layout.DFLASH: (DFLASH,),
+        Layout.DFLASH2: (DFLASH2,),
+    },
     when_unknown="ignores it",
     last_layer_unread=frozenset({Layout.EAGLE3}),
     ignored=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc", "qk_norm"),
     has_fc_bias=True,
-    faults={Layout.EAGLE3: _eagle3_in_sglang, Layout.DFLASH: _block_in_sglang},
+    faults={Layout.EAGLE3: _eagle3_in_sglang, **dict.fromkeys(BLOCKS, _block_in_sglang)},
     command=_sglang,
+    remarks=lambda published: [_NEWER_SGLANG] if published.layout is Layout.DFLASH2 else [],
 )
 
 # -- speculators -------------------------------------------------------------------------------------------------------
@@ -312,7 +342,7 @@ _SPECULATORS = EngineTraits(
 def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     words = ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), "-md", f"{folder}/{HEADS_GGUF}"]
     words += facts.template_option("--chat-template-kwargs")
-    return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(max(drafts.values()))]
+    return [*words, "--spec-type", f"draft-{_method(published)}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 
 _MANY_SLOTS = (

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
-from headstart.hub.engines.base import DFLASH, DSPARK
+from headstart.heads.exchange.published import (
+    BLOCKS,
+    EMBEDDINGS,
+    LM_HEAD,
+    OF_DFLASH2,
+    LayerSizes,
+    Layout,
+    Published,
+)
+from headstart.hub.engines.base import DFLASH, DFLASH2, DSPARK
 from headstart.hub.engines.checkpoint import (
     ANOTHER,
     AUX_IDS,
@@ -26,17 +35,17 @@ from headstart.hub.engines.checkpoint import (
 from headstart.hub.engines.known_engines import OURS, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
-SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}
+SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DFLASH2: DFLASH2, Layout.DSPARK: "DSparkSpeculator"}
 """Architecture names of the speculators library."""
 _DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}
+_DFLASH2 = {DFLASH2, "dflash2"}
 _DSPARK = {DSPARK, "DSparkDraftModel", SPECULATORS[Layout.DSPARK], "dspark"}
+_BLOCKS = _DFLASH | _DFLASH2 | _DSPARK
 _STEPS = 5
 """Default draft steps of checkpoints that do not specify them."""
 _WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that are not weights of the heads."""
 _MASK = "mask_embedding.pt"
-_OF_DFLASH_2 = ("selector_", "conv_")
-"""Prefixes of DFlash 2's settings: its selector and its convolutions over slots."""
 _OTHER_LAYERS = ("gemma", "cohere", "granite", "glm", "phi", "olmo", "minicpm", "stablelm", "nemotron")
 """Prefixes of model types with norms, scaling or RoPE unlike Llama's."""
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -66,6 +75,13 @@ _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     ),
 }
 """Known settings of drafter sections, with the supported values; empty for any."""
+LOGIT_KEYS = ("output_multiplier", "final_logit_softcapping")
+"""Settings of the target's scale and cap of logits."""
+_OF_DFLASH2: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((*OF_DFLASH2, *LOGIT_KEYS), ()),
+    "input_embedding_scale": (1, 1.0),
+}
+"""Further settings of a section for DFlash 2."""
 
 
 def _layout(checkpoint: Checkpoint) -> Layout:
@@ -76,6 +92,9 @@ def _layout(checkpoint: Checkpoint) -> Layout:
         return Layout.MEDUSA
     if kinds & _DSPARK or any(name.startswith("markov_head.") for name in names):
         return Layout.DSPARK
+    selects = any(name.startswith("candidate_selector.") or "_conv." in name for name in names)
+    if kinds & _DFLASH2 or selects or any(block_setting(config, name) is not None for name in OF_DFLASH2):
+        return Layout.DFLASH2
     if kinds & _DFLASH or "dflash_config" in config or {"hidden_norm.weight", "fc.weight"} <= names.keys():
         return Layout.DFLASH
     if "layers.0.hidden_norm.weight" in names or "d2t" in names or "draft_vocab_size" in config:
@@ -104,21 +123,19 @@ def settings_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> Published:
 def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
     config, names = checkpoint.settings, checkpoint.architectures
     others = names if layout in BLOCKS else {name for name in names if name.startswith(("DFlash", "DSpark"))}
-    if others and not others & (_DFLASH | _DSPARK):
-        supported = ", ".join(sorted(_DFLASH | _DSPARK))
+    if others and not others & _BLOCKS:
+        supported = ", ".join(sorted(_BLOCKS))
         raise UserError(f"architectures is {sorted(names)}; supported block drafters are {supported}.", ANOTHER)
     if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
         raise UserError(f"The checkpoint has {kind} layers, and headstart supports Llama layers.", ANOTHER)
     unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual)]
-    if layout in BLOCKS:
-        unusual += [name for name in config if name.startswith(_OF_DFLASH_2) and config[name]]
     for name in unusual:
         raise UserError(
             f"The checkpoint has {name} = {config[name]!r}, which headstart does not support.",
             f"Take another checkpoint, or delete {name} from its {CONFIG} if it was copied from the target's.",
         )
     for section, known in _SECTIONS.items():
-        settings = config.get(section)
+        settings, known = config.get(section), known | (_OF_DFLASH2 if layout is Layout.DFLASH2 else {})
         for name, value in settings.items() if isinstance(settings, Mapping) else ():
             if name not in known or (known[name] and value not in known[name]):
                 raise UserError(
@@ -180,14 +197,15 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     config = checkpoint.settings
     layers = whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=64)
     vocab = whole(config.get("vocab_size"), "vocab_size")
-    block_size = whole(block_setting(config, "block_size"), "block_size", 2 if layout is Layout.DFLASH else 1, 64)
+    first = int(layout is not Layout.DSPARK)
+    block_size = whole(block_setting(config, "block_size"), "block_size", 1 + first, 64)
     rank = block_setting(config, "markov_rank") or 0
-    _refuse_block_variants(checkpoint, layout, vocab)
+    _refuse_block_variants(checkpoint, layout, vocab, facts)
     return Published(
         layout=layout,
         hidden_size=whole(config.get("hidden_size"), "hidden_size"),
         vocab_size=vocab,
-        steps=block_size - (layout is Layout.DFLASH),
+        steps=block_size - first,
         tensors={},
         layer=_layer_sizes(config),
         num_layers=layers,
@@ -197,10 +215,22 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         **_windows(checkpoint, layers, block_size),
         markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
+        **(_dflash2_sizes(config) if layout is Layout.DFLASH2 else {}),
     )
 
 
-def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> None:
+def _dflash2_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Read the sizes of DFlash 2's convolutions and pairwise scores."""
+    sizes = {name: whole(block_setting(config, name), name, maximum=1 << 14) for name in OF_DFLASH2}
+    if config["hidden_size"] % sizes["conv_group_size"]:
+        problem = (
+            f"conv_group_size is {sizes['conv_group_size']}, which does not divide {config['hidden_size']} channels."
+        )
+        raise UserError(problem, FETCH)
+    return sizes
+
+
+def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int, facts: TargetFacts | None) -> None:
     config = checkpoint.settings
     count, anchor = config.get("draft_vocab_size", vocab), samples_from_anchor(config, layout)
     if count not in (None, vocab):
@@ -217,8 +247,28 @@ def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -
     with_markov = block_setting(config, "confidence_head_with_markov")
     if block_setting(config, "enable_confidence_head") and with_markov is False:
         raise UserError("The checkpoint's confidence head ignores the previous token (headstart's reads it).", ANOTHER)
+    if layout is Layout.DFLASH2 and facts is not None:
+        check_logits(*(block_setting(config, name) for name in LOGIT_KEYS), facts)
     if (checkpoint.folder / _MASK).exists():
         raise UserError(f"The checkpoint has a separate embedding for the mask token ({_MASK}).", ANOTHER)
+
+
+def logit_keys(facts: TargetFacts) -> tuple[float | None, float | None]:
+    """Return the target's scale and cap of logits, None for no effect. DFlash 2 adds its scores to such logits."""
+    scale = facts.logits.scale
+    return None if scale == 1 else scale, facts.logits.cap
+
+
+def check_logits(scale: float | None, cap: float | None, facts: TargetFacts) -> None:
+    """Raise a UserError for a scale and a cap that are not the target's."""
+    (our_scale, our_cap), single = logit_keys(facts), 1e-6  # GGUF files hold float32
+    pairs = ((scale or 1, our_scale or 1), (cap or 0, our_cap or 0))
+    if not all(isclose(theirs, ours, rel_tol=single) for theirs, ours in pairs):
+        raise UserError(
+            f"The heads scale logits by {scale or 1:g} and cap them at {cap or 0:g} (0: no cap), and {facts.name} by "
+            f"{our_scale or 1:g} and at {our_cap or 0:g}.",
+            "Name the target that the heads were trained on with --target.",
+        )
 
 
 def _missing(checkpoint: Checkpoint, name: str, defaults: str) -> UserError:
@@ -414,16 +464,19 @@ def optional_tensors(settings: Published, names: Iterable[str]) -> dict[str, tup
 
 
 def block_setting(config: Mapping[str, Any], name: str) -> Any:
-    """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top."""
-    nested = config.get("dflash_config")
+    """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top; a
+    UserError where they disagree."""
+    nested, outer = config.get("dflash_config"), config.get(name)
     inner = nested.get(name) if isinstance(nested, Mapping) else None
-    return config.get(name) if inner is None else inner
+    if None not in (inner, outer) and inner != outer:
+        raise UserError(f"The config says {name} {inner} in dflash_config and {outer} at the top.", CORRECT)
+    return outer if inner is None else inner
 
 
 def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | None:
     """Whether the anchor's slot drafts; None if a speculators config of DSpark leaves it open."""
     given = block_setting(config, "sample_from_anchor")
-    if given is not None or layout is Layout.DFLASH:
+    if given is not None or layout is not Layout.DSPARK:
         return bool(given)
     return None if "speculators_model_type" in config else True
 
