@@ -20,7 +20,6 @@ from headstart.hub.engines.base import rounded
 from headstart.hub.engines.export import FORMATS, check_export, check_heads
 from headstart.hub.engines.known_engines import drafts_to_try, serve_commands
 from headstart.hub.target_facts import TargetFacts
-from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from tests.engines.block_readers import drafted
 from tests.engines.conftest import edited
@@ -173,7 +172,7 @@ def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> No
     mixed = replace(dflash, sliding_window=6, full_layers=(1,))
     assert any("newer model runner alone" in said for said in check_heads("vllm", mixed, facts))
     dflash2 = random(Layout.DFLASH2, target)
-    assert any("leaves out the pairwise scores" in said for said in check_heads("vllm", dflash2, facts))
+    assert any("without pairwise scores" in said for said in check_heads("vllm", dflash2, facts))
     assert any("after 0.5.18" in said for said in check_heads("vllm", dflash2, facts))
     with pytest.raises(UserError, match="a hidden size of 72 for 8 candidates"):
         check_heads("gguf", replace(dflash2, selector_top_k=8), facts)
@@ -383,16 +382,17 @@ def test_dflash2_gguf_fault_is_refused(name: str, target: Target, facts: TargetF
 
 
 def test_scale_and_cap_of_the_target_are_written(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
-    heads, capped = random(Layout.DFLASH2, target), replace(facts, logits=LogitTransform(divisor=4.0, cap=30.0))
+    heads = random(Layout.DFLASH2, target, output_multiplier=0.25, final_logit_softcapping=30.0)
     for form in ("vllm", "gguf"):
-        folder = written(heads, form, capped, tmp_path / form)
-        assert FORMATS[form].read(folder, capped).steps == 3
-        with pytest.raises(UserError, match="scale logits by 0.25 and cap them at 30"):
-            FORMATS[form].read(folder, facts)
+        back = FORMATS[form].read(written(heads, form, facts, tmp_path / form))
+        assert (back.output_multiplier, back.final_logit_softcapping) == (0.25, 30.0)
     nested = json.loads((tmp_path / "vllm" / "config.json").read_text())["dflash_config"]
     assert (nested["output_multiplier"], nested["final_logit_softcapping"]) == (0.25, 30.0)
-    with pytest.raises(UserError, match="by 0.25 and at 30"):  # its config has no place for them
-        check_heads("speculators", heads, capped)
+    fields = gguf.GGUFReader(tmp_path / "gguf" / "heads.gguf").fields
+    keys = [fields[f"dflash.{name}"].contents() for name in ("logit_scale", "final_logit_softcapping")]
+    assert keys == [0.25, 30.0]
+    with pytest.raises(UserError, match="no place for the target's scale"):
+        check_heads("speculators", heads, facts)
 
 
 def test_mask_token_of_the_target_is_replaced(target: Target, facts: TargetFacts, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import headstart
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.exchange.published import Layout
-from headstart.hub.engines.export import check_export, export_for
+from headstart.hub.engines.export import check_export, export_for, publish
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads, read_checked
+from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from tests.engines.block_readers import drafted
 from tests.engines.conftest import CASES, Made, change, problem
@@ -253,9 +254,8 @@ def dflash2_checkpoint(target: Target, folder: Path, speculators: bool) -> dict[
     shapes = {"fc.weight": (size, 3 * size), "hidden_norm.weight": (size,), "norm.weight": (size,)}
     for layer in ("layers.0.", "layers.1."):
         shapes |= {f"{layer}self_attn.{name}_norm.weight": (d,) for name in "qk"}
-        shapes |= {
-            f"{layer}self_attn.{name}_proj.weight": (count * d, size) for name, count in zip("qkv", (heads, keys, keys))
-        }
+        shapes |= {f"{layer}self_attn.{name}_proj.weight": (keys * d, size) for name in "kv"}
+        shapes[f"{layer}self_attn.q_proj.weight"] = (heads * d, size)
         shapes |= {f"{layer}{name}_layernorm.weight": (size,) for name in ("input", "post_attention")}
         shapes |= {f"{layer}mlp.{name}_proj.weight": (inner, size) for name in ("gate", "up")}
         shapes |= {f"{layer}mlp.down_proj.weight": (size, inner), f"{layer}self_attn.o_proj.weight": (size, heads * d)}
@@ -311,13 +311,18 @@ def read_block(folder: Path, target: Target, speculators: bool) -> Tensor:
     return read(folder, target)
 
 
-def test_logits_of_dflash2_are_scaled_as_the_targets(target: Target, tmp_path: Path) -> None:
+def test_logits_of_dflash2_are_scaled_as_the_targets(
+    made: Made, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scores add to logits, so their scale and cap matter, unlike for DFlash's best draft."""
     dflash2_checkpoint(target, tmp_path / "theirs", speculators=False)
     nested = json.loads((tmp_path / "theirs" / "config.json").read_text())["dflash_config"]
     for added in ({"output_multiplier": 0.5}, {"final_logit_softcapping": 30.0}):
         change(tmp_path / "theirs", dflash_config={**nested, **added})
-        assert "(0: no cap), and größe by 1 and at 0" in problem(tmp_path / "theirs", target)
+        assert "and größe has [1.0, 0.0]" in problem(tmp_path / "theirs", target)
+    monkeypatch.setattr(LogitTransform, "of", lambda _: LogitTransform(cap=30.0))
+    assert read_checked(tmp_path / "theirs", target).final_logit_softcapping == 30
+    assert publish(made("dflash2")[1])[0].final_logit_softcapping == 30
     change(tmp_path / "theirs", dflash_config={**nested, "input_embedding_scale": 8.0})
     assert "input_embedding_scale = 8.0" in problem(tmp_path / "theirs", target)
 

@@ -43,7 +43,7 @@ class TargetFacts:
     tokens: Mapping[str, int] = field(default_factory=dict)
     trust_remote_code: bool = False
     context: int = 0
-    logits: LogitTransform = LogitTransform()
+    logits: LogitTransform = field(default_factory=LogitTransform)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Chat template variables of the training."""
 

@@ -135,10 +135,9 @@ class TeacherLogits:
                 step = steps[member]
                 bias_L = None if step.bias_D is None else step.bias_D[ids_L]
                 shift = partial(self.loss_tokens.shift, transform=step.logit_transform)
-                candidates = step.candidates and replace(step.candidates, table_DR=step.candidates.table_DR[ids_L])
-                restricted[member] = replace(
-                    step, lm_head_DH=lm_head_LH, bias_D=bias_L, logit_transform=shift, candidates=candidates
-                )
+                restricted[member] = replace(step, lm_head_DH=lm_head_LH, bias_D=bias_L, logit_transform=shift)
+                if (pairs := step.candidates) is not None:
+                    restricted[member].candidates = replace(pairs, table_DR=pairs.table_DR[ids_L])
         return restricted
 
     def rows(self, teacher_M: Tensor) -> Tensor:
@@ -196,8 +195,8 @@ def batch_loss(
     With `exponential` position weights, step k weighs `step_weight ** k`. `dpace` (`headstart.train.losses`) costs one
     more LM head product, for alphas. `subsampled` weighs all steps equally, for a batch from `batches.subsample`.
     `feature_weight` scales `smooth_l1` between drafted features and final states. Confidences learn alpha by binary
-    cross-entropy. Pairwise scores add `loss` over each prediction's candidates, the target's most likely token included.
-    All of these use the same position weights.
+    cross-entropy. Pairwise scores add `loss` over the candidates, with the target's most likely token among them. All
+    use the same position weights.
     """
     steps = teacher_logits.restrict(list(predictions))
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
@@ -369,7 +368,7 @@ class _FusedLoss(torch.autograd.Function):
                         inputs = [raw_CD] if pairs is None else [raw_CD, *pairs.inputs]
                         logits_BD[chunk], *of_pairs = torch.autograd.grad(part, inputs)
                         if pairs is not None:
-                            pairs.add(*of_pairs)
+                            pairs.add(*of_pairs, block, chunk)
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(gradient_dtype)
                 if head_gradient_DH is not None:
@@ -392,24 +391,19 @@ class _CandidateLoss:
 
     def __init__(self, loss: Loss, candidates: Candidates, dtype: torch.dtype) -> None:
         self._loss, self._candidates = loss, candidates
-        shapes = (candidates.parents_MWR, candidates.table_DR)
-        self.gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in shapes]
-        self.inputs: list[Tensor] = []
+        self.gradients = [torch.zeros_like(one, dtype=dtype) for one in (candidates.parents_MWR, candidates.table_DR)]
 
     def __call__(self, logits_CD: Tensor, target_probs_CD: Tensor, block: slice, chunk: slice) -> Tensor:
-        of_chunk = self._candidates.rows(block).rows(chunk)
-        self._parents_CWR, self._top_CK = (
-            self.gradients[0][block][chunk],
-            of_chunk.top(logits_CD, target_probs_CD.argmax(-1)),
-        )
-        rows_CKR = F.embedding(self._top_CK, of_chunk.table_DR)
-        self.inputs = [part.detach().to(logits_CD.dtype).requires_grad_() for part in (of_chunk.parents_MWR, rows_CKR)]
-        of_chunk = replace(of_chunk, parents_MWR=self.inputs[0])
-        return candidate_loss(self._loss, logits_CD, target_probs_CD, of_chunk, self._top_CK, self.inputs[1])
+        candidates = self._candidates.rows(block).rows(chunk)
+        self._top_CK = candidates.top(logits_CD, target_probs_CD.argmax(-1))
+        parents_CWR, rows_CKR = candidates.parents_MWR, F.embedding(self._top_CK, candidates.table_DR)
+        self.inputs = [one.detach().to(logits_CD.dtype).requires_grad_() for one in (parents_CWR, rows_CKR)]
+        candidates = replace(candidates, parents_MWR=self.inputs[0])
+        return candidate_loss(self._loss, logits_CD, target_probs_CD, candidates, self._top_CK, self.inputs[1])
 
-    def add(self, parents_CWR: Tensor, rows_CKR: Tensor) -> None:
+    def add(self, parents_CWR: Tensor, rows_CKR: Tensor, block: slice, chunk: slice) -> None:
         """Add the gradients of the last chunk's inputs."""
-        self._parents_CWR.copy_(parents_CWR)
+        self.gradients[0][block][chunk] = parents_CWR
         self.gradients[1].index_add_(0, self._top_CK.flatten(), rows_CKR.flatten(0, 1))
 
 

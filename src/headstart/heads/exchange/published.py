@@ -32,6 +32,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import product
 from typing import Any
 
 import torch
@@ -53,9 +54,8 @@ EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 MARKOV_EMBEDDING, MARKOV_LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
 """DSpark's Markov head."""
-PREDECESSORS, SUCCESSORS, SELECTOR = (
-    f"candidate_selector.{name}" for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
-)
+PREDECESSORS, SUCCESSORS = (f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+SELECTOR = "candidate_selector.hidden_projection.weight"
 """DFlash 2's pairwise scores."""
 
 BLOCKS = frozenset({Layout.DFLASH, Layout.DFLASH2, Layout.DSPARK})
@@ -98,8 +98,8 @@ class Published:
         causal: whether slots do not see later ones, in the layers with a sliding window if there are any, else in all.
         markov_rank: rank of the map from each drafted token to the next one's logits.
         confidence: whether there is a confidence head.
-        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: sizes of DFlash 2's convolutions and pairwise
-            scores.
+        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: sizes of DFlash 2.
+        output_multiplier, final_logit_softcapping: scale and cap of the target's logits, for DFlash 2.
     """
 
     layout: Layout
@@ -128,6 +128,8 @@ class Published:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
 
     @property
     def draft_width(self) -> int:
@@ -190,7 +192,10 @@ class Published:
         fused = {"fc.weight": (size, count * size), **layers, "norm.weight": (size,)}
         if self.layout in BLOCKS:
             if self.layout is Layout.DFLASH2:
-                fused |= self._of_convolutions()
+                taps, groups = self.conv_kernel_size, size // self.conv_group_size
+                for number, part in product(range(self.num_layers), ("attention", "mlp")):
+                    fused[f"layers.{number}.{part}_conv.base_kernel"] = (2, taps, size)
+                    fused[f"layers.{number}.{part}_conv.kernel_projection.weight"] = (2 * taps * groups, size)
                 fused |= dict.fromkeys((PREDECESSORS, SUCCESSORS), (self.vocab_size, self.selector_rank))
                 fused[SELECTOR] = (self.selector_rank, size)
             if rank := self.markov_rank:
@@ -203,13 +208,6 @@ class Published:
         if self.norm_before_fc:
             fused["input_norm.weight"] = (count * size,)
         return {**fused, "layers.0.hidden_norm.weight": (size,), LM_HEAD: (self.draft_width, size)}
-
-    def _of_convolutions(self) -> dict[str, tuple[int, ...]]:
-        size, taps = self.hidden_size, self.conv_kernel_size
-        names = [f"layers.{number}.{part}_conv" for number in range(self.num_layers) for part in ("attention", "mlp")]
-        projected = 2 * taps * (size // self.conv_group_size)
-        projections = {f"{name}.kernel_projection.weight": (projected, size) for name in names}
-        return {**{f"{name}.base_kernel": (2, taps, size) for name in names}, **projections}
 
     def _of_layer(self, number: int) -> dict[str, tuple[int, ...]]:
         assert self.layer is not None, "these heads have decoder layers"
@@ -231,11 +229,10 @@ class Published:
         return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_OF_BLOCKS = (
-    *("block_size", "mask_token_id", "sliding_window", "full_layers", "causal", "markov_rank", "confidence"),
-    *OF_DFLASH2,
-)
+_BLOCK_SIZES = ("block_size", "mask_token_id", "sliding_window", "full_layers", "causal", "markov_rank", "confidence")
+DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DFLASH2_LOGITS = ("output_multiplier", "final_logit_softcapping")
+_OF_BLOCKS = (*_BLOCK_SIZES, *DFLASH2_SIZES, *DFLASH2_LOGITS)
 _LAYERS = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", "qk_norm")
 SHARED = (*_LAYERS, *_OF_BLOCKS)
 """Fields that family configs have under the same name."""

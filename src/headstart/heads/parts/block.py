@@ -1,4 +1,4 @@
-"""Base of block drafters (DFlash, DFlash 2, DSpark): one forward over a block, with the target's states as keys and values.
+"""Base of block drafters: one forward over a block, with the target's states as keys and values.
 
 Every layer attends over a context and a block. The *context* is one vector per token that the target has read: outputs
 of some target layers, fused by a linear map and a norm. Each layer maps it to keys and values without the input norm.

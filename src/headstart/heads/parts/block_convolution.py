@@ -1,10 +1,9 @@
 """Block layers with short convolutions over the slots, around attention and MLP (DFlash 2).
 
-A slot's coefficients are a trained kernel for each channel plus a linear map of the sublayer's normed input for each
-group of channels. One set convolves the sublayer's input, another its output. Slots before the block count as zero.
+A slot's coefficients are a kernel for each channel plus a linear map of the sublayer's normed input for each group of
+channels. One set convolves the sublayer's input, another its output. Slots before the block count as zero.
 
-Shape suffixes: B rows, X slots of a row's blocks, A blocks, K slots of a block, E hidden size, G groups, c channels of a
-group.
+Shape suffixes: B rows, X slots of a row's blocks, A blocks, K slots of a block, E hidden size, G groups, c channels.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ _INPUT, _OUTPUT = 0, 1
 class ConvolvedConfig(BlockConfig):
     """Settings of heads that draft a block with convolutions."""
 
-    conv_kernel_size: int = Field(
-        2, ge=1, le=8, description="Slots that a convolution reads: a slot and the ones before it."
-    )
+    conv_kernel_size: int = Field(2, ge=1, description="Slots that a convolution reads: the slot and ones before it.")
     conv_group_size: int = Field(
         16, ge=1, description="Channels that share the input-dependent part of their kernel; divides the hidden size."
     )
@@ -34,14 +31,8 @@ class ConvolvedConfig(BlockConfig):
         super().check()
         if self.hidden_size % self.conv_group_size:
             raise UserError(
-                f"heads.conv_group_size is {self.conv_group_size}, which does not divide the hidden size "
-                f"{self.hidden_size}.",
+                f"heads.conv_group_size {self.conv_group_size} does not divide the hidden size {self.hidden_size}.",
                 "Set heads.conv_group_size to a divisor, for example 8.",
-            )
-        if self.conv_kernel_size > self.block_size:
-            raise UserError(
-                f"heads.conv_kernel_size is {self.conv_kernel_size}, and a block has {self.block_size} slots.",
-                "Lower heads.conv_kernel_size; 2 is usual.",
             )
 
 
@@ -50,22 +41,21 @@ class Convolution(nn.Module):
 
     def __init__(self, config: ConvolvedConfig) -> None:
         super().__init__()
-        self.block_size, self.taps = config.block_size, config.conv_kernel_size
-        self.groups = config.hidden_size // config.conv_group_size
-        base_kernel = torch.zeros(2, self.taps, config.hidden_size)
-        base_kernel[:, 0] = 1
-        self.base_kernel = nn.Parameter(base_kernel)
-        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+        size, self.taps, self.block_size = config.hidden_size, config.conv_kernel_size, config.block_size
+        self.groups = size // config.conv_group_size
+        identity = torch.arange(self.taps)[:, None] == 0
+        self.base_kernel = nn.Parameter(identity.float().expand(2, self.taps, size).clone())
+        self.kernel_projection = nn.Linear(size, 2 * self.taps * self.groups, bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, side: int, normed_BXE: Tensor, x_BXE: Tensor) -> Tensor:
         """Convolve a sublayer's input or output, given its normed input."""
-        dynamic_BXe = F.linear(normed_BXE, self.kernel_projection.weight.chunk(2)[side])
-        dynamic = dynamic_BXe.unflatten(1, (-1, self.block_size)).unflatten(-1, (self.taps, self.groups, 1))
+        dynamic = F.linear(normed_BXE, self.kernel_projection.weight.chunk(2)[side])
+        dynamic = dynamic.unflatten(1, (-1, self.block_size)).unflatten(-1, (self.taps, self.groups, 1))
         base = self.base_kernel[side].unflatten(-1, (self.groups, -1)).to(x_BXE.dtype)
         x_BAKGc = x_BXE.unflatten(1, (-1, self.block_size)).unflatten(-1, (self.groups, -1))
         output = (base[0] + dynamic[:, :, :, 0]) * x_BAKGc
-        for tap in range(1, self.taps):
+        for tap in range(1, min(self.taps, self.block_size)):
             before = F.pad(x_BAKGc[:, :, :-tap], (0, 0, 0, 0, tap, 0))
             output = output + (base[tap] + dynamic[:, :, :, tap]) * before
         return output.flatten(-2).flatten(1, 2)
@@ -98,8 +88,5 @@ class ConvolvedLayer(BlockLayer):
         return stream_BTE
 
     def by_published_name(self, number: int) -> dict[str, Tensor]:
-        tensors = super().by_published_name(number)
-        for name in ("attention_conv", "mlp_conv"):
-            weights = getattr(self, name).named_parameters()
-            tensors |= {f"layers.{number}.{name}.{part}": weight for part, weight in weights}
-        return tensors
+        weights = {name: weight for name, weight in self.named_parameters() if "_conv." in name}
+        return super().by_published_name(number) | {f"layers.{number}.{name}": one for name, one in weights.items()}

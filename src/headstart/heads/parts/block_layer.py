@@ -37,9 +37,7 @@ class BlockConfig(LayerConfig):
     """Settings of heads that draft a block in one pass."""
 
     num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
-    block_size: int = Field(
-        8, ge=2, le=64, description="Slots of a block; dflash and dflash2 do not draft from the first one."
-    )
+    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; only dspark drafts from the first one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers to read, as indices of transformers' hidden_states, ascending and below the "

@@ -31,12 +31,23 @@ _BLOCK = 8192
 
 
 class LevelwiseBlockHead(SolvedBlockHead):
-    """Block drafter with logits that depend on the slot and on the token before it."""
+    """Block drafter with logits that depend on the slot and on the token before it.
+
+    Attributes:
+        drafts_name: published name of `drafts_DR`.
+    """
+
+    drafts_name: ClassVar[str]
 
     @property
     @abstractmethod
     def parents_VR(self) -> Tensor:
         """Table of the parents."""
+
+    @property
+    @abstractmethod
+    def drafts_DR(self) -> Tensor:
+        """Table of the drafts."""
 
     @abstractmethod
     def logits_after(self, product_BD: Tensor, hidden_BE: Tensor, parents_BWR: Tensor) -> Tensor:

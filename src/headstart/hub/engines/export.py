@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from headstart.errors import UserError, nearest
-from headstart.heads.exchange.published import MARKOV_LM_HEAD, SUCCESSORS, Published, digest
+from headstart.heads.exchange.published import MARKOV_LM_HEAD, SUCCESSORS, Layout, Published, digest
 from headstart.heads.io import heads_folder
 from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, is_untuned, write_engine_card
 from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings
@@ -163,7 +163,10 @@ def publish(
     facts = facts_of_heads(folder, None if isinstance(target, FrozenModel) else target, trust_remote_code)
     if built.publishing_reads_target:
         built.bind(target if isinstance(target, FrozenModel) else _load(facts, "float32"))
-    return built.float().publish().with_context(facts.context), facts
+    published, logits = built.float().publish().with_context(facts.context), facts.logits
+    if published.layout is Layout.DFLASH2 and _spec(facts):  # scores add to the target's logits
+        published = replace(published, output_multiplier=logits.scale, final_logit_softcapping=logits.cap or 0.0)
+    return published, facts
 
 
 def _embeddings(target: FrozenModel | str | None, facts: TargetFacts) -> torch.Tensor:

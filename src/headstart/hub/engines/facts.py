@@ -43,7 +43,7 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
         trust_remote_code=trust_remote_code,
         chat_template_kwargs=target.chat_template_kwargs,
         context=_context(config),
-        logits=LogitTransform.of(config),
+        logits=LogitTransform.of(config.get_text_config() if config else None),
         architectures=tuple(getattr(config, "architectures", None) or ()),
         tokens={name: number for name in _SPECIAL if isinstance(number := getattr(config, name, None), int)},
     )

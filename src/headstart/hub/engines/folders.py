@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, OF_DFLASH2, Layout, Published
+from headstart.heads.exchange.published import (
+    BLOCKS,
+    DFLASH2_LOGITS,
+    DFLASH2_SIZES,
+    EMBEDDINGS,
+    LM_HEAD,
+    Layout,
+    Published,
+)
 from headstart.hub.engines.base import (
     DFLASH,
     DFLASH2,
@@ -33,7 +41,7 @@ from headstart.hub.engines.base import (
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, checkpoint_of, offsets, open_checkpoint
 from headstart.hub.engines.faults import checkpoint_faults
 from headstart.hub.engines.known_engines import usual_drafts
-from headstart.hub.engines.parsing import LOGIT_KEYS, SPECULATORS, logit_keys, read_published
+from headstart.hub.engines.parsing import SPECULATORS, read_published
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import write_json, write_tensors
 
@@ -176,8 +184,7 @@ def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_archi
             if stored.layout is Layout.DFLASH:
                 config |= {"architectures": [DFLASH], "dflash_config": reads}
             elif stored.layout is Layout.DFLASH2:
-                scale_and_cap = zip(LOGIT_KEYS, logit_keys(facts), strict=True)
-                reads |= {**_dflash2_keys(stored), **{name: one for name, one in scale_and_cap if one is not None}}
+                reads |= {name: getattr(stored, name) for name in (*DFLASH2_SIZES, *DFLASH2_LOGITS)}
                 config |= {"architectures": [DFLASH2], "dflash_config": reads}
             else:
                 config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(stored)}
@@ -244,6 +251,9 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
     if published.layout not in BLOCKS:
         problem = f"speculators has EAGLE-3 heads and block drafters, and these are {kind_of(published)} heads."
         raise UserError(problem, "Export them with --format vllm.")
+    if (published.output_multiplier, published.final_logit_softcapping) != (1, 0):
+        problem = "speculators' configs of DFlash 2 have no place for the target's scale and cap of logits."
+        raise UserError(problem, "Export them with --format vllm.")
     return {
         "architectures": [SPECULATORS[published.layout]],
         "speculators_model_type": str(published.layout),
@@ -256,7 +266,7 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
         "sliding_window_non_causal": not published.causal,
         "target_hidden_size": published.hidden_size,
         **(_markov_keys(published) if published.layout is Layout.DSPARK else {}),
-        **(_dflash2_keys(published) if published.layout is Layout.DFLASH2 else {}),
+        **{name: getattr(published, name) for name in DFLASH2_SIZES if published.layout is Layout.DFLASH2},
     }
 
 
@@ -269,10 +279,6 @@ def _eagle3_keys(published: Published) -> dict[str, Any]:
         "fc_norm": published.aux_norms,
         "norm_output": published.norm_output,
     }
-
-
-def _dflash2_keys(published: Published) -> dict[str, Any]:
-    return {name: getattr(published, name) for name in OF_DFLASH2}
 
 
 def _markov_keys(published: Published) -> dict[str, Any]:

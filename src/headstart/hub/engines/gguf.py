@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, OF_DFLASH2, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Note, note_of
 from headstart.hub.engines.faults import changed, engine_limits, short_context
 from headstart.hub.engines.gguf_file import (
@@ -19,8 +19,8 @@ from headstart.hub.engines.gguf_file import (
     BLOCK,
     CAUSAL,
     D2T,
+    DFLASH2_KEYS,
     FACTORS,
-    LOGIT_KEYS,
     MASK,
     SLIDING,
     WINDOW,
@@ -35,7 +35,7 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.known_engines import LESS_CAUSAL, LLAMA_CPP
-from headstart.hub.engines.parsing import are_tokens, check_logits, logit_keys
+from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.model.loading import gguf_library, read_gguf
 
@@ -57,9 +57,7 @@ class Gguf(Format):
 
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
         if published.layout not in ARCHITECTURES:
-            problem = (
-                f"llama.cpp drafts with EAGLE-3, DFlash (2) and DSpark heads, not with {kind_of(published)} heads."
-            )
+            problem = f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, not with {kind_of(published)} heads."
             raise UserError(problem, "Train eagle3, dflash, dflash2 or dspark heads for it.")
         return _limits(published, facts, None)
 
@@ -73,9 +71,7 @@ class Gguf(Format):
         return file_of(folder) is not None
 
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        file = GgufFile(folder)
-        _check_logits(file, facts)
-        return read_heads(file)
+        return read_heads(GgufFile(folder))
 
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
         return _faults(GgufFile(folder), facts)
@@ -88,11 +84,9 @@ def _limits(settings: Published, facts: TargetFacts | None, note: Note | None) -
         yield problem, "Train with a heads.mask_token_id of the target's vocabulary."
     if settings.layout in BLOCKS and len(set(settings.causal_layers)) > 1:
         yield "llama.cpp runs all layers of a block causally or none, and these heads some.", LESS_CAUSAL
-    size, count = settings.hidden_size, settings.selector_top_k
-    if size < count * (count + 1):
-        problem = (
-            f"llama.cpp needs a hidden size of {count * (count + 1)} for {count} candidates, and these have {size}."
-        )
+    count, size = settings.selector_top_k, settings.hidden_size
+    if size < (least := count * (count + 1)):
+        problem = f"llama.cpp needs a hidden size of {least} for {count} candidates, and these have {size}."
         yield problem, "Train with a lower heads.selector_top_k, or serve with vLLM (--format vllm)."
     model_type = facts.model_type if facts is not None else (note.target if note else {}).get("model_type")
     if model_type and model_type not in HOOKS:
@@ -102,17 +96,11 @@ def _limits(settings: Published, facts: TargetFacts | None, note: Note | None) -
 
 def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
     settings, note = read_settings(file), file.note
-    _check_logits(file, facts)
     faults = [*_limits(settings, facts, note), *short_context(settings, facts)]
     faults += [*wrong_tensors(settings, file.shapes), *_wrong_keys(file, settings)]
     yield from faults
     if not faults and note is not None:
         yield from changed(read_heads(file), note, facts)
-
-
-def _check_logits(file: GgufFile, facts: TargetFacts | None) -> None:
-    if facts is not None and f"{BLOCK}.selector_rank" in file.fields:
-        check_logits(*(file.value(f"{BLOCK}.{name}") for name in LOGIT_KEYS), facts)
 
 
 def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
@@ -142,7 +130,7 @@ def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Store
     types = gguf.GGUFValueType
     writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])
     writer.add_name(f"Draft heads for {facts.name}")
-    keys = _keys(published, facts)
+    keys = _keys(published)
     kinds = {bool: types.BOOL, int: types.UINT32, float: types.FLOAT32, str: types.STRING, list: types.ARRAY}
     for key, content in keys.items():
         writer.add_key_value(key, content, kinds[type(content)])
@@ -160,7 +148,7 @@ def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Store
     writer.close()
 
 
-def _keys(published: Published, facts: TargetFacts) -> dict[str, Any]:
+def _keys(published: Published) -> dict[str, Any]:
     layer, of = published.layer, ARCHITECTURES[published.layout]
     assert layer is not None, "these heads have decoder layers"
     rope = layer.rope_parameters
@@ -189,9 +177,7 @@ def _keys(published: Published, facts: TargetFacts) -> dict[str, Any]:
         }
     keys |= {f"{of}.block_size": published.block_size, MASK: published.mask_token_id}
     if published.layout is Layout.DFLASH2:
-        keys |= {f"{of}.{name}": getattr(published, name) for name in OF_DFLASH2}
-        scale_and_cap = zip(LOGIT_KEYS, logit_keys(facts), strict=True)
-        keys |= {f"{of}.{name}": value for name, value in scale_and_cap if value is not None}
+        keys |= {f"{of}.{key}": getattr(published, name) for name, key in DFLASH2_KEYS.items()}
     if published.sliding_window:
         keys |= {f"{of}.{WINDOW}": published.sliding_window, f"{of}.{SLIDING}": published.sliding}
     if published.causal:
@@ -202,7 +188,7 @@ def _keys(published: Published, facts: TargetFacts) -> dict[str, Any]:
 
 
 def _stored(published: Published, dtype: str) -> _Stored:
-    """Quantise matrices. Other tensors stay in float32, and for q8_0 also matrices with rows not divisible into blocks."""
+    """Quantise matrices, for q8_0 only those with rows divisible into blocks. Other tensors stay in float32."""
     gguf = gguf_library()
     kinds = gguf.GGMLQuantizationType
     chosen = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]

@@ -23,10 +23,11 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.exchange.published import (
     BLOCKS,
+    DFLASH2_LOGITS,
+    DFLASH2_SIZES,
     LM_HEAD,
     MARKOV_EMBEDDING,
     MARKOV_LM_HEAD,
-    OF_DFLASH2,
     PREDECESSORS,
     SELECTOR,
     SUCCESSORS,
@@ -83,8 +84,8 @@ _REFUSED = (
 """Key prefixes of unsupported variants."""
 WINDOW, SLIDING, CAUSAL = (f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern", "causal"))
 """Keys of block drafters: window size, which layers slide, and whether all layers are causal."""
-LOGIT_KEYS = ("logit_scale", "final_logit_softcapping")
-"""Keys of the target's scale and cap of logits, which DFlash 2's scores add to."""
+DFLASH2_KEYS = {**{name: name for name in (*DFLASH2_SIZES, *DFLASH2_LOGITS)}, "output_multiplier": "logit_scale"}
+"""DFlash 2's keys by setting."""
 
 
 def tensor_names(published: Published) -> dict[str, str]:
@@ -194,8 +195,10 @@ def read_settings(file: GgufFile) -> Published:
     layout, steps, of_block = Layout.EAGLE3, note.steps if note and note.steps else 5, dict[str, Any]()
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
-        if _SELECTOR in file.tensors or any(f"{BLOCK}.{name}" in file.fields for name in OF_DFLASH2):
-            layout, of_block = Layout.DFLASH2, {name: int(file.setting(name)) for name in OF_DFLASH2}
+        if _SELECTOR in file.tensors or any(f"{BLOCK}.{name}" in file.fields for name in DFLASH2_SIZES):
+            layout, of_block = Layout.DFLASH2, {name: int(file.setting(name)) for name in DFLASH2_SIZES}
+            of_block["output_multiplier"] = file.value(f"{BLOCK}.logit_scale") or 1.0
+            of_block["final_logit_softcapping"] = file.value(f"{BLOCK}.final_logit_softcapping", 0.0)
         block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
         steps = block_size - (layout is not Layout.DSPARK)
         causal, window = bool(file.value(f"{BLOCK}.{CAUSAL}", False)), int(file.value(f"{BLOCK}.{WINDOW}", 0))
@@ -225,18 +228,14 @@ def read_settings(file: GgufFile) -> Published:
 
 
 def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
-    of, own = file.architecture, (*OF_DFLASH2, *LOGIT_KEYS)
-    names = [key.removeprefix(f"{of}.") for key in file.fields]
+    of, known = file.architecture, set(DFLASH2_KEYS.values()) if layout is Layout.DFLASH2 else set()
+    names = {key.removeprefix(f"{of}.") for key in file.fields} - known
     usual: dict[str, tuple[Any, ...]] = {
         "rope.scaling.type": ("none", "linear"),
         "rope.dimension_count": (head_dim,),
         **({WINDOW: (0,)} if layout is Layout.EAGLE3 else {}),
         **({"sample_from_anchor": (True,)} if layout is Layout.DSPARK else {}),
-        **{
-            name: ()
-            for name in names
-            if name.startswith(_REFUSED) and (layout is not Layout.DFLASH2 or name not in own)
-        },
+        **{name: () for name in names if name.startswith(_REFUSED)},
     }
     for key, values in usual.items():
         if ((value := file.value(f"{of}.{key}")) and value not in values) or (value is False and True in values):

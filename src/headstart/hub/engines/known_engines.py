@@ -73,6 +73,7 @@ class EngineTraits:
     remarks: Callable[[Published], list[str]] = lambda _: []
 
 
+_DFLASH = {Layout.DFLASH: (DFLASH,), Layout.DFLASH2: (DFLASH2,)}
 LESS_CAUSAL = "Export with another --format, or train with heads.causal=false."
 OURS = EngineTraits("headstart", when_missing="needs it")
 
@@ -101,10 +102,7 @@ _ON_GPUS = (
     "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and cannot serve them as DFlash heads, where slots "
     "draft their own positions: on a CPU use llama.cpp (--format gguf)."
 )
-_DFLASH2_ON_GPUS = (
-    "vLLM drafts with DFlash 2 heads on GPUs alone (V2 model runner); its other runner leaves out the pairwise scores: "
-    "on a CPU use llama.cpp (--format gguf)."
-)
+_DFLASH2_ON_GPUS = "vLLM drafts with DFlash 2 heads on GPUs alone (V2 model runner), elsewhere without pairwise scores."
 _TWO_KINDS = (
     "vLLM runs blocks with both sliding and full layers in its newer model runner alone "
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
@@ -191,7 +189,7 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 
 def _method(published: Published) -> str:
-    """Return the layout's name in vLLM and llama.cpp, which recognise DFlash 2 by its files."""
+    """Return the method's name in vLLM and llama.cpp, which tell DFlash 2 by its files."""
     return str(Layout.DFLASH if published.layout is Layout.DFLASH2 else published.layout)
 
 
@@ -249,8 +247,7 @@ _VLLM = EngineTraits(
     {
         Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
         Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
-        Layout.DFLASH: (DFLASH,),
-        Layout.DFLASH2: (DFLASH2,),
+        **_DFLASH,
         Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
         Layout.MEDUSA: ("MedusaModel",),
     },
@@ -282,8 +279,7 @@ def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 
 def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
-    algorithms = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH", Layout.DFLASH2: "DFLASH"}
-    algorithm = algorithms.get(published.layout, "EAGLE")
+    algorithm = {Layout.EAGLE3: "EAGLE3", **dict.fromkeys(_DFLASH, "DFLASH")}.get(published.layout, "EAGLE")
     words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *facts.server_options]
     count = max(drafts.values())
     words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
@@ -292,23 +288,16 @@ def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mappi
     return [*words, "--speculative-num-draft-tokens", str(count + 1)]  # counts the root
 
 
-_NEWER_SGLANG = "SGLang drafts with DFlash 2 heads in versions after 0.5.18."
-
 _SGLANG = EngineTraits(
     "sglang",
-    {
-        Layout.EAGLE3: (EAGLE3,),
-        Layout.EAGLE: (SGLANG_EAGLE,),
-        Layout.DFLASH: (DFLASH,),
-        Layout.DFLASH2: (DFLASH2,),
-    },
+    {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), **_DFLASH},
     when_unknown="ignores it",
     last_layer_unread=frozenset({Layout.EAGLE3}),
     ignored=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc", "qk_norm"),
     has_fc_bias=True,
     faults={Layout.EAGLE3: _eagle3_in_sglang, **dict.fromkeys(BLOCKS, _block_in_sglang)},
     command=_sglang,
-    remarks=lambda published: [_NEWER_SGLANG] if published.layout is Layout.DFLASH2 else [],
+    remarks=lambda one: ["SGLang drafts with DFlash 2 heads after 0.5.18."] if one.layout is Layout.DFLASH2 else [],
 )
 
 # -- speculators -------------------------------------------------------------------------------------------------------

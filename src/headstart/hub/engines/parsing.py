@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import isclose
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.exchange.published import (
     BLOCKS,
+    DFLASH2_LOGITS,
+    DFLASH2_SIZES,
     EMBEDDINGS,
     LM_HEAD,
-    OF_DFLASH2,
     LayerSizes,
     Layout,
     Published,
@@ -75,12 +75,7 @@ _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     ),
 }
 """Known settings of drafter sections, with the supported values; empty for any."""
-LOGIT_KEYS = ("output_multiplier", "final_logit_softcapping")
-"""Settings of the target's scale and cap of logits."""
-_OF_DFLASH2: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys((*OF_DFLASH2, *LOGIT_KEYS), ()),
-    "input_embedding_scale": (1, 1.0),
-}
+_OF_DFLASH2 = {**dict.fromkeys((*DFLASH2_SIZES, *DFLASH2_LOGITS), ()), "input_embedding_scale": (1, 1.0)}
 """Further settings of a section for DFlash 2."""
 
 
@@ -93,7 +88,7 @@ def _layout(checkpoint: Checkpoint) -> Layout:
     if kinds & _DSPARK or any(name.startswith("markov_head.") for name in names):
         return Layout.DSPARK
     selects = any(name.startswith("candidate_selector.") or "_conv." in name for name in names)
-    if kinds & _DFLASH2 or selects or any(block_setting(config, name) is not None for name in OF_DFLASH2):
+    if kinds & _DFLASH2 or selects or any(block_setting(config, name) is not None for name in DFLASH2_SIZES):
         return Layout.DFLASH2
     if kinds & _DFLASH or "dflash_config" in config or {"hidden_norm.weight", "fc.weight"} <= names.keys():
         return Layout.DFLASH
@@ -200,7 +195,7 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     first = int(layout is not Layout.DSPARK)
     block_size = whole(block_setting(config, "block_size"), "block_size", 1 + first, 64)
     rank = block_setting(config, "markov_rank") or 0
-    _refuse_block_variants(checkpoint, layout, vocab, facts)
+    _refuse_block_variants(checkpoint, layout, vocab)
     return Published(
         layout=layout,
         hidden_size=whole(config.get("hidden_size"), "hidden_size"),
@@ -215,22 +210,18 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         **_windows(checkpoint, layers, block_size),
         markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
-        **(_dflash2_sizes(config) if layout is Layout.DFLASH2 else {}),
+        **(_dflash2_settings(config) if layout is Layout.DFLASH2 else {}),
     )
 
 
-def _dflash2_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Read the sizes of DFlash 2's convolutions and pairwise scores."""
-    sizes = {name: whole(block_setting(config, name), name, maximum=1 << 14) for name in OF_DFLASH2}
-    if config["hidden_size"] % sizes["conv_group_size"]:
-        problem = (
-            f"conv_group_size is {sizes['conv_group_size']}, which does not divide {config['hidden_size']} channels."
-        )
-        raise UserError(problem, FETCH)
-    return sizes
+def _dflash2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {name: whole(block_setting(config, name), name, maximum=1 << 14) for name in DFLASH2_SIZES}
+    if config["hidden_size"] % (group := sizes["conv_group_size"]):
+        raise UserError(f"conv_group_size is {group}, which does not divide {config['hidden_size']} channels.", FETCH)
+    return sizes | {name: float(block_setting(config, name) or name == "output_multiplier") for name in DFLASH2_LOGITS}
 
 
-def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int, facts: TargetFacts | None) -> None:
+def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> None:
     config = checkpoint.settings
     count, anchor = config.get("draft_vocab_size", vocab), samples_from_anchor(config, layout)
     if count not in (None, vocab):
@@ -247,28 +238,8 @@ def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int, f
     with_markov = block_setting(config, "confidence_head_with_markov")
     if block_setting(config, "enable_confidence_head") and with_markov is False:
         raise UserError("The checkpoint's confidence head ignores the previous token (headstart's reads it).", ANOTHER)
-    if layout is Layout.DFLASH2 and facts is not None:
-        check_logits(*(block_setting(config, name) for name in LOGIT_KEYS), facts)
     if (checkpoint.folder / _MASK).exists():
         raise UserError(f"The checkpoint has a separate embedding for the mask token ({_MASK}).", ANOTHER)
-
-
-def logit_keys(facts: TargetFacts) -> tuple[float | None, float | None]:
-    """Return the target's scale and cap of logits, None for no effect. DFlash 2 adds its scores to such logits."""
-    scale = facts.logits.scale
-    return None if scale == 1 else scale, facts.logits.cap
-
-
-def check_logits(scale: float | None, cap: float | None, facts: TargetFacts) -> None:
-    """Raise a UserError for a scale and a cap that are not the target's."""
-    (our_scale, our_cap), single = logit_keys(facts), 1e-6  # GGUF files hold float32
-    pairs = ((scale or 1, our_scale or 1), (cap or 0, our_cap or 0))
-    if not all(isclose(theirs, ours, rel_tol=single) for theirs, ours in pairs):
-        raise UserError(
-            f"The heads scale logits by {scale or 1:g} and cap them at {cap or 0:g} (0: no cap), and {facts.name} by "
-            f"{our_scale or 1:g} and at {our_cap or 0:g}.",
-            "Name the target that the heads were trained on with --target.",
-        )
 
 
 def _missing(checkpoint: Checkpoint, name: str, defaults: str) -> UserError:
