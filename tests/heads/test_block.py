@@ -232,7 +232,7 @@ def test_the_markov_head_reads_the_nodes_token_alone(target: Target) -> None:
     heads.draft_step(session, torch.tensor([[8]]), zero[:, :1], 0)
     for depth, tokens in ((1, [7, 30]), (2, [12, 7])):
         logits_WD = heads.draft_step(session, torch.tensor([tokens]), zero, depth)[0]
-        added_WD = heads.markov_embedding_VR[tokens] @ heads.markov_lm_head_DR.T
+        added_WD = heads.parents_VR[tokens] @ heads.drafts_DR.T
         alone_D = linear(session.hidden_BSE[0, depth], heads.lm_head_DE)
         torch.testing.assert_close(logits_WD, alone_D + added_WD, rtol=1e-4, atol=1e-4)
 

@@ -28,10 +28,10 @@ from headstart.train.fused_loss import (
     batch_loss,
     choose_loss_tokens,
     sum_losses,
-    sum_losses_plain,
 )
 from headstart.train.losses import LOSSES, candidate_loss, smooth_l1
 from tests.spies import spy
+from tests.train.plain_loss import sum_losses_plain
 from tests.train.stores import two_texts
 from tests.train.test_long_texts import Largest
 

@@ -9,8 +9,8 @@ The first slot's parent is the root. Other tokens are not drafted.
 >>> heads = DFlash2Head(DFlash2Config(hidden_size=4, vocab_size=20, num_attention_heads=1, num_key_value_heads=1,
 ...     head_dim=4, intermediate_size=4, aux_layers=(1,), block_size=3, mask_token_id=8, conv_group_size=2,
 ...     selector_rank=1, selector_top_k=8))
->>> _ = heads.predecessor_codebook_VR.data.copy_(torch.arange(20.0)[:, None])
->>> _ = heads.successor_codebook_DR.data[19].fill_(2.0), heads.hidden_projection_RE.data.fill_(0.5)
+>>> _ = heads.parents_VR.data.copy_(torch.arange(20.0)[:, None])
+>>> _ = heads.drafts_DR.data[19].fill_(2.0), heads.slot_map_RE.data.fill_(0.5)
 >>> parents_BWR = heads.embed_parents(torch.tensor([[3, 10]]), torch.zeros(1))
 >>> logits_BWD = heads.logits_after(torch.arange(20.0)[None], torch.ones(1, 4), parents_BWR)
 >>> logits_BWD[0, :, [11, 12, 18, 19]].tolist()  # the second child's score is 19 + 2 * 0.5 * 4 * parent
@@ -59,74 +59,44 @@ class DFlash2Head(LevelwiseBlockHead):
     Layer: ClassVar[type[BlockLayer]] = ConvolvedLayer
     publishes: ClassVar[Layout | None] = Layout.DFLASH2
     continues: ClassVar[str] = "dflash"
-    drafts_name: ClassVar[str] = SUCCESSORS
+    tables: ClassVar[tuple[str, str]] = (PREDECESSORS, SUCCESSORS)
     config: DFlash2Config
 
     def __init__(self, config: DFlash2Config) -> None:
-        super().__init__(config)
-        rank, size = config.selector_rank, config.hidden_size
-        # Like LoRA, one factor starts at zero.
-        self.predecessor_codebook_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank), rank > 0)
-        self.successor_codebook_DR = nn.Parameter(torch.zeros(config.draft_width, rank), rank > 0)
-        self.hidden_projection_RE = nn.Parameter(torch.randn(rank, size) * size**-0.5, rank > 0)
+        super().__init__(config, config.selector_rank)
+        size = config.hidden_size
+        self.slot_map_RE = nn.Parameter(torch.randn(self.rank, size) * size**-0.5, self.rank > 0)
 
     @property
-    def first_slot(self) -> int:
-        return 1
-
-    @property
-    def markov_rank(self) -> int:
-        return self.config.selector_rank
-
-    @property
-    def parents_VR(self) -> Tensor:
-        return self.predecessor_codebook_VR
-
-    @property
-    def drafts_DR(self) -> Tensor:
-        return self.successor_codebook_DR
+    def max_children(self) -> int:
+        return min(super().max_children, self.config.selector_top_k if self.rank else self.config.vocab_size)
 
     def start_markov(self, axes_ER: Tensor, map_RI: Tensor, stream_ME: Tensor) -> None:
-        """Also set the projection of the slot to a constant, as far as a linear map of the LM head's input can."""
+        """Also let the slots' vectors be ones, as far as a linear map of the LM head's input can."""
         super().start_markov(axes_ER, map_RI, stream_ME)
         ridge = Ridge()
         ridge.add(rms_norm(self.norm, stream_ME), torch.ones(len(stream_ME), 1))
-        self.hidden_projection_RE[: len(map_RI)] = ridge.solve().to(self.hidden_projection_RE)
+        self.slot_map_RE[: len(map_RI)] = ridge.solve().to(self.slot_map_RE)
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
-        if not self.config.selector_rank:
-            yield from super().unroll(batch)
-            return
         for slots, parents_MR in self.slots_and_parents(batch):
             yield replace(slots, candidates=self.candidates(slots.hidden_MH, parents_MR[:, None]))
 
     def logits_after(self, product_BD: Tensor, hidden_BE: Tensor, parents_BWR: Tensor) -> Tensor:
-        logits_BD = self.transform_logits(product_BD)
-        if not self.config.selector_rank:
-            return logits_BD[:, None]
-        return self.candidates(hidden_BE, parents_BWR).select(logits_BD)
+        logits_BD, candidates = self.transform_logits(product_BD), self.candidates(hidden_BE, parents_BWR)
+        return logits_BD[:, None] if candidates is None else candidates.select(logits_BD)
 
-    def candidates(self, hidden_ME: Tensor, parents_MWR: Tensor) -> Candidates:
-        slots_MR = linear(hidden_ME, self.hidden_projection_RE)
-        return Candidates(slots_MR[:, None] * parents_MWR, self.successor_codebook_DR, self.config.selector_top_k)
-
-    @property
-    def max_children(self) -> int:
-        most = super().max_children
-        return min(self.config.selector_top_k, most) if self.config.selector_rank else most
+    def candidates(self, hidden_ME: Tensor, parents_MWR: Tensor) -> Candidates | None:
+        if not self.rank:
+            return None
+        slots_M1R = linear(hidden_ME, self.slot_map_RE)[:, None]
+        return Candidates(slots_M1R * parents_MWR, self.drafts_DR, self.config.selector_top_k)
 
     def by_published_name(self) -> dict[str, Tensor]:
-        return {
-            **super().by_published_name(),
-            PREDECESSORS: self.predecessor_codebook_VR,
-            SUCCESSORS: self.successor_codebook_DR,
-            SELECTOR: self.hidden_projection_RE,
-        }
+        return super().by_published_name() | {SELECTOR: self.slot_map_RE}
 
     def publish(self) -> Published:
-        if not self.config.selector_rank:
-            raise UserError(
-                "No serving engine loads dflash2 heads without pairwise scores (heads.selector_rank=0).",
-                "Train them with a heads.selector_rank, or decode with headstart.",
-            )
+        if not self.rank:
+            problem = "No serving engine loads dflash2 heads without pairwise scores (heads.selector_rank=0)."
+            raise UserError(problem, "Train them with a heads.selector_rank, or decode with headstart.")
         return super().publish()

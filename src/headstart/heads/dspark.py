@@ -16,7 +16,7 @@ The logits of a slot after a token are U + W2 W1[token], with U from the target'
 >>> heads._embedding_VE = torch.arange(9.0)[:, None].expand(9, 4)
 >>> heads.block(torch.tensor([2]), torch.zeros(1))[0, :, 0].tolist(), heads.first_slot, heads.draft_steps
 ([2.0, 8.0], 0, 2)
->>> _ = heads.markov_embedding_VR.data.copy_(torch.arange(9.0)[:, None])
+>>> _ = heads.parents_VR.data.copy_(torch.arange(9.0)[:, None])
 >>> for step in range(2):  # the preceding token (the last LM head input), and the drafted one
 ...     slots = heads.prediction(torch.zeros(1, 4), heads.lm_head_DE, torch.tensor([1]), step)
 ...     after = heads.correct(slots, heads.concat_lm_head(), heads.embed_parents(slots.teacher_M, torch.zeros(1)))
@@ -59,32 +59,13 @@ class DSparkHead(LevelwiseBlockHead):
 
     Config: ClassVar[type[HeadConfig]] = DSparkConfig
     publishes: ClassVar[Layout | None] = Layout.DSPARK
-    drafts_name: ClassVar[str] = MARKOV_LM_HEAD
+    tables: ClassVar[tuple[str, str]] = (MARKOV_EMBEDDING, MARKOV_LM_HEAD)
+    first_slot: ClassVar[int] = 0
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig) -> None:
-        super().__init__(config)
-        rank = config.markov_rank
-        # Like LoRA, one factor starts at zero.
-        self.markov_embedding_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank))
-        self.markov_lm_head_DR = nn.Parameter(torch.zeros(config.draft_width, rank))
-        self.confidence_head = nn.Linear(config.hidden_size + rank, 1) if config.confidence else None
-
-    @property
-    def first_slot(self) -> int:
-        return 0
-
-    @property
-    def parents_VR(self) -> Tensor:
-        return self.markov_embedding_VR
-
-    @property
-    def drafts_DR(self) -> Tensor:
-        return self.markov_lm_head_DR
-
-    @property
-    def markov_rank(self) -> int:
-        return self.config.markov_rank
+        super().__init__(config, config.markov_rank)
+        self.confidence_head = nn.Linear(config.hidden_size + self.rank, 1) if config.confidence else None
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         lm_head_DH = self.concat_lm_head()
@@ -105,15 +86,11 @@ class DSparkHead(LevelwiseBlockHead):
         )
 
     def concat_lm_head(self) -> Tensor:
-        return torch.cat([self.lm_head_DE, self.markov_lm_head_DR], dim=-1)
+        return torch.cat([self.lm_head_DE, self.drafts_DR], dim=-1)
 
     def logits_after(self, product_BD: Tensor, hidden_BE: Tensor, parents_BWR: Tensor) -> Tensor:
-        return self.transform_logits(product_BD[:, None] + linear(parents_BWR, self.markov_lm_head_DR))
+        return self.transform_logits(product_BD[:, None] + linear(parents_BWR, self.drafts_DR))
 
     def by_published_name(self) -> dict[str, Tensor]:
-        tensors = super().by_published_name()
-        tensors |= {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: self.markov_lm_head_DR}
-        if self.confidence_head is not None:
-            weights = self.confidence_head.named_parameters()
-            tensors |= {f"confidence_head.proj.{name}": weight for name, weight in weights}
-        return tensors
+        weights = self.confidence_head.named_parameters() if self.confidence_head is not None else ()
+        return super().by_published_name() | {f"confidence_head.proj.{name}": weight for name, weight in weights}

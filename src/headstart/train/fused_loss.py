@@ -1,7 +1,7 @@
 """Weighted sums of a batch's losses, with their gradients.
 
 `sum_losses` computes the loss and its gradients from LM head inputs in one pass over blocks of rows, so the logits of
-all predictions never exist at once. `sum_losses_plain` is its reference, the loss on the full table.
+all predictions never exist at once.
 
 Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a supervised
 token, U distinct rows of the teacher logits, M predictions of one step (or of several with one LM head), D draft
@@ -282,19 +282,6 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
     for block in _blocks(hidden_MH, lm_head_DH):
         product_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
         yield block, prediction.select(product_BD, block)
-
-
-def sum_losses_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
-    """The reference of `sum_losses`, with all logits at once."""
-    candidates, logits_MD = prediction.candidates, replace(prediction, candidates=None).logits_MD
-    logits_MD = logits_MD.to(torch.promote_types(logits_MD.dtype, torch.float32))
-    table_SD, rows_M = teacher_logits.table(teacher_logits.rows(prediction.teacher_M))
-    target_probs_MD = table_SD[rows_M].softmax(-1, dtype=logits_MD.dtype)
-    loss_M = loss(logits_MD, target_probs_MD)
-    if candidates is not None:
-        top_MK = candidates.top(logits_MD, target_probs_MD.argmax(-1))
-        loss_M = loss_M + candidate_loss(loss, logits_MD, target_probs_MD, candidates, top_MK)
-    return (weight_M * loss_M).sum()
 
 
 def sum_losses(

@@ -29,7 +29,7 @@ _UPDATE_INTERVAL = 2
 and orthogonalisation takes 25 % of a CPU step. The matrices take turns."""
 _MOMENTUM = 0.95
 _EPSILON = 1e-7
-_ADAMW_NAMES = ("lm_head", "bias", "norm", "markov", "confidence", "codebook", "base_kernel")
+_ADAMW_NAMES = ("lm_head", "bias", "norm", "confidence", "parents", "drafts", "base_kernel")
 _RMS = 0.2
 """RMS of AdamW's updates; Muon's are scaled to it, so that one learning rate serves both (arXiv 2502.16982)."""
 

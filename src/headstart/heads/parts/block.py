@@ -18,7 +18,6 @@ size.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,9 +70,14 @@ class BlockMemory(KVMemory):
 
 
 class BlockHead(GraphedHead):
-    """Fusion, layers and norm; families define the first drafting slot and the logits."""
+    """Fusion, layers and norm; families define the logits.
+
+    Attributes:
+        first_slot: the first slot that drafts; 1 if the root's slot drafts nothing.
+    """
 
     Layer: ClassVar[type[BlockLayer]] = BlockLayer
+    first_slot: ClassVar[int] = 1
     config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
@@ -88,11 +92,6 @@ class BlockHead(GraphedHead):
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
-
-    @property
-    @abstractmethod
-    def first_slot(self) -> int:
-        """The first slot that drafts: 1 if the root's slot drafts nothing."""
 
     @property
     def draft_steps(self) -> int:

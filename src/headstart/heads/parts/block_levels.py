@@ -15,12 +15,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, StepPrediction
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import linear
 from headstart.heads.parts.block import BlockMemory, BlockSession
+from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.graphed import IntArray, Level
 from headstart.heads.parts.residual import embed_normalized
@@ -34,20 +35,17 @@ class LevelwiseBlockHead(SolvedBlockHead):
     """Block drafter with logits that depend on the slot and on the token before it.
 
     Attributes:
-        drafts_name: published name of `drafts_DR`.
+        tables: published names of the tables of parents and drafts.
     """
 
-    drafts_name: ClassVar[str]
+    tables: ClassVar[tuple[str, str]]
 
-    @property
-    @abstractmethod
-    def parents_VR(self) -> Tensor:
-        """Table of the parents."""
-
-    @property
-    @abstractmethod
-    def drafts_DR(self) -> Tensor:
-        """Table of the drafts."""
+    def __init__(self, config: BlockConfig, rank: int) -> None:
+        super().__init__(config)
+        self.rank = rank
+        # Like LoRA, one factor starts at zero.
+        self.parents_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank), rank > 0)
+        self.drafts_DR = nn.Parameter(torch.zeros(config.draft_width, rank), rank > 0)
 
     @abstractmethod
     def logits_after(self, product_BD: Tensor, hidden_BE: Tensor, parents_BWR: Tensor) -> Tensor:
@@ -64,13 +62,16 @@ class LevelwiseBlockHead(SolvedBlockHead):
         self.parents_VR.data[:, :rank] *= ratio
         self.drafts_DR.data[:, :rank] = head_DR / ratio
 
+    def by_published_name(self) -> dict[str, Tensor]:
+        return super().by_published_name() | dict(zip(self.tables, (self.parents_VR, self.drafts_DR), strict=True))
+
     def publish(self) -> Published:
-        published = super().publish()
+        published, name = super().publish(), self.tables[1]
         if not self.config.draft_vocab_size:
             return published
-        every_VR = torch.zeros(self.config.vocab_size, self.drafts_DR.shape[1]).to(self.drafts_DR.dtype)
-        every_VR[self.draft_to_target_D.cpu()] = published.tensors[self.drafts_name]  # others are not corrected
-        return published.with_tensors({**published.tensors, self.drafts_name: every_VR})
+        every_VR = torch.zeros_like(published.tensors[self.tables[0]])  # other tokens are not corrected
+        every_VR[self.draft_to_target_D.cpu()] = published.tensors[name]
+        return published.with_tensors({**published.tensors, name: every_VR})
 
     def embed_parents(self, tokens: Tensor, like: Tensor) -> Tensor:
         return F.embedding(tokens, self.parents_VR).to(like)
