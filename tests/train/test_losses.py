@@ -29,7 +29,7 @@ from headstart.train.fused_loss import (
     choose_loss_tokens,
     sum_losses,
 )
-from headstart.train.losses import LOSSES, candidate_loss, smooth_l1
+from headstart.train.losses import LOSSES, smooth_l1
 from tests.spies import spy
 from tests.train.plain_loss import sum_losses_plain
 from tests.train.stores import two_texts
@@ -160,12 +160,16 @@ def test_pairwise_loss_is_over_the_candidates_and_the_targets_token() -> None:
     table_DR, parents_MWR = torch.tensor([[0.0], [1.0], [0.5]]), torch.tensor([[[2.0]]])
     logits_MD, probs_MD = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[0.1, 0.3, 0.6]])
     candidates = Candidates(parents_MWR, table_DR, 2)
-    top_MK = candidates.top(logits_MD, probs_MD.argmax(-1))
-    assert top_MK.tolist() == [[0, 2]] and candidates.top(logits_MD, torch.tensor([1])).tolist() == [[0, 1]]
-    loss_M = candidate_loss(losses.soft_ce, logits_MD, probs_MD, candidates, top_MK)
+    assert candidates.top(logits_MD, torch.tensor([1])).tolist() == [[0, 1]]
+    prediction = replace(_predicted(logits_MD, torch.eye(3), torch.tensor([0])), candidates=candidates)
+    teacher_logits = TeacherLogits(probs_MD.log(), torch.zeros(1, 4), torch.tensor([0]))
+    total, plain = (
+        sum_losses(losses.soft_ce, one, teacher_logits, torch.ones(1))
+        for one in (prediction, replace(prediction, candidates=None))
+    )
     q_draft = [math.exp(3.0), math.exp(1.0 + 2.0 * 0.5)]
     wanted = -sum(p * math.log(q / sum(q_draft)) for p, q in zip((0.1 / 0.7, 0.6 / 0.7), q_draft, strict=True))
-    assert loss_M.item() == pytest.approx(wanted, rel=1e-6)
+    assert (total - plain).item() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["exponential", "dpace"])

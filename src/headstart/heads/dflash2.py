@@ -1,9 +1,9 @@
 """DFlash 2: DFlash with convolutions over the slots and pairwise scores of its likely drafts (inco.ai/blog/dflash2,
 August 2026).
 
-Block and slots are DFlash's; the layers are of `parts.block_convolution`. A slot's candidates are its most likely
-drafts. Candidate b after parent a scores U[b] + (A[a] * P h) . B[b], with U from the target's LM head and its input h.
-The first slot's parent is the root. Other tokens are not drafted.
+Block and slots are DFlash's; for the layers see `parts.block_layer`. A slot's candidates are its most likely drafts; it
+drafts no others. Candidate b after parent a scores U[b] + (A[a] * P h) . B[b], with U from the target's LM head and its
+input h. The first slot's parent is the root.
 
 >>> import torch
 >>> heads = DFlash2Head(DFlash2Config(hidden_size=4, vocab_size=20, num_attention_heads=1, num_key_value_heads=1,
@@ -35,8 +35,7 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
 from headstart.heads.exchange.published import PREDECESSORS, SELECTOR, SUCCESSORS, Layout, Published
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block_convolution import ConvolvedConfig, ConvolvedLayer
-from headstart.heads.parts.block_layer import BlockLayer
+from headstart.heads.parts.block_layer import BlockLayer, ConvolvedConfig, ConvolvedLayer
 from headstart.heads.parts.block_levels import LevelwiseBlockHead
 from headstart.heads.parts.block_start import Ridge
 from headstart.heads.parts.candidates import Candidates

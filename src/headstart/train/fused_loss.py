@@ -29,7 +29,7 @@ from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
 from headstart.support.uploads import upload
-from headstart.train.losses import Loss, candidate_loss, dpace, exponential, shared_mass, smooth_l1
+from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
 # Maximum elements of a tensor of logits, on a CPU and on other devices; `_BLOCK_ROWS` rows may exceed `_BLOCK`.
 _BLOCK = {"cpu": 1 << 24, "other": 1 << 27}  # per LM head product: 32 MB of bfloat16 on a CPU
@@ -383,10 +383,11 @@ class _CandidateLoss:
     def __call__(self, logits_CD: Tensor, target_probs_CD: Tensor, block: slice, chunk: slice) -> Tensor:
         candidates = self._candidates.rows(block).rows(chunk)
         self._top_CK = candidates.top(logits_CD, target_probs_CD.argmax(-1))
-        parents_CWR, rows_CKR = candidates.parents_MWR, F.embedding(self._top_CK, candidates.table_DR)
-        self.inputs = [one.detach().to(logits_CD.dtype).requires_grad_() for one in (parents_CWR, rows_CKR)]
-        candidates = replace(candidates, parents_MWR=self.inputs[0])
-        return candidate_loss(self._loss, logits_CD, target_probs_CD, candidates, self._top_CK, self.inputs[1])
+        read = candidates.parents_MWR, F.embedding(self._top_CK, candidates.table_DR)
+        parents_CWR, rows_CKR = self.inputs = [one.detach().to(logits_CD.dtype).requires_grad_() for one in read]
+        scores_CK = logits_CD.gather(1, self._top_CK) + (parents_CWR @ rows_CKR.mT)[:, 0]
+        probs_CK = target_probs_CD.gather(1, self._top_CK)
+        return self._loss(scores_CK, probs_CK / probs_CK.sum(-1, keepdim=True))
 
     def add(self, parents_CWR: Tensor, rows_CKR: Tensor, block: slice, chunk: slice) -> None:
         """Add the gradients of the last chunk's inputs."""

@@ -31,8 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headstart.heads.parts.candidates import Candidates
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _SMOOTHING = 0.5
@@ -109,19 +107,6 @@ def smooth_l1(feature_ME: Tensor, final_ME: Tensor) -> Tensor:
 def shared_mass(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
     """alpha of each prediction, [M]: the shared mass of the two distributions, from 0 to 1."""
     return torch.minimum(draft_logits_MD.softmax(-1), target_probs_MD).sum(-1)
-
-
-def candidate_loss(
-    loss: Loss,
-    logits_MD: Tensor,
-    target_probs_MD: Tensor,
-    candidates: Candidates,
-    top_MK: Tensor,
-    rows_MKR: Tensor | None = None,
-) -> Tensor:
-    """Loss [M] of the pairwise scores of some drafts, against the target's distribution over them."""
-    scores_MK, probs_MK = candidates.score(logits_MD, top_MK, rows_MKR)[:, 0], target_probs_MD.gather(1, top_MK)
-    return loss(scores_MK, probs_MK / probs_MK.sum(-1, keepdim=True))
 
 
 LOSSES: dict[str, Loss] = {"soft_ce": soft_ce, "hard_ce": hard_ce, "tv_ce": tv_ce, "half_l1": half_l1}

@@ -33,12 +33,6 @@ class Candidates:
             top_MK[:, -1] = torch.where(missing_M, required_M, top_MK[:, -1])
         return top_MK
 
-    def score(self, logits_MD: Tensor, top_MK: Tensor, rows_MKR: Tensor | None = None) -> Tensor:
-        """Return the scores [M, W, K] of these drafts after each parent; `rows_MKR` are their rows, if read before."""
-        rows_MKR = F.embedding(top_MK, self.table_DR) if rows_MKR is None else rows_MKR
-        pairs_MWK = self.parents_MWR @ rows_MKR.to(self.parents_MWR.dtype).mT
-        return logits_MD.gather(1, top_MK)[:, None] + pairs_MWK
-
     def select(self, logits_MD: Tensor) -> Tensor:
         """Return the logits after each parent, [M, W, D]: the scores of the most likely drafts, -inf elsewhere.
 
@@ -47,6 +41,7 @@ class Candidates:
         [[[5.0, 4.0, -inf], [5.0, 7.0, -inf]]]
         """
         top_MK = self.top(logits_MD)
-        scores_MWK = self.score(logits_MD, top_MK)
+        pairs_MWK = self.parents_MWR @ F.embedding(top_MK, self.table_DR).to(self.parents_MWR.dtype).mT
+        scores_MWK = (logits_MD.gather(1, top_MK)[:, None] + pairs_MWK).to(logits_MD.dtype)
         excluded = logits_MD.new_full((*scores_MWK.shape[:2], logits_MD.shape[1]), float("-inf"))
-        return excluded.scatter(2, top_MK[:, None].expand_as(scores_MWK), scores_MWK.to(excluded.dtype))
+        return excluded.scatter(2, top_MK[:, None].expand_as(scores_MWK), scores_MWK)

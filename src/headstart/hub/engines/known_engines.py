@@ -188,13 +188,8 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
         yield "SGLang reads sliding layers in layer_types alone, not in use_swa.", WRITE
 
 
-def _method(published: Published) -> str:
-    """Return the method's name in vLLM and llama.cpp, which tell DFlash 2 by its files."""
-    return str(Layout.DFLASH if published.layout is Layout.DFLASH2 else published.layout)
-
-
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
-    config: dict[str, Any] = {"method": _method(published), "model": folder}
+    config: dict[str, Any] = {"method": str(published.layout).removesuffix("2"), "model": folder}
     config["num_speculative_tokens"] = max(drafts.values())
     if len(drafts) > 1:
         lasts = [*(first - 1 for first in list(drafts)[1:]), _MOST_REQUESTS]
@@ -331,7 +326,8 @@ _SPECULATORS = EngineTraits(
 def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     words = ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), "-md", f"{folder}/{HEADS_GGUF}"]
     words += facts.template_option("--chat-template-kwargs")
-    return [*words, "--spec-type", f"draft-{_method(published)}", "--spec-draft-n-max", str(max(drafts.values()))]
+    method = str(published.layout).removesuffix("2")  # engines tell DFlash 2 by its files
+    return [*words, "--spec-type", f"draft-{method}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 
 _MANY_SLOTS = (
