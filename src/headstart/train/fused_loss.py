@@ -355,7 +355,7 @@ class _FusedLoss(torch.autograd.Function):
                         inputs = [raw_CD] if pairs is None else [raw_CD, *pairs.inputs]
                         logits_BD[chunk], *of_pairs = torch.autograd.grad(part, inputs)
                         if pairs is not None:
-                            pairs.add(*of_pairs, block, chunk)
+                            pairs.add(of_pairs, block, chunk)
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(gradient_dtype)
                 if head_gradient_DH is not None:
@@ -389,9 +389,9 @@ class _CandidateLoss:
         probs_CK = target_probs_CD.gather(1, self._top_CK)
         return self._loss(scores_CK, probs_CK / probs_CK.sum(-1, keepdim=True))
 
-    def add(self, parents_CWR: Tensor, rows_CKR: Tensor, block: slice, chunk: slice) -> None:
+    def add(self, of_inputs: Sequence[Tensor], block: slice, chunk: slice) -> None:
         """Add the gradients of the last chunk's inputs."""
-        self.gradients[0][block][chunk] = parents_CWR
+        self.gradients[0][block][chunk], rows_CKR = of_inputs
         self.gradients[1].index_add_(0, self._top_CK.flatten(), rows_CKR.flatten(0, 1))
 
 

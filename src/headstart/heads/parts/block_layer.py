@@ -203,10 +203,10 @@ class Convolution(nn.Module):
     def forward(self, side: int, normed_BXE: Tensor, x_BXE: Tensor) -> Tensor:
         """Convolve a sublayer's input or output, given its normed input."""
         dynamic = F.linear(normed_BXE, self.kernel_projection.weight.chunk(2)[side])
-        dynamic = dynamic.unflatten(1, (-1, self.block_size)).unflatten(-1, (self.taps, self.groups, 1))
-        base = self.base_kernel[side].unflatten(-1, (self.groups, -1)).to(x_BXE.dtype)
-        x_BAKGc = x_BXE.unflatten(1, (-1, self.block_size)).unflatten(-1, (self.groups, -1))
-        output = (base[0] + dynamic[:, :, :, 0]) * x_BAKGc
+        dynamic = dynamic.view(len(x_BXE), -1, self.block_size, self.taps, self.groups, 1)
+        base = self.base_kernel[side].view(self.taps, self.groups, -1).to(x_BXE.dtype)
+        x_BAKGc = x_BXE.view(len(x_BXE), -1, self.block_size, self.groups, base.shape[2])
+        output: Tensor = (base[0] + dynamic[:, :, :, 0]) * x_BAKGc
         for tap in range(1, min(self.taps, self.block_size)):
             before = F.pad(x_BAKGc[:, :, :-tap], (0, 0, 0, 0, tap, 0))
             output = output + (base[tap] + dynamic[:, :, :, tap]) * before
