@@ -124,6 +124,11 @@ class StepPrediction:
     def logits_MD(self) -> Tensor:
         return self.select(F.linear(self.hidden_MH, self.lm_head_DH, self.bias_D), slice(None))
 
+    def rows(self, rows: slice | list[int]) -> StepPrediction:
+        """Keep the inputs of the logits of these rows."""
+        candidates = None if self.candidates is None else self.candidates.rows(rows)
+        return replace(self, hidden_MH=self.hidden_MH[rows], candidates=candidates)
+
     def select(self, product_BD: Tensor, block: slice) -> Tensor:
         """Return the logits to draft from, given the LM head's product for a block of rows."""
         logits_BD = product_BD if self.logit_transform is None else self.logit_transform(product_BD)

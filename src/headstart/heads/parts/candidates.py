@@ -21,7 +21,7 @@ class Candidates:
     table_DR: Tensor
     count: int
 
-    def rows(self, rows: slice) -> Candidates:
+    def rows(self, rows: slice | list[int]) -> Candidates:
         return replace(self, parents_MWR=self.parents_MWR[rows])
 
     @torch.no_grad()
