@@ -116,7 +116,7 @@ def test_zero_gradient_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", sorted(families()))
 def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
-    """LM heads, norms, biases, Markov and confidence weights take AdamW, all others Muon."""
+    """LM heads, norms, biases, tables of token pairs, confidence weights and kernels take AdamW, all others Muon."""
     config = make_config({"family": name, "draft_vocab_size": 40, **AUX_LAYERS.get(name, {})}, tiny_target)
     heads = family(name)(config)
     trained = {id(weight): key for key, weight in heads.named_parameters() if weight.requires_grad}
@@ -126,7 +126,7 @@ def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
         for kind in (Muon, torch.optim.AdamW)
     )
     assert sorted(by_muon + by_adamw) == sorted(trained)
-    apart = ("lm_head", "norm", "bias", "markov", "confidence")
+    apart = ("lm_head", "norm", "bias", "parents", "drafts", "confidence", "base_kernel")
     assert not [trained[key] for key in by_muon if any(part in trained[key] for part in apart)]
     assert not [trained[key] for key in by_adamw if not any(part in trained[key] for part in apart)]
     (only,) = make_optimizers(heads, TrainSection())
