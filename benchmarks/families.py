@@ -50,7 +50,7 @@ from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import tune
 
-FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dspark")
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
 """Packaged recipes, one per family."""
 WARM_UP_TOKENS = 32
 

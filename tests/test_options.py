@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 from headstart.cli import heads as cli_heads
 from headstart.cli.options import with_options
 from headstart.decode.loop import check_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, EngineOptions, SamplingOptions, meaning, token_biases
+from headstart.decode.options import (
+    DecodeKeywords,
+    DecodeOptions,
+    EngineOptions,
+    SamplingOptions,
+    meaning,
+    token_biases,
+)
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import DRAFTERS
 from headstart.errors import UserError

@@ -155,7 +155,7 @@ def test_a_recipe_needs_heads(tmp_path: Path) -> None:
             "heads.aux_norms=true",
             r"medusa heads have no setting 'aux_norms'\. 'aux_norms' is a setting of eagle3 and peagle\. medusa has",
         ),
-        ("heads.block_sise=4", r"'block_size' is a setting of dflash and dspark\."),
+        ("heads.block_sise=4", r"'block_size' is a setting of dflash and dflash2 and dspark\."),
         ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),
         ("heads.num_heads=40", r"'heads\.num_heads' is 40: input should be less .*headstart recipes show medusa --all"),
         ("heads=medusa", "Recipe key 'heads' is 'medusa'"),

@@ -41,6 +41,7 @@ class PathTables:
     """Heads that draft from `drafted`, after the path of each node."""
 
     draft_to_target_D = torch.arange(VOCAB)
+    max_children = VOCAB
     draft_steps = STEPS
 
     def __init__(self, prefix: tuple[int, ...]) -> None:

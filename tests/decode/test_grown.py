@@ -87,6 +87,25 @@ def test_lossless_beside_n_grams() -> None:
         prove_exactly(Beside(True, max_nodes))
 
 
+class FewCandidates(PathTables):
+    """Two tokens can follow a path; all others have no probability."""
+
+    max_children = 2
+
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        logits_BWV = super().draft_step(session, tokens_BW, parents_BW, depth)
+        return logits_BWV.masked_fill(logits_BWV < logits_BWV.topk(2).values[..., -1:], -torch.inf)
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+def test_lossless_with_few_candidates(sampling: bool) -> None:
+    """The rest of q after a guess is one token, and no tree is wider than the candidates."""
+    for max_rank in (2, 8):
+        grower = GrownTrees(sampling, max_nodes=6, max_rank=max_rank, heads=FewCandidates)
+        prove_exactly(grower)
+        assert max(len(children) for tree in trees(grower) for children in tree.children) == 2
+
+
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 

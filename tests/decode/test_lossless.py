@@ -266,5 +266,5 @@ def test_tree_deeper_than_the_heads_is_refused(target: Target) -> None:
     heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
     with pytest.raises(UserError, match="3 deep and the heads draft 2"):
         HeadDrafter(heads, TreeShape.chain(3))
-    with pytest.raises(UserError, match="draft vocabulary has only 61"):
+    with pytest.raises(UserError, match="the heads draft 61"):
         HeadDrafter(heads, TreeShape.from_paths([(61,)]))

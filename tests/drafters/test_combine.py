@@ -174,7 +174,7 @@ def test_output_equals_plain_decoding(pair: str, temperature: float) -> None:
         assert DecodeLoop(target, *pairs(target, known[2:])[pair]).generate(TEXTS[2:], options)[0].tokens == known[2]
 
 
-@pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark", "dflash2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_beside_n_grams(family: str, temperature: float) -> None:
     """Heads with one forward, and path-dependent heads, in dynamic trees shared with n-grams."""

@@ -82,7 +82,13 @@ def eagerly(target: Target, drafter: HeadDrafter, **settings: Any) -> tuple[list
 
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [*((name, "dynamic") for name in CASES), ("medusa", "static"), ("eagle3", "chain"), ("dspark", "static")],
+    [
+        *((name, "dynamic") for name in CASES),
+        ("medusa", "static"),
+        ("eagle3", "chain"),
+        ("dspark", "static"),
+        ("dflash2", "static"),
+    ],
 )
 def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, target: Target, device: StandIn) -> None:
     drafter = heads_drafter(target, name, host, tree=tree)

@@ -31,7 +31,7 @@ def text(length: int, first: int = 3) -> list[int]:
     return [(7 * index + first) % 60 for index in range(length)]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2"])
 @pytest.mark.parametrize("lengths", [(50,), (50, 33), (50, 1, 17)])
 def test_drafts_in_pieces(name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, prompts = heads_drafter(target, name), [text(length, length) for length in lengths]

@@ -20,7 +20,7 @@ from tests.shipped import ship
 from tests.tiny import tiny_model
 
 PROMPTS = [[3, 9, 14, 27, 3, 9, 14], [8, 40, 12, 55, 6, 21, 44, 17, 8, 40], [5, 5, 5, 5]]
-FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "dspark", "dflash", "mtp")
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "dspark", "dflash", "dflash2", "mtp")
 """Rows of `tests.heads.test_contract`."""
 ALONE = ("ngram", "memory", "lookahead", "early-exit:1", "mtp")
 """Drafters that need no heads."""

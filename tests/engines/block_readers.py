@@ -41,12 +41,28 @@ class Block:
     from_anchor: bool
     windows: list[int]
     causal: list[bool]
+    group: int = 0
+    candidates: int = 0
 
     def hidden(self, layer: int, after: int) -> Tensor:
         """Return the attention mask, True where hidden, bool [B, T + B], for a block after `after` tokens of text."""
         behind = after + torch.arange(self.size)[:, None] - torch.arange(after + self.size)
         hidden = behind < 0 if self.causal[layer] else torch.zeros_like(behind, dtype=torch.bool)
         return hidden | (behind >= self.windows[layer]) if self.windows[layer] else hidden
+
+
+def convolved(part: Mapping[str, Tensor], name: str, group: int, side: int, normed_BE: Tensor, x_BE: Tensor) -> Tensor:
+    """Return the sublayer's input (side 0) or output (side 1) after DFlash 2's convolution, if there is one."""
+    if f"{name}.base_kernel" not in part:
+        return x_BE
+    base, output = part[f"{name}.base_kernel"], torch.zeros_like(x_BE)
+    taps, groups = base.shape[1], x_BE.shape[1] // group
+    dynamic = (normed_BE @ part[f"{name}.kernel_projection"].T).view(len(x_BE), 2, taps, groups)
+    for slot in range(len(x_BE)):
+        for tap in range(min(taps, slot + 1)):
+            kernel_E = base[side, tap] + dynamic[slot, side, tap].repeat_interleave(group)
+            output[slot] += kernel_E * x_BE[slot - tap]
+    return output
 
 
 def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> Tensor:
@@ -62,7 +78,8 @@ def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> 
             for name, one in tensors.items()
             if name.startswith(f"layers.{number}.")
         }
-        read_BE, found = rms(stream_BE, part["input_layernorm"], block.eps), []
+        normed_BE, found = rms(stream_BE, part["input_layernorm"], block.eps), []
+        read_BE = convolved(part, "attention_conv", block.group, 0, normed_BE, normed_BE)
         for head in range(block.heads):
             shared = head // (block.heads // block.key_heads)
             q, rows = part["self_attn.q_proj"][head * d : (head + 1) * d], slice(shared * d, (shared + 1) * d)
@@ -73,10 +90,12 @@ def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> 
             scores = q_Bd @ torch.cat([of_text, of_block]).T * d**-0.5
             shares = scores.masked_fill(block.hidden(number, after), float("-inf")).softmax(-1)
             found.append(shares @ torch.cat([context_TE, read_BE]) @ v.T)
-        stream_BE = stream_BE + torch.cat(found, dim=1) @ part["self_attn.o_proj"].T
-        x_BE = rms(stream_BE, part["post_attention_layernorm"], block.eps)
-        inner = F.silu(x_BE @ part["mlp.gate_proj"].T) * (x_BE @ part["mlp.up_proj"].T)
-        stream_BE = stream_BE + inner @ part["mlp.down_proj"].T
+        attended = torch.cat(found, dim=1) @ part["self_attn.o_proj"].T
+        stream_BE = stream_BE + convolved(part, "attention_conv", block.group, 1, normed_BE, attended)
+        normed_BE = rms(stream_BE, part["post_attention_layernorm"], block.eps)
+        x_BE = convolved(part, "mlp_conv", block.group, 0, normed_BE, normed_BE)
+        inner = F.silu(x_BE @ part["mlp.gate_proj"].T) * (x_BE @ part["mlp.up_proj"].T) @ part["mlp.down_proj"].T
+        stream_BE = stream_BE + convolved(part, "mlp_conv", block.group, 1, normed_BE, inner)
     return rms(stream_BE, tensors["norm.weight"], block.eps)
 
 
@@ -90,6 +109,8 @@ def drafted(folder: Path, target: Any, text: list[int], chain: list[int]) -> Ten
     out_BE = outputs(block, hidden, target.embedding_weight, chain[0])
     read_KE = (out_BE if block.from_anchor else out_BE[1:])[: len(chain)]
     logits_KV = read_KE @ target.lm_head_weight.T
+    if block.candidates:
+        return selected(block, read_KE, logits_KV, chain)
     if "markov_head.markov_w1.weight" not in block.tensors:
         return logits_KV
     before_KR = block.tensors["markov_head.markov_w1.weight"][chain[: len(read_KE)]]
@@ -99,6 +120,19 @@ def drafted(folder: Path, target: Any, text: list[int], chain: list[int]) -> Ten
     sure_K = torch.cat([read_KE, before_KR], dim=1) @ block.tensors["confidence_head.proj.weight"][0]
     sure_K = (sure_K + block.tensors["confidence_head.proj.bias"]).sigmoid()
     return torch.cat([logits_KV, sure_K[:, None]], dim=1)
+
+
+def selected(block: Block, read_KE: Tensor, logits_KV: Tensor, chain: list[int]) -> Tensor:
+    """Return DFlash 2's scores: of each slot's likely tokens after the token before it, -inf for all others."""
+    before, after, project = (
+        block.tensors[f"candidate_selector.{name}"]
+        for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+    )
+    scores_KV = torch.full_like(logits_KV, -torch.inf)
+    for slot, (read_E, logits_V, parent) in enumerate(zip(read_KE, logits_KV, chain, strict=False)):
+        likely = logits_V.argsort(descending=True)[: block.candidates]
+        scores_KV[slot, likely] = logits_V[likely] + after[likely] @ (before[parent] * (project @ read_E))
+    return scores_KV
 
 
 def read_folder(folder: Path) -> Block:
@@ -127,6 +161,7 @@ def read_folder(folder: Path) -> Block:
         config.get("sample_from_anchor", False),
         [layer["sliding_window"] if one else 0 for one in slide],
         causal,
+        *(nested.get(name, 0) for name in ("conv_group_size", "selector_top_k")),
     )
 
 
@@ -137,11 +172,14 @@ _IN_LAYERS = {
     **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"{name}_conv_base": f"{part}_conv.base_kernel" for name, part in (("attn", "attention"), ("ffn", "mlp"))},
+    **{f"{name}_conv_proj": f"{part}_conv.kernel_projection" for name, part in (("attn", "attention"), ("ffn", "mlp"))},
 }
 _BESIDE = {
     "enc.output_norm": "hidden_norm",
     "output_norm": "norm",
     "conf_proj": "confidence_head.proj",
+    "selector_hidden": "candidate_selector.hidden_projection",
     **{f"markov_w{number}": f"markov_head.markov_w{number}" for number in (1, 2)},
 }
 
@@ -153,11 +191,16 @@ def read_gguf(file: Path) -> Block:
     assert keys["general.architecture"] == "dflash"
     tensors = {}
     for full_name, tensor in tensors_of(reader).items():
-        base, _, kind = full_name.rpartition(".")
+        if full_name.startswith("selector_") and full_name != "selector_hidden.weight":
+            tensors[f"candidate_selector.{full_name.removeprefix('selector_').removesuffix('.weight')}_codebook"] = (
+                tensor
+            )
+            continue
+        base, _, kind = (full_name if full_name.endswith((".weight", ".bias")) else f"{full_name}.").rpartition(".")
         if base.startswith("blk."):
             _, number, name = base.split(".", 2)
             base = f"layers.{number}.{_IN_LAYERS[name]}"
-        tensors[f"{_BESIDE.get(base, base)}.{kind}"] = tensor
+        tensors[f"{_BESIDE.get(base, base)}.{kind}".rstrip(".")] = tensor
     layers, window = keys["dflash.block_count"], keys.get("dflash.attention.sliding_window", 0)
     slide = keys.get("dflash.attention.sliding_window_pattern", [False] * layers)
     return Block(
@@ -170,4 +213,5 @@ def read_gguf(file: Path) -> Block:
         keys.get("dflash.sample_from_anchor", False),
         [window if one else 0 for one in slide],
         [keys.get("dflash.attention.causal", False)] * layers,
+        *(keys.get(f"dflash.{name}", 0) for name in ("conv_group_size", "selector_top_k")),
     )

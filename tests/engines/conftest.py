@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 BLOCK = {"family": "dflash", "block_size": 4, "aux_layers": (2, 4, 7), "mask_token_id": 7}
 DSPARK = {**BLOCK, "family": "dspark", "markov_rank": 8}
+DFLASH2 = {**BLOCK, "family": "dflash2", "selector_rank": 8, "selector_top_k": 7}
 WINDOW = {"num_layers": 2, "sliding_window": 6}
 CASES |= {
     "dflash": BLOCK,
@@ -48,6 +49,9 @@ CASES |= {
     "dspark": {**DSPARK, **WINDOW, "confidence": True, "causal": True},
     "dspark-plain": {**DSPARK, "block_size": 3},
     "dspark-reduced": {**DSPARK, "draft_vocab_size": 40},
+    "dflash2": {**DFLASH2, **WINDOW, **SIX_HEADS, "full_layers": (1,), "conv_group_size": 8},
+    "dflash2-plain": {**DFLASH2, "conv_kernel_size": 3},
+    "dflash2-reduced": {**DFLASH2, "draft_vocab_size": 40, "selector_top_k": 40},
     "dflash-deep": {**BLOCK, **WINDOW, **SIX_HEADS, "full_layers": (1,)},
     "dflash-causal": {**BLOCK, "causal": True},
     "dflash-mixed": {**BLOCK, "num_layers": 2, "sliding_window": 5, "full_layers": (0,), "causal": True},

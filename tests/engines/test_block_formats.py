@@ -28,9 +28,13 @@ from tests.test_cli import works
 
 SIZES = LayerSizes(96, 4, 2, 16, "silu", 1e-5, {"rope_type": "default", "rope_theta": 5000.0}, 256)
 TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22]
-KINDS = {Layout.DFLASH: ("vllm", "sglang", "speculators", "gguf"), Layout.DSPARK: ("vllm", "speculators", "gguf")}
+KINDS = {
+    **dict.fromkeys((Layout.DFLASH, Layout.DFLASH2), ("vllm", "sglang", "speculators", "gguf")),
+    Layout.DSPARK: ("vllm", "speculators", "gguf"),
+}
 HELD = [(layout, form) for layout, forms in KINDS.items() for form in forms]
 DSPARK = {"markov_rank": 8, "confidence": True}
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 7}
 
 
 def random(layout: Layout, target: Target, **settings: Any) -> Published:
@@ -38,7 +42,9 @@ def random(layout: Layout, target: Target, **settings: Any) -> Published:
     given = {"block_size": 4, "mask_token_id": 7, "num_layers": 2, "aux_layers": (2, 4, 7), "layer": SIZES, **settings}
     if layout is Layout.DSPARK:
         given = {**DSPARK, **given}
-    steps = given["block_size"] - (layout is Layout.DFLASH)
+    if layout is Layout.DFLASH2:
+        given = {**DFLASH2, **given}
+    steps = given["block_size"] - (layout is not Layout.DSPARK)
     made = Published(layout, target.hidden_size, target.vocab_size, steps, {}, **given)
     numbers = torch.Generator().manual_seed(5)
     tensors = {name: 0.3 * torch.randn(shape, generator=numbers) for name, shape in made.expected().items()}
@@ -74,8 +80,8 @@ def test_published_heads_round_trip(
     if form != "gguf":
         assert digest(back) == digest(held)
     for name, tensor in held.tensors.items():
-        # GGUF files keep norms in float32.
-        given = published.tensors[name] if form == "gguf" and tensor.dim() == 1 else tensor
+        # GGUF files keep norms and kernels in float32.
+        given = published.tensors[name] if form == "gguf" and tensor.dim() != 2 else tensor
         assert torch.equal(back.tensors[name].float(), given.float()), name
 
 
@@ -85,9 +91,11 @@ def test_all_formats_draft_the_same(layout: Layout, target: Target, facts: Targe
     folders = {form: written(published, form, facts, tmp_path / form) for form in KINDS[layout]}
     logits = {form: drafted(folder, target, TEXT, CHAIN) for form, folder in folders.items()}
     first = logits["vllm"]
-    assert first.shape[0] == len(CHAIN) and first.isfinite().all()
+    drafted_KV = first.isfinite()
+    assert len(first) == len(CHAIN) and (drafted_KV.sum(1) == (7 if layout is Layout.DFLASH2 else first.shape[1])).all()
     for form, one in logits.items():
-        assert (one - first).abs().max() < 1e-5 * first.abs().max(), form
+        assert torch.equal(one.isfinite(), drafted_KV), form
+        assert (one - first)[drafted_KV].abs().max() < 1e-5 * first[drafted_KV].abs().max(), form
 
 
 def test_names_and_keys_match_the_engines(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
@@ -138,6 +146,8 @@ def test_commands_request_the_whole_block(target: Target, facts: TargetFacts) ->
     assert '"method": "dflash"' in commands["vllm"][-1] and '"num_speculative_tokens": 3' in commands["vllm"][-1]
     assert commands["sglang"][-1] == "4" and "DFLASH" in commands["sglang"]
     assert commands["llama.cpp"][-4:] == ["--spec-type", "draft-dflash", "--spec-draft-n-max", "3"]
+    second = serve_commands(engines, "served", random(Layout.DFLASH2, target), facts, {})
+    assert second == commands, "engines tell DFlash 2 by its files"
     adaptive = {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
     for heads, added in ((dspark, adaptive), (replace(dspark, confidence=False), {})):
         config = json.loads(serve_commands(engines, "served", heads, facts, {})["vllm"][-1])
@@ -169,6 +179,11 @@ def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> No
             check_heads(form, replace(dspark, markov_rank=0), facts)
     mixed = replace(dflash, sliding_window=6, full_layers=(1,))
     assert any("newer model runner alone" in said for said in check_heads("vllm", mixed, facts))
+    dflash2 = random(Layout.DFLASH2, target)
+    assert any("without pairwise scores" in said for said in check_heads("vllm", dflash2, facts))
+    assert any("after 0.5.18" in said for said in check_heads("vllm", dflash2, facts))
+    with pytest.raises(UserError, match="a hidden size of 72 for 8 candidates"):
+        check_heads("gguf", replace(dflash2, selector_top_k=8), facts)
     remarks = " ".join(check_heads("vllm", dspark, facts))
     assert "on GPUs alone" in remarks and "draft their own positions" in remarks
     assert "--attention-backend TRITON_ATTN" in remarks
@@ -222,7 +237,7 @@ def rotary(config: Config, _: Tensors) -> None:
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 KINDS_OF_TWO = ["sliding_attention", "full_attention"]
-DFLASH, SPARK = Layout.DFLASH, Layout.DSPARK
+DFLASH, FLASH2, SPARK = Layout.DFLASH, Layout.DFLASH2, Layout.DSPARK
 FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str]] = {
     # layout, format, change, engine, message
     "ids as EAGLE counts them": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
@@ -273,16 +288,23 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "slots one off": (DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
     "slots left open": (SPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor"),
     "slots of DFlash": (SPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own position"),
-    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "sglang does not serve dspark"),
-    "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
-    "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
-    "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
+    "DFlash 2 named DFlash": (FLASH2, "vllm", top(architectures=["DFlashDraftModel"]), "vllm", "'DFlash2DraftModel'"),
+    "groups": (FLASH2, "vllm", nested(conv_group_size=24), "vllm", "does not divide 64 channels"),
+    "no rank": (FLASH2, "vllm", no("selector_rank"), "sglang", "selector_rank is None"),
+    "other candidates": (FLASH2, "vllm", nested(selector_top_k=6), "vllm", "headstart wrote"),
     "no switch of the confidence head": (
         SPARK, "vllm", no("enable_confidence_head"), "vllm", "reads enable_confidence_head at the top",
     ),
     "confidence without the token": (
         SPARK, "speculators", no("confidence_head_with_markov"), "vllm", "reads confidence_head_with_markov at the top",
     ),
+    "two block sizes": (FLASH2, "vllm", nested(block_size=5), "vllm", "block_size 5 in dflash_config and 4"),
+    "no successors": (FLASH2, "vllm", no("candidate_selector.successor_codebook"), "vllm", "leaves it random"),
+    "no kernel": (FLASH2, "speculators", no("layers.1.mlp_conv.base_kernel"), "vllm", "leaves it random"),
+    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "sglang does not serve dspark"),
+    "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
+    "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
+    "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
     "no rotary base": (DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "says no rope_theta"),
     "another rotary base": (DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
     "architecture": (DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),
@@ -326,7 +348,7 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
     "no mask": (lambda fields, _: fields.pop("tokenizer.ggml.mask_token_id"), "does not say tokenizer.ggml.mask"),
     "mask outside": (set_key("tokenizer.ggml.mask_token_id", 5000), "no token of a vocabulary"),
     "in place": (set_key("dflash.sample_from_anchor", False), "dflash.sample_from_anchor = False"),
-    "a selector": (new_key("dflash.selector_rank", 256, gguf.GGUFValueType.UINT32), "selector_rank = 256"),
+    "a selector": (new_key("dflash.selector_rank", 256, gguf.GGUFValueType.UINT32), "does not say dflash.conv_kernel"),
     "convolutions": (new_key("dflash.conv_taps", 2, gguf.GGUFValueType.UINT32), "dflash.conv_taps = 2"),
     "scaled logits": (new_key("dflash.logit_scale", 0.5, gguf.GGUFValueType.FLOAT32), "dflash.logit_scale = 0.5"),
     "yarn": (new_key("dflash.rope.scaling.type", "yarn", gguf.GGUFValueType.STRING), "scaling.type = 'yarn'"),
@@ -354,6 +376,40 @@ def test_gguf_fault_is_refused(name: str, target: Target, facts: TargetFacts, tm
     rewrite(folder / "heads.gguf", tmp_path / "out" / "heads.gguf", plant, "dflash")
     found = check_export(tmp_path / "out")
     assert any(said in one.problem for one in found), found
+
+
+DFLASH2_GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
+    "groups": (set_key("dflash.conv_group_size", 24), "asks for [8, 64]"),
+    "no candidates": (lambda fields, _: fields.pop("dflash.selector_top_k"), "does not say dflash.selector_top_k"),
+    "more candidates": (set_key("dflash.selector_top_k", 8), "a hidden size of 72 for 8 candidates, and these have 64"),
+    "other candidates": (set_key("dflash.selector_top_k", 6), "headstart wrote"),
+    "no selector": (lambda _, tensors: tensors.pop("selector_hidden.weight"), "llama.cpp stops without it"),
+    "no kernel": (lambda _, tensors: tensors.pop("blk.1.ffn_conv_base"), "llama.cpp stops without it"),
+}
+
+
+@pytest.mark.parametrize("name", DFLASH2_GGUF_FAULTS)
+def test_dflash2_gguf_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    plant, said = DFLASH2_GGUF_FAULTS[name]
+    folder = written(random(Layout.DFLASH2, target), "gguf", facts, tmp_path / "whole")
+    (tmp_path / "out").mkdir()
+    rewrite(folder / "heads.gguf", tmp_path / "out" / "heads.gguf", plant, "dflash")
+    found = check_export(tmp_path / "out")
+    assert any(said in one.problem for one in found), found
+
+
+def test_scale_and_cap_of_the_target_are_written(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    heads = random(Layout.DFLASH2, target, output_multiplier=0.25, final_logit_softcapping=30.0)
+    for form in ("vllm", "gguf"):
+        back = FORMATS[form].read(written(heads, form, facts, tmp_path / form))
+        assert (back.output_multiplier, back.final_logit_softcapping) == (0.25, 30.0)
+    nested = json.loads((tmp_path / "vllm" / "config.json").read_text())["dflash_config"]
+    assert (nested["output_multiplier"], nested["final_logit_softcapping"]) == (0.25, 30.0)
+    fields = gguf.GGUFReader(tmp_path / "gguf" / "heads.gguf").fields
+    keys = [fields[f"dflash.{name}"].contents() for name in ("logit_scale", "final_logit_softcapping")]
+    assert keys == [0.25, 30.0]
+    with pytest.raises(UserError, match="no place for the target's scale"):
+        check_heads("speculators", heads, facts)
 
 
 def test_mask_token_of_the_target_is_replaced(target: Target, facts: TargetFacts, tmp_path: Path) -> None:

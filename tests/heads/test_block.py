@@ -38,6 +38,24 @@ def rotated(x_HKd: Tensor, positions_K: Tensor) -> Tensor:
     return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], dim=-1)
 
 
+def convolved(layer: Any, name: str, side: int, normed_KE: Tensor, x_KE: Tensor) -> Tensor:
+    """Convolve over the slots of one block, number by number; a layer without convolutions changes nothing."""
+    if not hasattr(layer, name):
+        return x_KE
+    taps, size = layer.config.conv_kernel_size, layer.config.conv_group_size
+    convolution, output_KE = getattr(layer, name), torch.zeros_like(x_KE)
+    groups = x_KE.shape[1] // size
+    projected = (normed_KE @ convolution.kernel_projection.weight.T).view(-1, 2, taps, groups)
+    for slot in range(len(x_KE)):
+        for tap in range(min(taps, slot + 1)):
+            for group in range(groups):
+                channels = slice(group * size, (group + 1) * size)
+                kernel = convolution.base_kernel[side, tap, channels] + projected[slot, side, tap, group]
+                output_KE[slot, channels] += kernel * x_KE[slot - tap, channels]
+    return output_KE
+
+
+@torch.no_grad()
 def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) -> Tensor:
     """Compute all slots of the block after a text, [K, E], written out for one block."""
     text = len(next(iter(states.values())))
@@ -58,7 +76,8 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
         sizes = [config.num_attention_heads * 16, config.num_key_value_heads * 16, config.num_key_value_heads * 16]
         query, key, value = torch.split(layer.qkv.weight, sizes)
         assert layer.input_norm is not None
-        read_KE = rms(stream_KE, layer.input_norm.weight)
+        normed_KE = rms(stream_KE, layer.input_norm.weight)
+        read_KE = convolved(layer, "attention_conv", 0, normed_KE, normed_KE)
         both_SE = torch.cat([context_TE, read_KE])
         queries = rms((read_KE @ query.T).view(len(read_KE), -1, 16).transpose(0, 1), layer.q_norm.weight)
         keys = rms((both_SE @ key.T).view(len(both_SE), -1, 16).transpose(0, 1), layer.k_norm.weight)
@@ -69,13 +88,16 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
         for head, query_Kd in enumerate(queries):
             shares = (query_Kd @ keys[head // groups].T / 4).masked_fill(hidden_KS, -math.inf).softmax(-1)
             found.append(shares @ values[head // groups])
-        stream_KE = stream_KE + torch.cat(found, -1) @ layer.o.weight.T
-        gate, up = (rms(stream_KE, layer.mlp_norm.weight) @ layer.gate_up.weight.T).chunk(2, -1)
-        stream_KE = stream_KE + (F.silu(gate) * up) @ layer.down.weight.T
+        attended_KE = torch.cat(found, -1) @ layer.o.weight.T
+        stream_KE = stream_KE + convolved(layer, "attention_conv", 1, normed_KE, attended_KE)
+        normed_KE = rms(stream_KE, layer.mlp_norm.weight)
+        gate, up = (convolved(layer, "mlp_conv", 0, normed_KE, normed_KE) @ layer.gate_up.weight.T).chunk(2, -1)
+        inner_KE = (F.silu(gate) * up) @ layer.down.weight.T
+        stream_KE = stream_KE + convolved(layer, "mlp_conv", 1, normed_KE, inner_KE)
     return rms(stream_KE, heads.norm.weight)
 
 
-@pytest.mark.parametrize("name", ["dflash-deep", "dflash-cold", "dflash-sliding", "dspark-deep"])
+@pytest.mark.parametrize("name", ["dflash-deep", "dflash-cold", "dflash-sliding", "dspark-deep", "dflash2-deep"])
 def test_blocks_equal_a_version_by_hand(name: str, target: Target) -> None:
     """Every slot reads the visible part of the text before its root and of the block, and nothing else."""
     heads = cast(BlockHead, shake(build(name, target)))
@@ -210,7 +232,7 @@ def test_the_markov_head_reads_the_nodes_token_alone(target: Target) -> None:
     heads.draft_step(session, torch.tensor([[8]]), zero[:, :1], 0)
     for depth, tokens in ((1, [7, 30]), (2, [12, 7])):
         logits_WD = heads.draft_step(session, torch.tensor([tokens]), zero, depth)[0]
-        added_WD = heads.markov_embedding_VR[tokens] @ heads.markov_lm_head_DR.T
+        added_WD = heads.parents_VR[tokens] @ heads.drafts_DR.T
         alone_D = linear(session.hidden_BSE[0, depth], heads.lm_head_DE)
         torch.testing.assert_close(logits_WD, alone_D + added_WD, rtol=1e-4, atol=1e-4)
 

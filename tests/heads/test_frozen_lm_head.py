@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
 from headstart.replay.patch import FINAL
-from headstart.train.fused_loss import Teacher, logits_by_block, sum_losses, sum_losses_plain
+from headstart.train.fused_loss import Teacher, logits_by_block, sum_losses
 from headstart.train.losses import LOSSES
 from tests.heads.test_contract import started
+from tests.train.plain_loss import sum_losses_plain
 
 BASE: dict[str, Any] = {
     "vocab_size": 71,

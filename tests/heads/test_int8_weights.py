@@ -185,7 +185,8 @@ def test_every_family_drafts_alike_and_decodes_the_same_tokens(name: str, target
         drafted[prepare] = heads.draft_step(session, root, torch.zeros_like(root), 0)
     assert not torch.equal(drafted[drop_int8], drafted[to_int8]), "the packed weights are used"
     together = torch.stack([drafted[drop_int8].flatten(), drafted[to_int8].flatten()])
-    assert torch.corrcoef(together)[0, 1] > 0.99
+    both = together.isfinite().all(0)  # some families exclude tokens
+    assert int(both.sum()) > 5 and torch.corrcoef(together[:, both])[0, 1] > 0.99
     loop = DecodeLoop(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps)))
     plain = DecodeLoop(target).generate([prompt, prompt[:3]], DecodeOptions(24))
     for row, other in zip(loop.generate([prompt, prompt[:3]], DecodeOptions(24)), plain, strict=True):

@@ -22,6 +22,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "peagle": {"draft_steps": 3, "aux_layers": (1, 2, 3), "mask_token_id": 0},
     "dspark": {"block_size": 3, "aux_layers": (1, 2), "markov_rank": 4, "confidence": True},
     "dflash": {"block_size": 4, "aux_layers": (1, 2)},
+    "dflash2": {"block_size": 4, "aux_layers": (1, 2), "selector_rank": 4, "selector_top_k": 8},
     "mtp": {"draft_steps": 3},
 }
 HEADS = {name: {"family": name, **settings} for name, settings in _SETTINGS.items()}

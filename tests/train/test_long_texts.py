@@ -94,7 +94,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark", "dflash2"])
 def test_no_table_is_quadratic_in_the_length(name: str, target: Target) -> None:
     heads = build(name, target)
     length = 1600
@@ -135,7 +135,7 @@ def kept_bytes(target: Target, heads: DraftHead, batch: HeadBatch) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark"])
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark", "dflash2"])
 def test_gradient_checkpointing_saves_memory_bit_exactly(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     batch = long_batch(heads, 200)

@@ -30,12 +30,13 @@ from headstart.replay.patch import FINAL
 from headstart.support import regions
 from headstart.train import trainer
 from headstart.train.batches import count_predictions, read_batch
-from headstart.train.fused_loss import Teacher, batch_loss, sum_losses_plain
+from headstart.train.fused_loss import Teacher, batch_loss
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
 from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import MakeRecipe, Train, before_step, on_read
+from tests.train.plain_loss import sum_losses_plain
 from tests.train.results import Killed, assert_same, metrics, weights
 from tests.train.stores import Masked, Silent, Unsupervised
 from tests.train.test_golden import HEADS

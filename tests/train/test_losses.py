@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.heads.parts.candidates import Candidates
 from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.recipes.sections import LossName
@@ -27,10 +28,10 @@ from headstart.train.fused_loss import (
     batch_loss,
     choose_loss_tokens,
     sum_losses,
-    sum_losses_plain,
 )
 from headstart.train.losses import LOSSES, smooth_l1
 from tests.spies import spy
+from tests.train.plain_loss import sum_losses_plain
 from tests.train.stores import two_texts
 from tests.train.test_long_texts import Largest
 
@@ -117,34 +118,58 @@ def _predicted(hidden_MH: Tensor, lm_head_DH: Tensor, teacher_M: Tensor, **of_lm
     return StepPrediction(hidden_MH, lm_head_DH, teacher_M, teacher_M, **of_lm_head)
 
 
-def _problem(trained: bool) -> tuple[StepPrediction, TeacherLogits, Tensor]:
+def _problem(trained: bool, pairs: bool = False) -> tuple[StepPrediction, TeacherLogits, Tensor]:
     torch.manual_seed(0)
     hidden_MH = torch.randn(ROWS, WIDTH, requires_grad=True)
     lm_head_DH = torch.randn(DRAFTS, WIDTH, requires_grad=trained)
     teacher_logits, teacher_M = _teacher_logits(9), torch.randint(2, 11, (ROWS,))
-    return _predicted(hidden_MH, lm_head_DH, teacher_M), teacher_logits, torch.rand(ROWS)
+    prediction = _predicted(hidden_MH, lm_head_DH, teacher_M)
+    if pairs:
+        parents_MWR, table_DR = (torch.randn(*shape, requires_grad=True) for shape in ((ROWS, 1, 3), (DRAFTS, 3)))
+        prediction = replace(prediction, candidates=Candidates(parents_MWR, table_DR, 4))
+    return prediction, teacher_logits, torch.rand(ROWS)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("pairs", [False, True], ids=["logits", "pairs"])
 @pytest.mark.usefixtures("small_blocks")
-def test_blockwise_sum_equals_the_plain_sum(name: str, trained: bool, mixed: bool) -> None:
+def test_blockwise_sum_equals_the_plain_sum(name: str, trained: bool, mixed: bool, pairs: bool) -> None:
     results = []
     for way in (sum_losses, sum_losses_plain):
-        prediction, teacher_logits, weight_M = _problem(trained)
+        prediction, teacher_logits, weight_M = _problem(trained, pairs)
         with torch.autocast("cpu", dtype=torch.bfloat16) if mixed else nullcontext():
             total = way(LOSSES[name], prediction, teacher_logits, weight_M)
         (3 * total).backward()
         hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
         assert (lm_head_DH.grad is not None) == trained
         results.append([total.detach(), hidden_MH.grad, *([lm_head_DH.grad] if trained else [])])
+        if prediction.candidates is not None:
+            results[-1] += [prediction.candidates.parents_MWR.grad, prediction.candidates.table_DR.grad]
     for fast, plain in zip(*results, strict=True):
         assert fast.dtype == plain.dtype == torch.float32
         # float32: sums in another order. bfloat16: gradients of logits and products are rounded to 2**-9 of their size,
         # once before the factor 3 and once after it, so the two differ by a few roundings.
         share = 1e-2 if mixed else 1e-6
         torch.testing.assert_close(fast, plain, rtol=share, atol=share * plain.abs().max().item())
+
+
+def test_pairwise_loss_is_over_the_candidates_and_the_targets_token() -> None:
+    """By hand: two candidates, of which the less likely one makes room for the target's token."""
+    table_DR, parents_MWR = torch.tensor([[0.0], [1.0], [0.5]]), torch.tensor([[[2.0]]])
+    logits_MD, probs_MD = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([[0.1, 0.3, 0.6]])
+    candidates = Candidates(parents_MWR, table_DR, 2)
+    assert candidates.top(logits_MD, torch.tensor([1])).tolist() == [[0, 1]]
+    prediction = replace(_predicted(logits_MD, torch.eye(3), torch.tensor([0])), candidates=candidates)
+    teacher_logits = TeacherLogits(probs_MD.log(), torch.zeros(1, 4), torch.tensor([0]))
+    total, plain = (
+        sum_losses(losses.soft_ce, one, teacher_logits, torch.ones(1))
+        for one in (prediction, replace(prediction, candidates=None))
+    )
+    q_draft = [math.exp(3.0), math.exp(1.0 + 2.0 * 0.5)]
+    wanted = -sum(p * math.log(q / sum(q_draft)) for p, q in zip((0.1 / 0.7, 0.6 / 0.7), q_draft, strict=True))
+    assert (total - plain).item() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["exponential", "dpace"])

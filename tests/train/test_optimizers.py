@@ -119,7 +119,7 @@ def test_zero_gradient_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", sorted(families()))
 def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
-    """LM heads, embeddings, norms, biases, Markov and confidence weights take AdamW, all other matrices Muon."""
+    """LM heads, embeddings, norms, biases, tables of token pairs, confidence weights and kernels take AdamW, all other matrices Muon."""
     config = make_config({"family": name, "draft_vocab_size": 40, **OTHERS.get(name, {})}, tiny_target)
     heads = family(name)(config)
     trained = {id(weight): key for key, weight in heads.named_parameters() if weight.requires_grad}
@@ -129,7 +129,7 @@ def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
         for kind in (Muon, torch.optim.AdamW)
     )
     assert sorted(by_muon + by_adamw) == sorted(trained)
-    apart = ("lm_head", "embedding", "norm", "bias", "markov", "confidence", "mask_hidden")
+    apart = ("lm_head", "embedding", "norm", "bias", "parents", "drafts", "confidence", "mask_hidden", "base_kernel")
     assert not [trained[key] for key in by_muon if any(part in trained[key] for part in apart)]
     assert not [trained[key] for key in by_adamw if not any(part in trained[key] for part in apart)]
     (only,) = make_optimizers(heads, TrainSection())

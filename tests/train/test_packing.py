@@ -95,7 +95,7 @@ def test_packing_changes_the_training_identity(run: Train, tmp_path: Path) -> No
         run(tmp_path, steps=6, packing=True)
 
 
-FAMILIES = ["medusa", "hydra", "eagle", "eagle3-deep-normed", "mtp", "dflash-sliding", "dspark-deep"]
+FAMILIES = ["medusa", "hydra", "eagle", "eagle3-deep-normed", "mtp", "dflash-sliding", "dspark-deep", "dflash2-deep"]
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["all origins", "anchors of subsampled steps"])

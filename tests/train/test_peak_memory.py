@@ -34,7 +34,7 @@ def test_peak_counts_tensors_that_exist_at_once() -> None:
     assert peak_bytes(torch.device("cpu"), work) == (3 * 4000, 1000), "the last sums exist until they are replaced"
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark", "dflash2"])
 def test_a_training_takes_the_planned_memory(
     name: str, recipe: MakeRecipe, run: Train, tiny_target: Target, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from headstart.recipes.values import packaged_recipes
 from headstart.replay.patch import FINAL
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads, copy_matching
+from tests.heads.test_contract import prefilled, shake
 from tests.train.conftest import MakeRecipe, Train, conversations
 
 
@@ -160,6 +161,29 @@ def test_other_family_gives_tensors_of_equal_name_and_shape() -> None:
     heads = MedusaHead(MedusaConfig(**config))
     assert copy_matching(heads, other) == "copied 2 of 4 tensors from the earlier other heads"
     assert torch.equal(heads.lm_head_KDE, other.lm_head_KDE)
+
+
+def test_a_family_that_continues_another_starts_as_its_drafts(
+    recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tmp_path: Path
+) -> None:
+    """DFlash 2 from DFlash: convolutions and scores start without effect, and nothing is fitted to other layers."""
+    block = {"family": "dflash", "block_size": 4, "aux_layers": (1, 2), "mask_token_id": 60, "init": "linear"}
+    block |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    first = build_heads(recipe(heads=block), tiny_target, train_store)
+    save_heads(shake(first), tmp_path / "first")
+    said: list[str] = []
+    later = recipe(heads={**block, "family": "dflash2"}, start_from=str(tmp_path / "first"))
+    heads = build_heads(later, tiny_target, train_store, said.append)
+    assert "copied 11 of 18 tensors from the earlier dflash heads" in said[0]
+    text, roots = list(range(3, 15)), torch.tensor([[5]])
+    level, logits = torch.zeros(1, 1, dtype=torch.long), []
+    for either in (first, heads):
+        session = prefilled(either, tiny_target, [text])
+        logits.append([either.draft_step(session, roots, level, depth)[0, 0] for depth in range(3)])
+    for plain_D, scored_D in zip(*logits, strict=True):
+        best_K = plain_D.topk(16).indices
+        torch.testing.assert_close(scored_D[best_K], plain_D[best_K])
+        assert int(scored_D.isfinite().sum()) == 16
 
 
 def test_missing_or_foreign_earlier_heads_are_refused(

@@ -138,7 +138,7 @@ def import_checkpoint(
     out: Annotated[Path, typer.Option(help="Write this folder.")],
     loading: Loading = Loading(),
 ) -> None:
-    """Make headstart heads from a published EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark or Medusa checkpoint.
+    """Make headstart heads from a published EAGLE, EAGLE-3, P-EAGLE, DFlash, DFlash 2, DSpark or Medusa checkpoint.
 
     They can decode, be tuned and be trained further. Weights must be safetensors files; pickled files are refused.
 

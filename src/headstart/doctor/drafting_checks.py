@@ -6,8 +6,8 @@ Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -106,8 +106,7 @@ def equality(subject: Subject) -> Finding:
                 continue
             compared += 1
             for step, (drafted_D, trained_D) in enumerate(zip(steps, trained[origin], strict=True)):
-                scale = float(trained_D.abs().max().clamp_min(1e-30))
-                difference = float((drafted_D - trained_D).abs().max()) / scale
+                difference = _difference(drafted_D, trained_D)
                 largest = max(largest, difference)
                 if difference > _TOLERANCE:
                     return bad(
@@ -127,6 +126,17 @@ def equality(subject: Subject) -> Finding:
         raise _too_short(heads)
     sentence = f"Drafting equals the training unroll at {compared} positions, in all {heads.draft_steps} steps."
     return good(sentence, positions=compared, difference=largest)
+
+
+def _difference(drafted_D: Tensor, trained_D: Tensor) -> float:
+    """Return the largest difference, relative to the largest logit. Infinite if the drafts that are excluded (-inf)
+    differ by more than two candidates that nearly tie."""
+    one_D, other_D = drafted_D.isneginf(), trained_D.isneginf()
+    if int((one_D != other_D).sum()) > 2:
+        return inf
+    kept_D = ~(one_D | other_D)
+    scale = trained_D[kept_D].abs().max().clamp_min(1e-30)
+    return float((drafted_D - trained_D)[kept_D].abs().max() / scale)
 
 
 def _compared_heads(subject: Subject) -> DraftHead:
@@ -157,8 +167,7 @@ def _unroll(target: Target, heads: DraftHead, item: Conversation, states: dict[i
     steps: Steps = {}
     for prediction in heads.unroll(batch):
         rows = [row for row, origin in enumerate(prediction.origin_M.tolist()) if origin in origins]
-        compared = replace(prediction, hidden_MH=prediction.hidden_MH[rows])
-        for row, logits_D in zip(rows, compared.logits_MD.float(), strict=True):
+        for row, logits_D in zip(rows, prediction.rows(rows).logits_MD.float(), strict=True):
             steps.setdefault(int(prediction.origin_M[row]), []).append(logits_D)
     return {origin: logits for origin, logits in steps.items() if len(logits) == heads.draft_steps}
 

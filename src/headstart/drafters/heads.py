@@ -168,7 +168,7 @@ def grow(
     """
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [GrowingTree(Tree([token], accept_probs=[1.0]), [Leaf()]) for token in roots.root_tokens]
-    ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.draft_to_target_D.numel())
+    ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.max_children)
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     all_at_once, reading_is_free = isinstance(heads, OneForwardHead), roots.tokens_BN.is_cpu
     table: _Table | None = None

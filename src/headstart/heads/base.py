@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headstart.errors import UserError, close, nearest
 from headstart.heads.exchange.published import SHARED, Layout, Published, copy_to_cpu
 from headstart.heads.int8_weights import drop_int8
+from headstart.heads.parts.candidates import Candidates
 from headstart.heads.settings import FromTarget, HeadSettings, recipe_error, section_fields
 from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import LogitTransform
@@ -105,6 +106,7 @@ class StepPrediction:
         bias_D, logit_transform: bias and logit post-processing of the target's LM head, for heads that use it.
         frozen_columns: number of leading LM head columns that stay frozen.
         confidence_M: logit of the acceptance probability, for families with a confidence head.
+        candidates: pairwise scores of the most likely drafts, for families that draft by them.
     """
 
     hidden_MH: Tensor
@@ -116,11 +118,21 @@ class StepPrediction:
     logit_transform: Callable[[Tensor], Tensor] | None = None
     frozen_columns: int = 0
     confidence_M: Tensor | None = None
+    candidates: Candidates | None = None
 
     @property
     def logits_MD(self) -> Tensor:
-        logits_MD = F.linear(self.hidden_MH, self.lm_head_DH, self.bias_D)
-        return logits_MD if self.logit_transform is None else self.logit_transform(logits_MD)
+        return self.select(F.linear(self.hidden_MH, self.lm_head_DH, self.bias_D), slice(None))
+
+    def rows(self, rows: slice | list[int]) -> StepPrediction:
+        """Keep the inputs of the logits of these rows."""
+        candidates = None if self.candidates is None else self.candidates.rows(rows)
+        return replace(self, hidden_MH=self.hidden_MH[rows], candidates=candidates)
+
+    def select(self, product_BD: Tensor, block: slice) -> Tensor:
+        """Return the logits to draft from, given the LM head's product for a block of rows."""
+        logits_BD = product_BD if self.logit_transform is None else self.logit_transform(product_BD)
+        return logits_BD if self.candidates is None else self.candidates.rows(block).select(logits_BD)[:, 0]
 
 
 class DraftHead(nn.Module, ABC):
@@ -133,6 +145,7 @@ class DraftHead(nn.Module, ABC):
         version: identifies heads of an exported folder in answers and logs, see `headstart.heads.io.version_of`.
         drafts_features: whether predictions have a `feature_ME`.
         publishes: layout of the heads for serving engines, if any.
+        continues: a family with heads that start these without a closed-form fit.
         draft_to_target_D: target token id of each draft token; the identity without a draft vocabulary.
         lm_bias_D, logit_transform: bias and logit post-processing of the target's LM head, for heads that use it.
         gradient_checkpointing: whether training recomputes activations inside layers for the backward pass.
@@ -143,6 +156,7 @@ class DraftHead(nn.Module, ABC):
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
     publishes: ClassVar[Layout | None] = None
+    continues: ClassVar[str] = ""
     gradient_checkpointing: bool = False
     compiled: bool = False
     version: str = ""
@@ -376,19 +390,21 @@ class DraftHead(nn.Module, ABC):
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows, in ascending order."""
 
+    @property
+    def max_children(self) -> int:
+        """Number of tokens that can be drafted after a node."""
+        return self.config.draft_width
+
     def check_tree(self, shape: TreeShape) -> None:
-        """Raise a UserError for a tree deeper than the heads or wider than their draft vocabulary."""
+        """Raise a UserError for a tree deeper than the heads or wider than their drafts."""
         remedy = "Tune the heads again (headstart tune), or export them with the tree that was tuned for them."
         if shape.depth > self.draft_steps:
             raise UserError(
                 f"The tree is {shape.depth} deep and the heads draft {self.draft_steps} tokens ahead.", remedy
             )
-        if shape.width > self.config.draft_width:
-            raise UserError(
-                f"The tree takes the top {shape.width} drafts of a node, but the draft vocabulary has only "
-                f"{self.config.draft_width} tokens.",
-                remedy,
-            )
+        if shape.width > self.max_children:
+            problem = f"The tree takes the top {shape.width} drafts of a node, but the heads draft {self.max_children}."
+            raise UserError(problem, remedy)
 
     @torch.enable_grad()  # with gradients, products are torch's own and are counted
     def flops_per_draft(self) -> int:

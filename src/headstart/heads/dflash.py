@@ -49,10 +49,6 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
     publishes: ClassVar[Layout | None] = Layout.DFLASH
     config: DFlashConfig
 
-    @property
-    def first_slot(self) -> int:
-        return 1
-
     def depth_logits(self, session: BlockSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
             self.run_block(session, root_B)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.exchange.published import Layout, Published
+from headstart.model.lm_head import LogitTransform
 
 _KINDS = {
     Layout.EAGLE3: "EAGLE-3",
@@ -16,6 +17,7 @@ _KINDS = {
     Layout.EAGLE: "EAGLE-1",
     Layout.MEDUSA: "Medusa",
     Layout.DFLASH: "DFlash",
+    Layout.DFLASH2: "DFlash 2",
     Layout.DSPARK: "DSpark",
 }
 
@@ -42,6 +44,7 @@ class TargetFacts:
     tokens: Mapping[str, int] = field(default_factory=dict)
     trust_remote_code: bool = False
     context: int = 0
+    logits: LogitTransform = field(default_factory=LogitTransform)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Chat template variables of the training."""
 

@@ -1,11 +1,12 @@
 """Weighted sums of a batch's losses, with their gradients.
 
 `sum_losses` computes the loss and its gradients from LM head inputs in one pass over blocks of rows, so the logits of
-all predictions never exist at once. `sum_losses_plain` is its reference, the loss on the full table.
+all predictions never exist at once.
 
 Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a supervised
 token, U distinct rows of the teacher logits, M predictions of one step (or of several with one LM head), D draft
-vocabulary, L loss tokens, R draft tokens other than the likely ones, E hidden size, H LM head inputs.
+vocabulary, L loss tokens, R draft tokens other than the likely ones (of a table of candidates: rank), W parents of a
+candidate (one), K candidates, E hidden size, H LM head inputs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.heads.parts.candidates import Candidates
 from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
@@ -134,6 +136,8 @@ class TeacherLogits:
                 bias_L = None if step.bias_D is None else step.bias_D[ids_L]
                 shift = partial(self.loss_tokens.shift, transform=step.logit_transform)
                 restricted[member] = replace(step, lm_head_DH=lm_head_LH, bias_D=bias_L, logit_transform=shift)
+                if (pairs := step.candidates) is not None:
+                    restricted[member].candidates = replace(pairs, table_DR=pairs.table_DR[ids_L])
         return restricted
 
     def rows(self, teacher_M: Tensor) -> Tensor:
@@ -191,7 +195,8 @@ def batch_loss(
     With `exponential` position weights, step k weighs `step_weight ** k`. `dpace` (`headstart.train.losses`) costs one
     more LM head product, for alphas. `subsampled` weighs all steps equally, for a batch from `batches.subsample`.
     `feature_weight` scales `smooth_l1` between drafted features and final states. Confidences learn alpha by binary
-    cross-entropy. The feature loss and the confidence loss use the same position weights as `loss`.
+    cross-entropy. Pairwise scores add `loss` over the candidates, with the target's most likely token among them. All
+    use the same position weights.
     """
     steps = teacher_logits.restrict(list(predictions))
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
@@ -232,12 +237,17 @@ def _concatenate(
     teacher_M = torch.cat([step.teacher_M for step in steps])
     order_M = teacher_M.argsort(stable=True) if by_position else slice(None)
     confidences = [step.confidence_M for step in steps if step.confidence_M is not None]
+    candidates = steps[0].candidates
+    if candidates is not None:
+        parents = [step.candidates.parents_MWR for step in steps if step.candidates is not None]
+        candidates = replace(candidates, parents_MWR=torch.cat(parents)[order_M])
     prediction = replace(
         steps[0],
         hidden_MH=torch.cat([step.hidden_MH for step in steps])[order_M],
         teacher_M=teacher_M[order_M],
         origin_M=torch.cat([step.origin_M for step in steps])[order_M],
         confidence_M=torch.cat(confidences)[order_M] if confidences else None,
+        candidates=candidates,
         feature_ME=None,
     )
     return prediction, torch.cat(list(weights))[order_M]
@@ -270,17 +280,8 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
     """Yield a step's logits [B, D] in blocks of rows."""
     hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
     for block in _blocks(hidden_MH, lm_head_DH):
-        logits_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
-        yield block, logits_BD if prediction.logit_transform is None else prediction.logit_transform(logits_BD)
-
-
-def sum_losses_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
-    """The reference of `sum_losses`, with all logits at once."""
-    logits_MD = prediction.logits_MD
-    dtype = torch.promote_types(logits_MD.dtype, torch.float32)
-    table_SD, rows_M = teacher_logits.table(teacher_logits.rows(prediction.teacher_M))
-    target_probs_MD = table_SD[rows_M].softmax(-1, dtype=dtype)
-    return (weight_M * loss(logits_MD.to(dtype), target_probs_MD)).sum()
+        product_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
+        yield block, prediction.select(product_BD, block)
 
 
 def sum_losses(
@@ -292,13 +293,14 @@ def sum_losses(
 ) -> Tensor:
     """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
 
-    Gradients flow to the LM head's inputs and its trained columns; weights are constants. `alpha_M`, if given, is
-    filled with each prediction's alpha.
+    Gradients flow to the LM head's inputs and its trained columns, and to the inputs of pairwise scores; weights are
+    constants. `alpha_M`, if given, is filled with each prediction's alpha.
     """
-    hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
+    hidden_MH, lm_head_DH, candidates = prediction.hidden_MH, prediction.lm_head_DH, prediction.candidates
     assert len(hidden_MH) == len(prediction.teacher_M) == len(weight_M), "a teacher position and weight for each"
     apply: Callable[..., Tensor] = _FusedLoss.apply
-    return apply(hidden_MH, lm_head_DH, loss, prediction, teacher_logits, weight_M, alpha_M)
+    pairs = (None, None) if candidates is None else (candidates.parents_MWR, candidates.table_DR)
+    return apply(hidden_MH, lm_head_DH, *pairs, loss, prediction, teacher_logits, weight_M, alpha_M)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -313,6 +315,8 @@ class _FusedLoss(torch.autograd.Function):
         ctx: Any,
         hidden_MH: Tensor,
         lm_head_DH: Tensor,
+        parents_MWR: Tensor | None,
+        table_DR: Tensor | None,
         loss: Loss,
         prediction: StepPrediction,
         teacher_logits: TeacherLogits,
@@ -329,6 +333,7 @@ class _FusedLoss(torch.autograd.Function):
         hidden_dtype = torch.promote_types(hidden_MH.dtype, gradient_dtype)
         hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_dtype) if ctx.needs_input_grad[0] else None
         head_gradient_DH = torch.zeros_like(lm_head_DH, dtype=dtype) if ctx.needs_input_grad[1] else None
+        pairs = None if prediction.candidates is None else _CandidateLoss(loss, prediction.candidates, dtype)
         differentiable = any(ctx.needs_input_grad)
         with torch.autocast(hidden_MH.device.type, enabled=False):
             for block in _blocks(read_MH, head_DH):
@@ -339,18 +344,26 @@ class _FusedLoss(torch.autograd.Function):
                     target_probs_CD = table_SD[rows_B[chunk]].softmax(-1, dtype=dtype)
                     with torch.set_grad_enabled(differentiable):
                         logits_CD = raw_CD if logit_transform is None else logit_transform(raw_CD)
-                        part = (weight_M[block][chunk] * loss(logits_CD, target_probs_CD)).sum()
+                        loss_C = loss(logits_CD, target_probs_CD)
+                        if pairs is not None:
+                            loss_C = loss_C + pairs(logits_CD, target_probs_CD, block, chunk)
+                        part = (weight_M[block][chunk] * loss_C).sum()
                     total += part.detach()
                     if alpha_M is not None:
                         alpha_M[block][chunk] = shared_mass(logits_CD.detach(), target_probs_CD)
                     if differentiable:
-                        logits_BD[chunk] = torch.autograd.grad(part, raw_CD)[0]
+                        inputs = [raw_CD] if pairs is None else [raw_CD, *pairs.inputs]
+                        logits_BD[chunk], *of_pairs = torch.autograd.grad(part, inputs)
+                        if pairs is not None:
+                            pairs.add(of_pairs, block, chunk)
                 if hidden_gradient_MH is not None:
                     hidden_gradient_MH[block] = logits_BD @ head_DH.to(gradient_dtype)
                 if head_gradient_DH is not None:
                     read_BH = read_MH[block, trained_columns].to(gradient_dtype)
                     head_gradient_DH[:, trained_columns] += logits_BD.T @ read_BH
-        ctx.save_for_backward(hidden_gradient_MH, head_gradient_DH)
+        ctx.save_for_backward(
+            hidden_gradient_MH, head_gradient_DH, *((None, None) if pairs is None else pairs.gradients)
+        )
         return total
 
     @staticmethod
@@ -358,6 +371,28 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # Scaling the saved tensors in place is safe: autograd refuses a second backward pass.
         return *(None if saved is None else saved.mul_(upstream) for saved in ctx.saved_tensors), *[None] * 5
+
+
+class _CandidateLoss:
+    """Loss of pairwise scores, chunk by chunk, with the gradients of parents and table."""
+
+    def __init__(self, loss: Loss, candidates: Candidates, dtype: torch.dtype) -> None:
+        self._loss, self._candidates = loss, candidates
+        self.gradients = [torch.zeros_like(one, dtype=dtype) for one in (candidates.parents_MWR, candidates.table_DR)]
+
+    def __call__(self, logits_CD: Tensor, target_probs_CD: Tensor, block: slice, chunk: slice) -> Tensor:
+        candidates = self._candidates.rows(block).rows(chunk)
+        self._top_CK = candidates.top(logits_CD, target_probs_CD.argmax(-1))
+        read = candidates.parents_MWR, F.embedding(self._top_CK, candidates.table_DR)
+        parents_CWR, rows_CKR = self.inputs = [one.detach().to(logits_CD.dtype).requires_grad_() for one in read]
+        scores_CK = logits_CD.gather(1, self._top_CK) + (parents_CWR @ rows_CKR.mT)[:, 0]
+        probs_CK = target_probs_CD.gather(1, self._top_CK)
+        return self._loss(scores_CK, probs_CK / probs_CK.sum(-1, keepdim=True))
+
+    def add(self, of_inputs: Sequence[Tensor], block: slice, chunk: slice) -> None:
+        """Add the gradients of the last chunk's inputs."""
+        self.gradients[0][block][chunk], rows_CKR = of_inputs
+        self.gradients[1].index_add_(0, self._top_CK.flatten(), rows_CKR.flatten(0, 1))
 
 
 def _like(bias_D: Tensor | None, lm_head_DH: Tensor) -> Tensor | None:

@@ -29,7 +29,7 @@ _UPDATE_INTERVAL = 2
 and orthogonalisation takes 25 % of a CPU step. The matrices take turns."""
 _MOMENTUM = 0.95
 _EPSILON = 1e-7
-_ADAMW_NAMES = ("lm_head", "embedding", "bias", "norm", "markov", "confidence")
+_ADAMW_NAMES = ("lm_head", "embedding", "bias", "norm", "confidence", "parents", "drafts", "base_kernel")
 _RMS = 0.2
 """RMS of AdamW's updates; Muon's are scaled to it, so that one learning rate serves both (arXiv 2502.16982)."""
 
@@ -93,7 +93,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[torch.optim.Optimizer]:
     """Build a recipe's optimisers for heads or their low-rank updates. `muon` leaves vectors to AdamW and, by name, LM
-    heads, norms, biases, Markov weights and confidence weights."""
+    heads, norms, biases, tables of token pairs, confidence weights and convolution kernels."""
     trained = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
     muon = {
         name

@@ -43,7 +43,8 @@ def build_heads(
         heads, earlier = _unfitted_heads(recipe, target, train_store)
     # Online reads are collective with a sharded target; `raise_on_all_ranks` must not contain collectives.
     reading = raise_on_all_ranks if train_store.stored else nullcontext
-    if earlier is None or earlier.config != heads.config:  # else `copy_matching` replaces every weight
+    # Else `copy_matching` replaces every weight, or those that the fit would start.
+    if earlier is None or (earlier.config != heads.config and earlier.family != heads.continues):
         with reading():
             heads.fit(_first_batches(train_store, heads))
     if earlier is not None:

@@ -193,7 +193,8 @@ def tune(
     """
     drop_int8(heads)
     options = options or TuneSection()
-    max_rank, timing = options.max_rank, Timing(options.widths, options.context).within(target)
+    max_rank = min(options.max_rank, heads.max_children)
+    timing = Timing(options.widths, options.context).within(target)
     drafts = measure_drafts(target, heads, conversations, max_rank, console)
     ranks_OK = drafts.ranks_OK
     values = path_values(ranks_OK, max_rank)

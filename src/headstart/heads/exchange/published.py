@@ -18,6 +18,10 @@ Tensors by layout, under the field's common names:
             the target's
     dspark  the same, with `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, r], and with
             `confidence` `confidence_head.proj.weight` [1, E + r] and `confidence_head.proj.bias` [1]
+    dflash2 dflash, with `layers.{i}.{attention,mlp}_conv.base_kernel` [2, taps, E] and
+            `layers.{i}.{attention,mlp}_conv.kernel_projection.weight` [2 * taps * groups, E];
+            `candidate_selector.{predecessor,successor}_codebook` [V, r] and
+            `candidate_selector.hidden_projection.weight` [r, E]
 
 Shape suffixes: D draft vocabulary, E hidden size, V vocabulary, d size of an attention head, r rank.
 """
@@ -29,6 +33,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import product
 from typing import Any
 
 import torch
@@ -44,6 +49,7 @@ class Layout(StrEnum):
     MEDUSA = "medusa"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    DFLASH2 = "dflash2"
 
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -52,8 +58,11 @@ MASK_HIDDEN = "mask_hidden"
 """P-EAGLE's state of mask entries."""
 MARKOV_EMBEDDING, MARKOV_LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
 """DSpark's Markov head."""
+PREDECESSORS, SUCCESSORS = (f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
+SELECTOR = "candidate_selector.hidden_projection.weight"
+"""DFlash 2's pairwise scores."""
 
-BLOCKS = frozenset({Layout.DFLASH, Layout.DSPARK})
+BLOCKS = frozenset({Layout.DFLASH, Layout.DFLASH2, Layout.DSPARK})
 """Layouts that draft a block in one pass, through the target's LM head."""
 FUSED = frozenset({Layout.EAGLE3, Layout.PEAGLE})
 """Layouts of EAGLE-3's layers, whose first one reads fused states."""
@@ -88,7 +97,7 @@ class Published:
         qk_norm: whether EAGLE-3's layers norm queries and keys per head; block layers always do.
         aux_norms, norm_before_fc: whether norms precede the fusion, one per aux state or one for all.
         normed_embeddings: whether `embed_tokens.weight` holds the target's embeddings, normalised.
-        block_size: inputs of a block: the root, then `mask_token_id`. DFlash's first slot drafts nothing. 0 without
+        block_size: inputs of a block: the root, then `mask_token_id`. The first slot drafts in DSpark alone. 0 without
             blocks.
         mask_token_id: token of inputs that stand for tokens not drafted yet, in blocks and P-EAGLE.
         sliding_window: number of visible tokens of a block slot, itself included; 0 for all.
@@ -96,6 +105,8 @@ class Published:
         causal: whether slots do not see later ones, in the layers with a sliding window if there are any, else in all.
         markov_rank: rank of the map from each drafted token to the next one's logits.
         confidence: whether there is a confidence head.
+        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: sizes of DFlash 2.
+        output_multiplier, final_logit_softcapping: scale and cap of the target's logits, for DFlash 2.
     """
 
     layout: Layout
@@ -120,6 +131,12 @@ class Published:
     causal: bool = False
     markov_rank: int = 0
     confidence: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
 
     @property
     def fed_back(self) -> Published | None:
@@ -190,6 +207,13 @@ class Published:
         layers |= {f"layers.{number}.input_layernorm.weight": (size,) for number in range(self.num_layers)}
         fused = {"fc.weight": (size, count * size), **layers, "norm.weight": (size,)}
         if self.layout in BLOCKS:
+            if self.layout is Layout.DFLASH2:
+                taps, groups = self.conv_kernel_size, size // self.conv_group_size
+                for number, part in product(range(self.num_layers), ("attention", "mlp")):
+                    fused[f"layers.{number}.{part}_conv.base_kernel"] = (2, taps, size)
+                    fused[f"layers.{number}.{part}_conv.kernel_projection.weight"] = (2 * taps * groups, size)
+                fused |= dict.fromkeys((PREDECESSORS, SUCCESSORS), (self.vocab_size, self.selector_rank))
+                fused[SELECTOR] = (self.selector_rank, size)
             if rank := self.markov_rank:
                 fused |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (self.vocab_size, rank))
             if self.confidence:
@@ -223,7 +247,10 @@ class Published:
         return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-_OF_BLOCKS = ("block_size", "mask_token_id", "sliding_window", "full_layers", "causal", "markov_rank", "confidence")
+_BLOCK_SIZES = ("block_size", "mask_token_id", "sliding_window", "full_layers", "causal", "markov_rank", "confidence")
+DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DFLASH2_LOGITS = ("output_multiplier", "final_logit_softcapping")
+_OF_BLOCKS = (*_BLOCK_SIZES, *DFLASH2_SIZES, *DFLASH2_LOGITS)
 _LAYERS = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", "qk_norm")
 SHARED = (*_LAYERS, *_OF_BLOCKS)
 """Fields that family configs have under the same name."""

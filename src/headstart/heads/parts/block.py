@@ -1,4 +1,4 @@
-"""Base of block drafters (DFlash, DSpark): one forward over a block, with the target's states as keys and values.
+"""Base of block drafters: one forward over a block, with the target's states as keys and values.
 
 Every layer attends over a context and a block. The *context* is one vector per token that the target has read: outputs
 of some target layers, fused by a linear map and a norm. Each layer maps it to keys and values without the input norm.
@@ -18,11 +18,10 @@ size.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, cast
+from typing import ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ _ORIGINS = 1024
 
 @dataclass
 class BlockSession:
-    """Keys and values of the context, and the round's LM head inputs and (DSpark) logits."""
+    """Keys and values of the context, and the round's LM head inputs and (by parent) products."""
 
     cache: LayerCache
     hidden_BSE: Tensor
@@ -71,8 +70,14 @@ class BlockMemory(KVMemory):
 
 
 class BlockHead(GraphedHead):
-    """Fusion, layers and norm; families define the first drafting slot and the logits."""
+    """Fusion, layers and norm; families define the logits.
 
+    Attributes:
+        first_slot: the first slot that drafts; 1 if the root's slot drafts nothing.
+    """
+
+    Layer: ClassVar[type[BlockLayer]] = BlockLayer
+    first_slot: ClassVar[int] = 1
     config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
@@ -82,16 +87,11 @@ class BlockHead(GraphedHead):
         size, count = config.hidden_size, len(config.aux_layers)
         self.fc = Linear(count * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        layers = nn.ModuleList(BlockLayer(config, number) for number in range(config.num_layers))
+        layers = nn.ModuleList(self.Layer(config, number) for number in range(config.num_layers))
         self.layers = cast(list[BlockLayer], layers)
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
-
-    @property
-    @abstractmethod
-    def first_slot(self) -> int:
-        """The first slot that drafts: 1 if the root's slot drafts nothing."""
 
     @property
     def draft_steps(self) -> int:
@@ -255,10 +255,11 @@ class BlockHead(GraphedHead):
         for number, layer in enumerate(self.layers):
             queries, keys, values = layer.read(stream_BKE, rotary)
             put(number, keys, values)
-            if number == len(self.layers) - 1:  # slots that draft nothing only serve as keys and values
+            # Slots that draft nothing only serve as keys and values.
+            if number == len(self.layers) - 1 and not layer.mixes_slots:
                 queries, stream_BKE = queries[:, :, :, self.first_slot :], stream_BKE[:, self.first_slot :]
             stream_BKE = layer.write(stream_BKE, attend_layer(number, queries))
-        return rms_norm(self.norm, stream_BKE)
+        return rms_norm(self.norm, stream_BKE[:, -self.draft_steps :])
 
     def new_memory(self, session: BlockSession, rows: int, capacity: int) -> BlockMemory:
         return BlockMemory(self, session.cache.kv[0][0], rows, capacity)

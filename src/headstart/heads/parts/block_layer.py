@@ -1,12 +1,17 @@
-"""Settings and decoder layer of block drafters (see `block`).
+"""Settings and decoder layers of block drafters (see `block`), without and with convolutions over the slots (DFlash 2).
 
-Shape suffixes: B rows, T tokens, E hidden size, N key heads, d head size, X width of keys and values.
+The coefficients of a slot's convolution are a kernel for each channel plus a linear map of the sublayer's normed input
+for each group of channels. Attention and MLP each have one set for the input and one for the output. Slots before the
+block count as zero.
+
+Shape suffixes: B rows, T tokens, E hidden size, N key heads, d head size, X width of keys and values (in convolutions:
+slots of a row's blocks), A blocks, K slots of a block, G groups, c channels of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +38,15 @@ _NEWEST, _ROOT = 2 / 3, 1 / 3
 """Width, as a fraction of the hidden size, of the positional heads for the newest state and for the root."""
 LAYERS = "ascending, from 1 to the last but one"
 """Target layers that blocks can read."""
+_INPUT, _OUTPUT = 0, 1
+"""Sides of a convolved sublayer."""
 
 
 class BlockConfig(LayerConfig):
     """Settings of heads that draft a block in one pass."""
 
     num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
-    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; dflash does not draft from the first one.")
+    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; only dspark drafts from the first one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers to read, as indices of transformers' hidden_states, ascending and below the "
@@ -105,14 +112,36 @@ class BlockConfig(LayerConfig):
         check_mask_token(self.mask_token_id, self.vocab_size)
 
 
+class ConvolvedConfig(BlockConfig):
+    """Settings of heads that draft a block with convolutions."""
+
+    conv_kernel_size: int = Field(2, ge=1, description="Slots that a convolution reads: the slot and ones before it.")
+    conv_group_size: int = Field(
+        16, ge=1, description="Channels that share the input-dependent part of their kernel; divides the hidden size."
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.hidden_size % self.conv_group_size:
+            raise UserError(
+                f"heads.conv_group_size {self.conv_group_size} does not divide the hidden size {self.hidden_size}.",
+                "Set heads.conv_group_size to a divisor, for example 8.",
+            )
+
+
 def positional_heads(hidden_size: int, head_dim: int) -> tuple[int, int]:
     """Numbers of key heads that attend to the newest state and to the root, with `heads.init=linear`."""
     return max(1, round(_NEWEST * hidden_size / head_dim)), max(1, round(_ROOT * hidden_size / head_dim))
 
 
 class BlockLayer(DraftLayer):
-    """Decoder layer with per-head query and key norms that also attends to a context."""
+    """Decoder layer with per-head query and key norms that also attends to a context.
 
+    Attributes:
+        mixes_slots: whether a slot's output depends on others' beyond attention, so that all must be computed.
+    """
+
+    mixes_slots: ClassVar[bool] = False
     q_norm: nn.RMSNorm
     k_norm: nn.RMSNorm
 
@@ -148,3 +177,59 @@ class BlockLayer(DraftLayer):
             rows[-len(weight) :] = weight
         if self.input_norm is not None:
             self.input_norm.weight.copy_(norm_scale(getattr(layer, "input_layernorm", None), self.input_norm.weight))
+
+
+class Convolution(nn.Module):
+    """Convolutions of a sublayer's input and output, which start as the identity."""
+
+    def __init__(self, config: ConvolvedConfig) -> None:
+        super().__init__()
+        size, self.taps, self.block_size = config.hidden_size, config.conv_kernel_size, config.block_size
+        self.groups = size // config.conv_group_size
+        identity = torch.arange(self.taps)[:, None] == 0
+        self.base_kernel = nn.Parameter(identity.float().expand(2, self.taps, size).clone())
+        self.kernel_projection = nn.Linear(size, 2 * self.taps * self.groups, bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, side: int, normed_BXE: Tensor, x_BXE: Tensor) -> Tensor:
+        """Convolve a sublayer's input or output, given its normed input."""
+        dynamic = F.linear(normed_BXE, self.kernel_projection.weight.chunk(2)[side])
+        dynamic = dynamic.view(len(x_BXE), -1, self.block_size, self.taps, self.groups, 1)
+        base = self.base_kernel[side].view(self.taps, self.groups, -1).to(x_BXE.dtype)
+        x_BAKGc = x_BXE.view(len(x_BXE), -1, self.block_size, self.groups, base.shape[2])
+        output: Tensor = (base[0] + dynamic[:, :, :, 0]) * x_BAKGc
+        for tap in range(1, min(self.taps, self.block_size)):
+            before = F.pad(x_BAKGc[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+            output = output + (base[tap] + dynamic[:, :, :, tap]) * before
+        return output.flatten(-2).flatten(1, 2)
+
+
+class ConvolvedLayer(BlockLayer):
+    """Decoder layer of a block with convolutions around attention and MLP."""
+
+    mixes_slots = True
+
+    def __init__(self, config: ConvolvedConfig, number: int) -> None:
+        super().__init__(config, number)
+        self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
+
+    def attention_input(self, x_BTI: Tensor) -> Tensor:
+        normed_BTE = super().attention_input(x_BTI)
+        convolved_BTE: Tensor = self.attention_conv(_INPUT, normed_BTE, normed_BTE)
+        return convolved_BTE
+
+    def mlp_input(self, stream_BTE: Tensor) -> Tensor:
+        normed_BTE = super().mlp_input(stream_BTE)
+        convolved_BTE: Tensor = self.mlp_conv(_INPUT, normed_BTE, normed_BTE)
+        return convolved_BTE
+
+    def write_concat(self, residual_BTE: Tensor, attention_output_BTH: Tensor) -> Tensor:
+        normed_BTE = super().attention_input(residual_BTE)
+        x_BTE = residual_BTE + self.attention_conv(_OUTPUT, normed_BTE, self.o(attention_output_BTH))
+        inner_BTE = self.down(self.mlp_inner(x_BTE))
+        stream_BTE: Tensor = x_BTE + self.mlp_conv(_OUTPUT, super().mlp_input(x_BTE), inner_BTE)
+        return stream_BTE
+
+    def by_published_name(self, number: int) -> dict[str, Tensor]:
+        weights = {name: weight for name, weight in self.named_parameters() if "_conv." in name}
+        return super().by_published_name(number) | {f"layers.{number}.{name}": one for name, one in weights.items()}

@@ -76,14 +76,12 @@ class _FitBatch:
 class SolvedBlockHead(BlockHead):
     """Block drafters with a closed-form start (`heads.init=linear`)."""
 
-    @property
-    def markov_rank(self) -> int:
-        """Rank of the family's Markov head; 0 without one."""
-        return 0
+    rank = 0
+    """Rank of the correction by the previous token; 0 without one."""
 
-    def start_markov(self, axes_ER: Tensor, map_RI: Tensor, rms: float) -> None:
-        """Start the Markov head with what `axes_ER @ map_RI`, of the previous token's normalised embedding, adds to a
-        slot's stream of this mean RMS."""
+    def start_markov(self, axes_ER: Tensor, map_RI: Tensor, stream_ME: Tensor) -> None:
+        """Start the correction with `axes_ER @ map_RI`, from the previous token's normalised embedding to a difference
+        of the slot's stream; `stream_ME` are streams without it."""
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
@@ -164,7 +162,7 @@ class SolvedBlockHead(BlockHead):
             return 0.0 if markov is None else markov_input(part, step) @ markov[1].T @ markov[0].T
 
         for number, layer in enumerate(self.layers):
-            solves_markov = number == 0 and self.markov_rank > 0
+            solves_markov = number == 0 and self.rank > 0
             ridge, width, attended = Ridge(), layer.o.in_features, list[Tensor]()
             for part in fit_batches:
                 attended.append(part.attend(layer))
@@ -177,7 +175,7 @@ class SolvedBlockHead(BlockHead):
             layer.o.weight.copy_(map_EF[:, :width])
             if solves_markov:
                 gram_II = ridge.gram_FF[width:, width:] / ridge.rows
-                axes_ER = principal_outputs(map_EF[:, width:], gram_II, self.markov_rank)
+                axes_ER = principal_outputs(map_EF[:, width:], gram_II, self.rank)
                 markov = axes_ER, axes_ER.T @ map_EF[:, width:]
             ridge = Ridge()
             for part, attention_output_BXF in zip(fit_batches, attended, strict=True):
@@ -193,8 +191,7 @@ class SolvedBlockHead(BlockHead):
                 part.blocks.stream_BXE = part.blocks.stream_BXE + layer.down(layer.mlp_inner(part.blocks.stream_BXE))
         if markov is not None:
             streams = (part.blocks.drafting_slots(part.blocks.stream_BXE).flatten(0, 1) for part in fit_batches)
-            rms_M = torch.cat([stream_ME.square().mean(-1).sqrt() for stream_ME in streams])
-            self.start_markov(*markov, float(rms_M.mean()))
+            self.start_markov(*markov, torch.cat(list(streams)))
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
         assert self.layers[0].input_norm is not None, "as of every layer of a block"

@@ -209,8 +209,7 @@ class DraftLayer(nn.Module):
 
     def project_qkv(self, x_BTI: Tensor, trained_RI: Tensor | None = None) -> Tensor:
         """Return queries, keys and values of each token before the rotation, [B, T, H, d]."""
-        if self.input_norm is not None:
-            x_BTI = rms_norm(self.input_norm, x_BTI)
+        x_BTI = self.attention_input(x_BTI)
         read_BTR: Tensor = self.qkv(x_BTI) if trained_RI is None else F.linear(x_BTI, trained_RI)
         all_BTHd = read_BTR.view(*x_BTI.shape[:2], -1, self.config.head_dim)
         if self.q_norm is None or self.k_norm is None:
@@ -219,11 +218,14 @@ class DraftLayer(nn.Module):
         queries, keys, values = torch.split(all_BTHd, [heads, kv_heads, kv_heads], dim=2)
         return torch.cat([rms_norm(self.q_norm, queries), rms_norm(self.k_norm, keys), values], dim=2)
 
+    def attention_input(self, x_BTI: Tensor) -> Tensor:
+        """Return the input of the query, key and value maps."""
+        return x_BTI if self.input_norm is None else rms_norm(self.input_norm, x_BTI)
+
     @torch.no_grad()
     def match_qk_rms(self, x_BTI: Tensor) -> None:
         """Set the scale of the query and key norms so that they preserve the RMS on these inputs."""
-        if self.input_norm is not None:
-            x_BTI = rms_norm(self.input_norm, x_BTI)
+        x_BTI = self.attention_input(x_BTI)
         for norm, rows in zip((self.q_norm, self.k_norm), self.head_rows()[:2], strict=True):
             if norm is not None:
                 norm.weight.fill_(F.linear(x_BTI, rows).square().mean().sqrt())
@@ -297,9 +299,13 @@ class DraftLayer(nn.Module):
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
         return draft_kernels.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
+    def mlp_input(self, stream_BTE: Tensor) -> Tensor:
+        """Return the input of the MLP."""
+        return rms_norm(self.mlp_norm, stream_BTE)
+
     def mlp_inner(self, stream_BTE: Tensor) -> Tensor:
         """Return the input of the MLP's down projection, [B, T, F]."""
-        gate_BTF, up_BTF = self.gate_up(rms_norm(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
+        gate_BTF, up_BTF = self.gate_up(self.mlp_input(stream_BTE)).chunk(2, dim=-1)
         inner_BTF: Tensor = self._act(gate_BTF) * up_BTF
         return inner_BTF
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from headstart.errors import UserError, nearest
-from headstart.heads.exchange.published import MARKOV_LM_HEAD, Published, digest
+from headstart.heads.exchange.published import MARKOV_LM_HEAD, SUCCESSORS, Layout, Published, digest
 from headstart.heads.io import heads_folder
 from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, is_untuned, write_engine_card
 from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings
@@ -135,7 +135,8 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
 def _drafting_remarks(
     folder: Path, formats: Sequence[Format], published: Published, measured: Mapping[str, EngineTuning]
 ) -> Iterator[str]:
-    """Remark on untuned heads, engines where plain decoding is faster, and tokens without the Markov head's bias."""
+    """Remark on untuned heads, engines where plain decoding is faster, and tokens that the one before does not
+    correct."""
     if is_untuned(folder) and not measured:
         yield f"The number of drafts is untuned. Tune it in an engine: {program()} tune {folder} --engine NAME"
     read_by = {engine for format in formats for engine in format.readers}
@@ -146,12 +147,12 @@ def _drafting_remarks(
                 f"No number of drafts pays in {engine} on {tuning.machine}: the best, {best.drafts}, is expected to "
                 f"reach {best.expected:.2f} times the plain speed."
             )
-    table_VR = published.tensors.get(MARKOV_LM_HEAD)
+    table_VR = published.tensors.get(MARKOV_LM_HEAD, published.tensors.get(SUCCESSORS))
     if table_VR is not None and (missing := int((~table_VR.any(-1)).sum())):
         yield (
             f"Engines draft from all {published.vocab_size} tokens, and {missing} of them were outside of the draft "
-            "vocabulary in training: the Markov head does not correct these. To train it for all tokens, leave out "
-            "heads.draft_vocab_size."
+            "vocabulary in training: the token before does not correct their logits. To train for all tokens, leave "
+            "out heads.draft_vocab_size."
         )
 
 
@@ -164,7 +165,10 @@ def publish(
     facts = facts_of_heads(folder, None if isinstance(target, FrozenModel) else target, trust_remote_code)
     if built.publishing_reads_target:
         built.bind(target if isinstance(target, FrozenModel) else _load(facts, "float32"))
-    return built.float().publish().with_context(facts.context), facts
+    published, logits = built.float().publish().with_context(facts.context), facts.logits
+    if published.layout is Layout.DFLASH2 and _spec(facts):  # scores add to the target's logits
+        published = replace(published, output_multiplier=logits.scale, final_logit_softcapping=logits.cap or 0.0)
+    return published, facts
 
 
 def _embeddings(target: FrozenModel | str | None, facts: TargetFacts) -> torch.Tensor:

@@ -9,6 +9,7 @@ from headstart.errors import UserError
 from headstart.hub.format import display_name, heads_target
 from headstart.hub.target_facts import TargetFacts
 from headstart.model.frozen import FrozenModel
+from headstart.model.lm_head import LogitTransform
 from headstart.model.loading import gguf_file, load_config, load_target, loadable_folder
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -42,6 +43,7 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
         trust_remote_code=trust_remote_code,
         chat_template_kwargs=target.chat_template_kwargs,
         context=_context(config),
+        logits=LogitTransform.of(config.get_text_config() if config else None),
         architectures=tuple(getattr(config, "architectures", None) or ()),
         tokens={name: number for name in _SPECIAL if isinstance(number := getattr(config, name, None), int)},
     )
@@ -63,7 +65,8 @@ def facts_of_target(target: FrozenModel) -> TargetFacts:
 
 def _facts(spec: str, name: str, fingerprint: str, config: Any, vocab_size: int) -> TargetFacts:
     sizes = config.num_hidden_layers, config.hidden_size, vocab_size
-    return TargetFacts(spec, name, fingerprint, config.model_type, *sizes, context=_context(config))
+    logits = LogitTransform.of(config)
+    return TargetFacts(spec, name, fingerprint, config.model_type, *sizes, context=_context(config), logits=logits)
 
 
 def _is_loadable(spec: str) -> bool:

@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, FUSED, LM_HEAD, Layout, Published
+from headstart.heads.exchange.published import (
+    BLOCKS,
+    DFLASH2_LOGITS,
+    DFLASH2_SIZES,
+    EMBEDDINGS,
+    FUSED,
+    LM_HEAD,
+    Layout,
+    Published,
+)
 from headstart.hub.engines.base import (
     DFLASH,
+    DFLASH2,
     DSPARK,
     EAGLE3,
     EAGLE3_NORMED,
@@ -170,12 +180,15 @@ def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_archi
             tensors |= _vocabulary_map(stored)
         case Layout.EAGLE:
             config = {"architectures": [eagle_architecture], **_layers_config(stored, facts, dtype)}
-        case Layout.DFLASH | Layout.DSPARK:
+        case Layout.DFLASH | Layout.DFLASH2 | Layout.DSPARK:
             # As first published; embeddings and LM head are the target's.
             reads = {"mask_token_id": stored.mask_token_id, "target_layer_ids": _outputs(stored)}
             config = _layers_config(stored, facts, dtype)
             if stored.layout is Layout.DFLASH:
                 config |= {"architectures": [DFLASH], "dflash_config": reads}
+            elif stored.layout is Layout.DFLASH2:
+                reads |= {name: getattr(stored, name) for name in (*DFLASH2_SIZES, *DFLASH2_LOGITS)}
+                config |= {"architectures": [DFLASH2], "dflash_config": reads}
             else:
                 config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(stored)}
             config |= {"block_size": stored.block_size, "num_target_layers": facts.num_layers}
@@ -241,6 +254,9 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
     if published.layout not in BLOCKS:
         problem = f"speculators has EAGLE-3 heads and block drafters, and these are {kind_of(published)} heads."
         raise UserError(problem, "Export them with --format vllm.")
+    if (published.output_multiplier, published.final_logit_softcapping) != (1, 0):
+        problem = "speculators' configs of DFlash 2 have no place for the target's scale and cap of logits."
+        raise UserError(problem, "Export them with --format vllm.")
     return {
         "architectures": [SPECULATORS[published.layout]],
         "speculators_model_type": str(published.layout),
@@ -253,6 +269,7 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
         "sliding_window_non_causal": not published.causal,
         "target_hidden_size": published.hidden_size,
         **(_markov_keys(published) if published.layout is Layout.DSPARK else {}),
+        **{name: getattr(published, name) for name in DFLASH2_SIZES if published.layout is Layout.DFLASH2},
     }
 
 

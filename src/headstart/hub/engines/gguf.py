@@ -19,6 +19,7 @@ from headstart.hub.engines.gguf_file import (
     BLOCK,
     CAUSAL,
     D2T,
+    DFLASH2_KEYS,
     FACTORS,
     MASK,
     SLIDING,
@@ -57,7 +58,7 @@ class Gguf(Format):
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
         if published.layout not in ARCHITECTURES:
             problem = f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, not with {kind_of(published)} heads."
-            raise UserError(problem, "Train eagle3, dflash or dspark heads for it.")
+            raise UserError(problem, "Train eagle3, dflash, dflash2 or dspark heads for it.")
         return _limits(published, facts, None)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
@@ -83,6 +84,10 @@ def _limits(settings: Published, facts: TargetFacts | None, note: Note | None) -
         yield problem, "Train with a heads.mask_token_id of the target's vocabulary."
     if settings.layout in BLOCKS and len(set(settings.causal_layers)) > 1:
         yield "llama.cpp runs all layers of a block causally or none, and these heads some.", LESS_CAUSAL
+    count, size = settings.selector_top_k, settings.hidden_size
+    if size < (least := count * (count + 1)):
+        problem = f"llama.cpp needs a hidden size of {least} for {count} candidates, and these have {size}."
+        yield problem, "Train with a lower heads.selector_top_k, or serve with vLLM (--format vllm)."
     model_type = facts.model_type if facts is not None else (note.target if note else {}).get("model_type")
     if model_type and model_type not in HOOKS:
         problem = f"llama.cpp has no hooks in {model_type} targets (only in {', '.join(sorted(HOOKS))})."
@@ -171,6 +176,8 @@ def _keys(published: Published) -> dict[str, Any]:
             f"{of}.norm_before_fc": published.norm_before_fc,
         }
     keys |= {f"{of}.block_size": published.block_size, MASK: published.mask_token_id}
+    if published.layout is Layout.DFLASH2:
+        keys |= {f"{of}.{key}": getattr(published, name) for name, key in DFLASH2_KEYS.items()}
     if published.sliding_window:
         keys |= {f"{of}.{WINDOW}": published.sliding_window, f"{of}.{SLIDING}": published.sliding}
     if published.causal:
@@ -181,7 +188,7 @@ def _keys(published: Published) -> dict[str, Any]:
 
 
 def _stored(published: Published, dtype: str) -> _Stored:
-    """Quantise tensors. Norms stay in float32, and for q8_0 also matrices with rows not divisible into blocks."""
+    """Quantise matrices, for q8_0 only those with rows divisible into blocks. Other tensors stay in float32."""
     gguf = gguf_library()
     kinds = gguf.GGMLQuantizationType
     chosen = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
@@ -189,7 +196,7 @@ def _stored(published: Published, dtype: str) -> _Stored:
     stored: _Stored = {}
     for name, in_file in tensor_names(published).items():
         exact = published.tensors[name].float()
-        kind = kinds.F32 if exact.dim() == 1 or (chosen == kinds.Q8_0 and exact.shape[1] % 32) else chosen
+        kind = kinds.F32 if exact.dim() != 2 or (chosen == kinds.Q8_0 and exact.shape[1] % 32) else chosen
         if name in head_counts:
             exact = permuted(exact, head_counts[name]).contiguous()
         stored[in_file] = gguf.quants.quantize(exact.numpy(), kind), kind

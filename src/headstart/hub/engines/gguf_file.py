@@ -2,8 +2,8 @@
 
     eagle3  EAGLE-3 heads of one layer. Rows of queries and keys are permuted: llama.cpp rotates adjacent pairs,
             transformers the two halves of a head. `d2t` holds token ids, not offsets.
-    dflash  block drafters; DSpark if there is a Markov head. Rows as in Hugging Face checkpoints; embeddings and LM
-            head are the target's; the mask token is a tokenizer field.
+    dflash  block drafters; DSpark if there is a Markov head, DFlash 2 if there are pairwise scores. Rows as in Hugging
+            Face checkpoints; embeddings and LM head are the target's; the mask token is a tokenizer field.
 
 Shape suffixes: D draft vocabulary, I inputs, N rows, R pairs of a head.
 """
@@ -23,9 +23,14 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.exchange.published import (
     BLOCKS,
+    DFLASH2_LOGITS,
+    DFLASH2_SIZES,
     LM_HEAD,
     MARKOV_EMBEDDING,
     MARKOV_LM_HEAD,
+    PREDECESSORS,
+    SELECTOR,
+    SUCCESSORS,
     LayerSizes,
     Layout,
     Published,
@@ -41,7 +46,7 @@ ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}
 FACTORS, D2T, MASK = "rope_freqs.weight", "d2t", "tokenizer.ggml.mask_token_id"
 _DEFAULT_BLOCK = 16
 """llama.cpp's default block size."""
-_MARKOV, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
+_MARKOV, _CONFIDENCE, _SELECTOR = "markov_w1.weight", "conf_proj.weight", "selector_hidden.weight"
 _NAMES = {
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
@@ -52,6 +57,9 @@ _NAMES = {
     MARKOV_LM_HEAD: "markov_w2.weight",
     "confidence_head.proj.weight": _CONFIDENCE,
     "confidence_head.proj.bias": "conf_proj.bias",
+    PREDECESSORS: "selector_predecessor.weight",
+    SUCCESSORS: "selector_successor.weight",
+    SELECTOR: _SELECTOR,
 }
 _NAMES_IN_LAYER = {
     "input_layernorm": "attn_norm",
@@ -66,6 +74,8 @@ _NAMES_IN_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    **{f"{part}_conv.base_kernel": f"{name}_conv_base" for part, name in (("attention", "attn"), ("mlp", "ffn"))},
+    **{f"{part}_conv.kernel_projection": f"{name}_conv_proj" for part, name in (("attention", "attn"), ("mlp", "ffn"))},
 }
 _REFUSED = (
     *("selector_", "conv_", "attention.scale", "attention.clamp_kqv", "logit_scale", "residual_scale"),
@@ -74,6 +84,8 @@ _REFUSED = (
 """Key prefixes of unsupported variants."""
 WINDOW, SLIDING, CAUSAL = (f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern", "causal"))
 """Keys of block drafters: window size, which layers slide, and whether all layers are causal."""
+DFLASH2_KEYS = {**{name: name for name in (*DFLASH2_SIZES, *DFLASH2_LOGITS)}, "output_multiplier": "logit_scale"}
+"""DFlash 2's keys by setting."""
 
 
 def tensor_names(published: Published) -> dict[str, str]:
@@ -85,7 +97,7 @@ def _tensor_name(name: str) -> str:
     if name in _NAMES:
         return _NAMES[name]
     _, number, part = name.removesuffix(".weight").split(".", 2)
-    return f"blk.{number}.{_NAMES_IN_LAYER[part]}.weight"
+    return f"blk.{number}.{_NAMES_IN_LAYER[part]}" + ".weight" * name.endswith(".weight")
 
 
 def permuted_heads(published: Published) -> dict[str, int]:
@@ -183,11 +195,15 @@ def read_settings(file: GgufFile) -> Published:
     layout, steps, of_block = Layout.EAGLE3, note.steps if note and note.steps else 5, dict[str, Any]()
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
+        if _SELECTOR in file.tensors or any(f"{BLOCK}.{name}" in file.fields for name in DFLASH2_SIZES):
+            layout, of_block = Layout.DFLASH2, {name: int(file.setting(name)) for name in DFLASH2_SIZES}
+            of_block["output_multiplier"] = file.value(f"{BLOCK}.logit_scale") or 1.0
+            of_block["final_logit_softcapping"] = file.value(f"{BLOCK}.final_logit_softcapping", 0.0)
         block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
-        steps = block_size - (layout is Layout.DFLASH)
+        steps = block_size - (layout is not Layout.DSPARK)
         causal, window = bool(file.value(f"{BLOCK}.{CAUSAL}", False)), int(file.value(f"{BLOCK}.{WINDOW}", 0))
         sliding = [bool(slides) for slides in file.setting(SLIDING)] if window else [False]
-        of_block = window_settings(sliding, [causal] * len(sliding), window)
+        of_block |= window_settings(sliding, [causal] * len(sliding), window)
         of_block |= {"block_size": block_size, "mask_token_id": int(file.value(MASK, -1))}
     elif file.setting("block_count") != 1:
         raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has several.", AGAIN)
@@ -212,13 +228,14 @@ def read_settings(file: GgufFile) -> Published:
 
 
 def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
-    of = file.architecture
+    of, known = file.architecture, set(DFLASH2_KEYS.values()) if layout is Layout.DFLASH2 else set()
+    names = {key.removeprefix(f"{of}.") for key in file.fields} - known
     usual: dict[str, tuple[Any, ...]] = {
         "rope.scaling.type": ("none", "linear"),
         "rope.dimension_count": (head_dim,),
         **({WINDOW: (0,)} if layout is Layout.EAGLE3 else {}),
         **({"sample_from_anchor": (True,)} if layout is Layout.DSPARK else {}),
-        **{key.removeprefix(f"{of}."): () for key in file.fields if key.removeprefix(f"{of}.").startswith(_REFUSED)},
+        **{name: () for name in names if name.startswith(_REFUSED)},
     }
     for key, values in usual.items():
         if ((value := file.value(f"{of}.{key}")) and value not in values) or (value is False and True in values):

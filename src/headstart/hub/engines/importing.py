@@ -9,11 +9,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family_of
-from headstart.heads.exchange.published import Published
+from headstart.heads.exchange.published import DFLASH2_LOGITS, Layout, Published
 from headstart.hub.engines.base import non_finite
 from headstart.hub.engines.export import formats_of
 from headstart.hub.engines.facts import facts_of_target
@@ -61,6 +62,10 @@ def read_checked(folder: Path, target: Target) -> Published:
             f"tokens; {facts.name} has {facts.hidden_size} over {facts.vocab_size}.",
             "Name the heads' target with --target.",
         )
+    ours, theirs = [facts.logits.scale, facts.logits.cap or 0.0], [getattr(published, name) for name in DFLASH2_LOGITS]
+    if published.layout is Layout.DFLASH2 and not torch.allclose(torch.tensor(ours), torch.tensor(theirs)):
+        problem = f"The heads add scores to logits with scale and cap {theirs}, and {facts.name} has {ours}."
+        raise UserError(problem, "Name the heads' target with --target.")
     for fault in non_finite(published):
         raise UserError(*fault)
     if published.layer is not None and (trained := published.layer.max_position_embeddings) < facts.context:

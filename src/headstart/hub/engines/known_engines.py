@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, FUSED, Layout, Published
-from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, EAGLE3_NORMED, HEADS_GGUF, SGLANG_EAGLE, Faults
+from headstart.hub.engines.base import (
+    AGAIN,
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE3,
+    EAGLE3_NORMED,
+    HEADS_GGUF,
+    SGLANG_EAGLE,
+    Faults,
+)
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.target_facts import TargetFacts
 
@@ -63,6 +73,7 @@ class EngineTraits:
     remarks: Callable[[Published], list[str]] = lambda _: []
 
 
+_DFLASH = {Layout.DFLASH: (DFLASH,), Layout.DFLASH2: (DFLASH2,)}
 LESS_CAUSAL = "Export with another --format, or train with heads.causal=false."
 OURS = EngineTraits("headstart", when_missing="needs it")
 
@@ -96,6 +107,7 @@ _ADAPTIVE = (
     "On GPUs other than H100, H200 and B200 add --attention-backend TRITON_ATTN. vLLM refuses the option with LoRA, "
     "pipeline parallelism, --enforce-eager and state-space layers: leave it out there, and for `headstart audit`."
 )
+_DFLASH2_ON_GPUS = "vLLM drafts with DFlash 2 heads on GPUs alone (V2 model runner), elsewhere without pairwise scores."
 _TWO_KINDS = (
     "vLLM runs blocks with both sliding and full layers in its newer model runner alone "
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
@@ -194,7 +206,10 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     parallel = published.layout is Layout.PEAGLE
-    config: dict[str, Any] = {"method": str(Layout.EAGLE3 if parallel else published.layout), "model": folder}
+    config: dict[str, Any] = {
+        "method": str(Layout.EAGLE3 if parallel else published.layout).removesuffix("2"),
+        "model": folder,
+    }
     if parallel:
         config["parallel_drafting"] = True
     config["num_speculative_tokens"] = max(drafts.values())
@@ -222,7 +237,8 @@ def _vllm_remarks(published: Published) -> list[str]:
         return [_PARALLEL]
     if published.layout not in BLOCKS:
         return []
-    remarks = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    on_gpus = {Layout.DSPARK: _ON_GPUS, Layout.DFLASH2: _DFLASH2_ON_GPUS}
+    remarks = [on_gpus[published.layout]] if published.layout in on_gpus else []
     remarks += [_ADAPTIVE] if published.confidence else []
     if len(set(published.sliding)) > 1:
         remarks.append(_TWO_KINDS)
@@ -254,7 +270,7 @@ _VLLM = EngineTraits(
         Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
         Layout.PEAGLE: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
         Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
-        Layout.DFLASH: (DFLASH,),
+        **_DFLASH,
         Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
         Layout.MEDUSA: ("MedusaModel",),
     },
@@ -290,24 +306,25 @@ def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 
 def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
-    algorithm = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH"}.get(published.layout, "EAGLE")
+    algorithm = {Layout.EAGLE3: "EAGLE3", **dict.fromkeys(_DFLASH, "DFLASH")}.get(published.layout, "EAGLE")
     words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *facts.server_options]
     count = max(drafts.values())
     words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
-    if published.layout is not Layout.DFLASH:
+    if algorithm != "DFLASH":
         words += ["--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"]
     return [*words, "--speculative-num-draft-tokens", str(count + 1)]  # counts the root
 
 
 _SGLANG = EngineTraits(
     "sglang",
-    {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), Layout.DFLASH: (DFLASH,)},
+    {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), **_DFLASH},
     when_unknown="ignores it",
     last_layer_unread=frozenset({Layout.EAGLE3}),
     ignored=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc", "qk_norm"),
     has_fc_bias=True,
-    faults={Layout.EAGLE3: _eagle3_in_sglang, Layout.DFLASH: _block_in_sglang},
+    faults={Layout.EAGLE3: _eagle3_in_sglang, **dict.fromkeys(BLOCKS, _block_in_sglang)},
     command=_sglang,
+    remarks=lambda one: ["SGLang drafts with DFlash 2 heads after 0.5.18."] if one.layout is Layout.DFLASH2 else [],
 )
 
 # -- speculators -------------------------------------------------------------------------------------------------------
@@ -341,7 +358,8 @@ _SPECULATORS = EngineTraits(
 def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     words = ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), "-md", f"{folder}/{HEADS_GGUF}"]
     words += facts.template_option("--chat-template-kwargs")
-    return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(max(drafts.values()))]
+    method = str(published.layout).removesuffix("2")  # engines tell DFlash 2 by its files
+    return [*words, "--spec-type", f"draft-{method}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 
 _MANY_SLOTS = (

@@ -12,6 +12,8 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.exchange.published import (
     BLOCKS,
+    DFLASH2_LOGITS,
+    DFLASH2_SIZES,
     EMBEDDINGS,
     FUSED,
     LM_HEAD,
@@ -20,7 +22,7 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
 )
-from headstart.hub.engines.base import DFLASH, DSPARK
+from headstart.hub.engines.base import DFLASH, DFLASH2, DSPARK
 from headstart.hub.engines.checkpoint import (
     ANOTHER,
     AUX_IDS,
@@ -39,21 +41,22 @@ SPECULATORS = {
     Layout.EAGLE3: "Eagle3Speculator",
     Layout.PEAGLE: "PEagleSpeculator",
     Layout.DFLASH: "DFlashSpeculator",
+    Layout.DFLASH2: DFLASH2,
     Layout.DSPARK: "DSparkSpeculator",
 }
 """Architecture names of the speculators library."""
 _DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}
+_DFLASH2 = {DFLASH2, "dflash2"}
 _DSPARK = {DSPARK, "DSparkDraftModel", SPECULATORS[Layout.DSPARK], "dspark"}
 _PEAGLE = {SPECULATORS[Layout.PEAGLE], "PEagleDraftModel", "peagle"}
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of P-EAGLE's mask token, in vLLM's order."""
+_BLOCKS = _DFLASH | _DFLASH2 | _DSPARK
 _STEPS = 5
 """Default draft steps of checkpoints that do not specify them."""
 _WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that are not weights of the heads."""
 _MASK = "mask_embedding.pt"
-_OF_DFLASH_2 = ("selector_", "conv_")
-"""Prefixes of DFlash 2's settings: its selector and its convolutions over slots."""
 _OTHER_LAYERS = ("gemma", "cohere", "granite", "glm", "phi", "olmo", "minicpm", "stablelm", "nemotron")
 """Prefixes of model types with norms, scaling or RoPE unlike Llama's."""
 _USUAL: dict[str, tuple[Any, ...]] = {
@@ -83,6 +86,8 @@ _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     ),
 }
 """Known settings of drafter sections, with the supported values; empty for any."""
+_OF_DFLASH2 = {**dict.fromkeys((*DFLASH2_SIZES, *DFLASH2_LOGITS), ()), "input_embedding_scale": (1, 1.0)}
+"""Further settings of a section for DFlash 2."""
 
 
 def _layout(checkpoint: Checkpoint) -> Layout:
@@ -93,6 +98,9 @@ def _layout(checkpoint: Checkpoint) -> Layout:
         return Layout.MEDUSA
     if kinds & _DSPARK or any(name.startswith("markov_head.") for name in names):
         return Layout.DSPARK
+    selects = any(name.startswith("candidate_selector.") or "_conv." in name for name in names)
+    if kinds & _DFLASH2 or selects or any(block_setting(config, name) is not None for name in DFLASH2_SIZES):
+        return Layout.DFLASH2
     if kinds & _DFLASH or "dflash_config" in config or {"hidden_norm.weight", "fc.weight"} <= names.keys():
         return Layout.DFLASH
     if kinds & _PEAGLE or MASK_HIDDEN in names or _mask_token(config) is not None:
@@ -127,22 +135,20 @@ def settings_of(checkpoint: Checkpoint, facts: TargetFacts | None) -> Published:
 def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
     config, names = checkpoint.settings, checkpoint.architectures
     others = names if layout in BLOCKS else {name for name in names if name.startswith(("DFlash", "DSpark"))}
-    if others and not others & (_DFLASH | _DSPARK):
-        supported = ", ".join(sorted(_DFLASH | _DSPARK))
+    if others and not others & _BLOCKS:
+        supported = ", ".join(sorted(_BLOCKS))
         raise UserError(f"architectures is {sorted(names)}; supported block drafters are {supported}.", ANOTHER)
     if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
         raise UserError(f"The checkpoint has {kind} layers, and headstart supports Llama layers.", ANOTHER)
     parallel = "parallel_drafting" if layout is Layout.PEAGLE else None
     unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual) and name != parallel]
-    if layout in BLOCKS:
-        unusual += [name for name in config if name.startswith(_OF_DFLASH_2) and config[name]]
     for name in unusual:
         raise UserError(
             f"The checkpoint has {name} = {config[name]!r}, which headstart does not support.",
             f"Take another checkpoint, or delete {name} from its {CONFIG} if it was copied from the target's.",
         )
     for section, known in _SECTIONS.items():
-        settings = config.get(section)
+        settings, known = config.get(section), known | (_OF_DFLASH2 if layout is Layout.DFLASH2 else {})
         for name, value in settings.items() if isinstance(settings, Mapping) else ():
             if name not in known or (known[name] and value not in known[name]):
                 raise UserError(
@@ -207,14 +213,15 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     config = checkpoint.settings
     layers = whole(config.get("num_hidden_layers", 1), "num_hidden_layers", maximum=64)
     vocab = whole(config.get("vocab_size"), "vocab_size")
-    block_size = whole(block_setting(config, "block_size"), "block_size", 2 if layout is Layout.DFLASH else 1, 64)
+    first = int(layout is not Layout.DSPARK)
+    block_size = whole(block_setting(config, "block_size"), "block_size", 1 + first, 64)
     rank = block_setting(config, "markov_rank") or 0
     _refuse_block_variants(checkpoint, layout, vocab)
     return Published(
         layout=layout,
         hidden_size=whole(config.get("hidden_size"), "hidden_size"),
         vocab_size=vocab,
-        steps=block_size - (layout is Layout.DFLASH),
+        steps=block_size - first,
         tensors={},
         layer=_layer_sizes(config),
         num_layers=layers,
@@ -224,7 +231,15 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         **_windows(checkpoint, layers, block_size),
         markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
+        **(_dflash2_settings(config) if layout is Layout.DFLASH2 else {}),
     )
+
+
+def _dflash2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {name: whole(block_setting(config, name), name, maximum=1 << 14) for name in DFLASH2_SIZES}
+    if config["hidden_size"] % (group := sizes["conv_group_size"]):
+        raise UserError(f"conv_group_size is {group}, which does not divide {config['hidden_size']} channels.", FETCH)
+    return sizes | {name: float(block_setting(config, name) or name == "output_multiplier") for name in DFLASH2_LOGITS}
 
 
 def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> None:
@@ -441,16 +456,19 @@ def optional_tensors(settings: Published, names: Iterable[str]) -> dict[str, tup
 
 
 def block_setting(config: Mapping[str, Any], name: str) -> Any:
-    """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top."""
-    nested = config.get("dflash_config")
+    """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top; a
+    UserError where they disagree."""
+    nested, outer = config.get("dflash_config"), config.get(name)
     inner = nested.get(name) if isinstance(nested, Mapping) else None
-    return config.get(name) if inner is None else inner
+    if None not in (inner, outer) and inner != outer:
+        raise UserError(f"The config says {name} {inner} in dflash_config and {outer} at the top.", CORRECT)
+    return outer if inner is None else inner
 
 
 def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | None:
     """Whether the anchor's slot drafts; None if a speculators config of DSpark leaves it open."""
     given = block_setting(config, "sample_from_anchor")
-    if given is not None or layout is Layout.DFLASH:
+    if given is not None or layout is not Layout.DSPARK:
         return bool(given)
     return None if "speculators_model_type" in config else True
 
