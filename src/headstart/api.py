@@ -184,7 +184,7 @@ def import_heads(
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a published EAGLE, EAGLE-3, P-EAGLE, DFlash, DFlash 2, DSpark or Medusa checkpoint as a folder of headstart heads.
+    """Write a published checkpoint (EAGLE, EAGLE-3, P-EAGLE, DFlash, DFlash 2, DSpark, Medusa) as a folder of heads.
 
     Args:
         source: a folder with config.json and safetensors files, or a Hub id (user/name).

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.base import HeadBatch, StepPrediction
-from headstart.heads.parts.candidates import Candidates
+from headstart.heads.candidates import Candidates
 from headstart.model.lm_head import LogitTransform
 from headstart.model.model import Target
 from headstart.recipes.sections import LossName

@@ -119,7 +119,7 @@ def test_zero_gradient_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", sorted(families()))
 def test_every_weight_has_one_optimizer(name: str, tiny_target: Target) -> None:
-    """LM heads, embeddings, norms, biases, tables of token pairs, confidence weights and kernels take AdamW, all other matrices Muon."""
+    """AdamW takes LM heads, embeddings, norms, biases, pair tables, confidence weights and kernels; Muon the rest."""
     config = make_config({"family": name, "draft_vocab_size": 40, **OTHERS.get(name, {})}, tiny_target)
     heads = family(name)(config)
     trained = {id(weight): key for key, weight in heads.named_parameters() if weight.requires_grad}

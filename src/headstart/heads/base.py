@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, close, nearest
+from headstart.heads.candidates import Candidates
 from headstart.heads.exchange.published import SHARED, Layout, Published, copy_to_cpu
 from headstart.heads.int8_weights import drop_int8
-from headstart.heads.parts.candidates import Candidates
 from headstart.heads.settings import FromTarget, HeadSettings, recipe_error, section_fields
 from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import LogitTransform

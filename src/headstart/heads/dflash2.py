@@ -33,12 +33,12 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
+from headstart.heads.candidates import Candidates
 from headstart.heads.exchange.published import PREDECESSORS, SELECTOR, SUCCESSORS, Layout, Published
 from headstart.heads.int8_weights import linear
 from headstart.heads.parts.block_layer import BlockLayer, ConvolvedConfig, ConvolvedLayer
 from headstart.heads.parts.block_levels import LevelwiseBlockHead
 from headstart.heads.parts.block_start import Ridge
-from headstart.heads.parts.candidates import Candidates
 from headstart.heads.parts.layer import rms_norm
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.heads.base import HeadBatch, StepPrediction
-from headstart.heads.parts.candidates import Candidates
+from headstart.heads.candidates import Candidates
 from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import PositionWeight
 from headstart.replay.patch import FINAL
