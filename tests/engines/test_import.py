@@ -393,7 +393,7 @@ def test_unsupported_settings_are_named(theirs: Path, target: Target, tmp_path: 
     eagle = json.loads((theirs / "config.json").read_text())["eagle_config"]
     for settings, said in (
         ({"model_type": "gemma3_text"}, "has gemma3_text layers"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["DFlash3DraftModel"]}, "DFlash3DraftModel"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 16}, "sliding window"),
         ({"rope_is_neox_style": False}, "rope_is_neox_style = False"),
         ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation = 'gelu_pytorch_tanh'"),
