@@ -139,6 +139,6 @@ def test_heads_that_fit_the_formats_are_accepted(data: tuple[Recipe, Path], tiny
     formats = ["vllm", "speculators"]
     run = quiet(Path("nowhere"), parse_recipe({**settings, "heads": heads, "export": {"formats": formats}}))
     (remark,) = check_formats(run, tiny_target)
-    assert remark == "Not for sglang: sglang cannot read the layers [1, 2, 3] of a target with 3: 2 is the deepest."
+    assert remark == "Not for sglang: sglang cannot read layers [1, 2, 3] of a target with 3 layers: 2 is the deepest."
     with pytest.raises(UserError, match=r"export\.formats"):
         parse_recipe({**settings, "export": {"formats": ["tensorrt"]}})

@@ -168,24 +168,24 @@ def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> No
     for change, said in (
         ({"aux_layers": (2, 4, 8)}, "7 is the deepest"),
         ({"aux_layers": (4, 2, 7)}, "not ascending"),
-        ({"mask_token_id": target.vocab_size}, "no token of a vocabulary"),
+        ({"mask_token_id": target.vocab_size}, "outside the vocabulary"),
     ):
         with pytest.raises(UserError, match=said):
             check_heads("gguf", replace(dflash, **change), facts)
     with pytest.raises(UserError, match="no hooks in qwen2 targets"):
         check_heads("gguf", dflash, replace(facts, model_type="qwen2"))
     for form in ("vllm", "gguf"):
-        with pytest.raises(UserError, match="by their Markov head"):
+        with pytest.raises(UserError, match="by a Markov head"):
             check_heads(form, replace(dspark, markov_rank=0), facts)
     mixed = replace(dflash, sliding_window=6, full_layers=(1,))
-    assert any("newer model runner alone" in said for said in check_heads("vllm", mixed, facts))
+    assert any("only in its newer model runner" in said for said in check_heads("vllm", mixed, facts))
     dflash2 = random(Layout.DFLASH2, target)
     assert any("without pairwise scores" in said for said in check_heads("vllm", dflash2, facts))
     assert any("after 0.5.18" in said for said in check_heads("vllm", dflash2, facts))
-    with pytest.raises(UserError, match="a hidden size of 72 for 8 candidates"):
+    with pytest.raises(UserError, match="a hidden size of at least 72 for 8 candidates"):
         check_heads("gguf", replace(dflash2, selector_top_k=8), facts)
     remarks = " ".join(check_heads("vllm", dspark, facts))
-    assert "on GPUs alone" in remarks and "draft their own positions" in remarks
+    assert "only on GPUs" in remarks and "draft their own positions" in remarks
     assert "--attention-backend TRITON_ATTN" in remarks
     plain = random(Layout.DSPARK, target, confidence=False)
     assert "enable_adaptive" not in " ".join(check_heads("vllm", plain, facts))
@@ -204,7 +204,7 @@ def test_unequal_k_norms_are_reported(target: Target, facts: TargetFacts) -> Non
 def test_check_reports_limits_of_an_engine(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     folder = written(random(Layout.DSPARK, target), "vllm", facts, tmp_path / "out")
     said = " ".join(works("export", "--check", folder).stdout.split())
-    assert "is complete" in said and "on GPUs alone" in said and "heads.num_layers=1" in said
+    assert "is complete" in said and "only on GPUs" in said and "heads.num_layers=1" in said
     said = works("export", "--check", written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "gguf")).stdout
     assert "is complete" in said and "GPU" not in said
 
@@ -250,7 +250,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "mask outside": (DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "mask_token_id is 5000"),
     "another mask": (DFLASH, "vllm", nested(mask_token_id=8), "vllm", "headstart wrote"),
     "no block size": (DFLASH, "vllm", no("block_size"), "sglang", "block_size is None"),
-    "d2t": (DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
+    "d2t": (DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "has a d2t"),
     "t2d": (DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
     "a window that is dropped": (
         DFLASH, "vllm", top(layer_types=["sliding_attention"] * 2, sliding_window=9), "vllm",
@@ -258,18 +258,18 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     ),
     "another window": (DFLASH, "vllm", top(**SLIDING), "vllm", "headstart wrote"),
     "causal for vLLM": (DFLASH, "vllm", nested(causal=True), "sglang", "which should be true here"),
-    "sliding for vLLM": (DFLASH, "vllm", nested(use_swa=True, swa_window_size=9), "sglang", "in layer_types alone"),
+    "sliding for vLLM": (DFLASH, "vllm", nested(use_swa=True, swa_window_size=9), "sglang", "only from layer_types"),
     "causal full layers": (
         DFLASH, "vllm", top(**{**SLIDING, "layer_types": KINDS_OF_TWO, "is_causal": True}), "vllm",
         "beside sliding layers",
     ),
     "causal by the way": (
-        DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "takes that for all layers",
+        DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "then runs all layers",
     ),
     "causal full layers by the way": (
         DFLASH, "speculators",
         top(**{**SLIDING, "layer_types": KINDS_OF_TWO}, sliding_window_non_causal=False), "vllm",
-        "takes that for all layers",
+        "then runs all layers",
     ),
     "later slots left open": (
         DFLASH, "speculators",
@@ -293,10 +293,10 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "no rank": (FLASH2, "vllm", no("selector_rank"), "sglang", "selector_rank is None"),
     "other candidates": (FLASH2, "vllm", nested(selector_top_k=6), "vllm", "headstart wrote"),
     "no switch of the confidence head": (
-        SPARK, "vllm", no("enable_confidence_head"), "vllm", "reads enable_confidence_head at the top",
+        SPARK, "vllm", no("enable_confidence_head"), "vllm", "reads enable_confidence_head only at the top",
     ),
     "confidence without the token": (
-        SPARK, "speculators", no("confidence_head_with_markov"), "vllm", "reads confidence_head_with_markov at the top",
+        SPARK, "speculators", no("confidence_head_with_markov"), "vllm", "confidence_head_with_markov only at the top",
     ),
     "two block sizes": (FLASH2, "vllm", nested(block_size=5), "vllm", "block_size 5 in dflash_config and 4"),
     "no successors": (FLASH2, "vllm", no("candidate_selector.successor_codebook"), "vllm", "leaves it random"),
@@ -304,12 +304,12 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "sglang does not serve dspark"),
     "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
     "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
-    "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
-    "no rotary base": (DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "says no rope_theta"),
+    "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "the config requires"),
+    "no rotary base": (DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "has no rope_theta"),
     "another rotary base": (DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
     "architecture": (DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),
-    "type": (DFLASH, "vllm", top(model_type="llama"), "vllm", "are Qwen3's"),
-    "activation": (DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "silu alone"),
+    "type": (DFLASH, "vllm", top(model_type="llama"), "vllm", "have Qwen3 layers"),
+    "activation": (DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "only silu"),
     "no epsilon": (DFLASH, "vllm", top(rms_norm_eps=None), "vllm", "rms_norm_eps is None"),
     "one number": (SPARK, "vllm", lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote"),
 }  # fmt: skip
@@ -346,7 +346,7 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
     "no block size": (lambda fields, _: fields.pop("dflash.block_size"), "does not say dflash.block_size"),
     "another block size": (set_key("dflash.block_size", 9), "headstart wrote"),
     "no mask": (lambda fields, _: fields.pop("tokenizer.ggml.mask_token_id"), "does not say tokenizer.ggml.mask"),
-    "mask outside": (set_key("tokenizer.ggml.mask_token_id", 5000), "no token of a vocabulary"),
+    "mask outside": (set_key("tokenizer.ggml.mask_token_id", 5000), "outside the vocabulary"),
     "in place": (set_key("dflash.sample_from_anchor", False), "dflash.sample_from_anchor = False"),
     "a selector": (new_key("dflash.selector_rank", 256, gguf.GGUFValueType.UINT32), "does not say dflash.conv_kernel"),
     "convolutions": (new_key("dflash.conv_taps", 2, gguf.GGUFValueType.UINT32), "dflash.conv_taps = 2"),
@@ -379,9 +379,9 @@ def test_gguf_fault_is_refused(name: str, target: Target, facts: TargetFacts, tm
 
 
 DFLASH2_GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
-    "groups": (set_key("dflash.conv_group_size", 24), "asks for [8, 64]"),
+    "groups": (set_key("dflash.conv_group_size", 24), "requires [8, 64]"),
     "no candidates": (lambda fields, _: fields.pop("dflash.selector_top_k"), "does not say dflash.selector_top_k"),
-    "more candidates": (set_key("dflash.selector_top_k", 8), "a hidden size of 72 for 8 candidates, and these have 64"),
+    "more candidates": (set_key("dflash.selector_top_k", 8), "at least 72 for 8 candidates; these heads have 64"),
     "other candidates": (set_key("dflash.selector_top_k", 6), "headstart wrote"),
     "no selector": (lambda _, tensors: tensors.pop("selector_hidden.weight"), "llama.cpp stops without it"),
     "no kernel": (lambda _, tensors: tensors.pop("blk.1.ffn_conv_base"), "llama.cpp stops without it"),
@@ -408,7 +408,7 @@ def test_scale_and_cap_of_the_target_are_written(target: Target, facts: TargetFa
     fields = gguf.GGUFReader(tmp_path / "gguf" / "heads.gguf").fields
     keys = [fields[f"dflash.{name}"].contents() for name in ("logit_scale", "final_logit_softcapping")]
     assert keys == [0.25, 30.0]
-    with pytest.raises(UserError, match="no place for the target's scale"):
+    with pytest.raises(UserError, match="no fields for the target's logit scale"):
         check_heads("speculators", heads, facts)
 
 

@@ -129,8 +129,8 @@ def test_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, t
     heads, folder = made(case)
     done = export_for(folder, tmp_path / "out", "vllm", dtype="float32")
     missing = target.vocab_size - len(heads.draft_to_target_D)
-    told = [f"and {missing} of them were outside of the draft vocabulary" in said for said in done.remarks]
-    assert any(told) == (case != "dflash-reduced"), "tokens that the one before does not correct"
+    told = [f"and {missing} of them were outside the draft vocabulary" in said for said in done.remarks]
+    assert any(told) == (case != "dflash-reduced"), "tokens without a correction"
     ours_KV, theirs_KV = ours(heads, target), read(tmp_path / "out", target)[:, heads.draft_to_target_D]
     both_KV = ours_KV.isfinite() & theirs_KV.isfinite()  # candidates of either vocabulary
     assert both_KV.any()
@@ -203,14 +203,14 @@ def test_unsupported_variants_are_refused(theirs: Path, target: Target) -> None:
         ({"dflash_config": {**nested, "sample_from_anchor": True}}, "the position after their own"),
         ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 9]}}, "has 8 layers"),
         ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 7]}}, "from 1 to the last but one"),
-        ({"dflash_config": {**nested, "target_layer_ids": None}}, "names the layers"),
+        ({"dflash_config": {**nested, "target_layer_ids": None}}, "not a list of the target's layers"),
         ({"dflash_config": {**nested, "mask_token_id": 100000}}, "mask_token_id is 100000"),
         ({"dflash_config": {"target_layer_ids": [1, 3, 6]}}, "mask_token_id is None"),
         ({"block_size": None}, "block_size is None"),
         ({"block_size": 1}, "block_size is 1"),
         ({"draft_vocab_size": 40}, "its own LM head"),
-        ({"rope_theta": None, "rope_parameters": None}, "says no rope_theta"),
-        ({"hidden_size": 32}, "its config asks for"),
+        ({"rope_theta": None, "rope_parameters": None}, "has no rope_theta"),
+        ({"hidden_size": 32}, "the config requires"),
         ({"architectures": ["DFlash3DraftModel"]}, "architectures is ['DFlash3DraftModel']"),
         ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size is None"),
         ({"dflash_config": {**nested, "conv_taps": 2}}, "dflash_config.conv_taps = 2, which headstart does not know"),
@@ -240,7 +240,7 @@ def test_settings_of_dspark_may_be_nested(made: Made, target: Target, tmp_path: 
     taken_out = dict.fromkeys((*nested, "sample_from_anchor", "headstart"))
     change(tmp_path / "theirs", **{**taken_out, "architectures": ["DSparkDraftModel"], "dflash_config": nested})
     (found,) = check_export(tmp_path / "theirs")
-    assert "markov_rank and enable_confidence_head and confidence_head_with_markov at the top" in found.problem
+    assert "markov_rank and enable_confidence_head and confidence_head_with_markov only at the top" in found.problem
     back = import_heads(tmp_path / "theirs", target, tmp_path / "back")
     assert off(ours(heads, target), ours(back, target)) < 1e-6
     change(tmp_path / "theirs", dflash_config={**nested, "markov_head_type": "rnn"})

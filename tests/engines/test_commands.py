@@ -167,18 +167,18 @@ def test_unsupported_heads_are_refused_with_the_reason(made: Made, target: Targe
     assert "heads.input_map=false" in problem({"family": "medusa", "num_heads": 2}, "vllm")
     for case in ("medusa", "medusa-shared"):
         assert "Medusa heads with a reduced vocabulary" in problem({**CASES[case], "draft_vocab_size": 40}, "vllm")
-    assert "no Medusa heads" in problem(CASES["medusa"], "sglang")
-    assert "EAGLE-3 heads and block drafters, and these are EAGLE-1" in problem(CASES["eagle"], "speculators")
+    assert "not serve Medusa heads" in problem(CASES["medusa"], "sglang")
+    assert "EAGLE-3 heads and block drafters, not EAGLE-1" in problem(CASES["eagle"], "speculators")
     assert "llama.cpp drafts with EAGLE-3, DFlash and DSpark heads" in problem(CASES["eagle"], "gguf")
     assert "heads.embedding_norm=false" in problem(CASES["eagle"], "sglang")
     for settings, said in (
         ({"num_layers": 2}, "llama.cpp runs one layer"),
         ({"qk_norm": True}, "llama.cpp does not know norms of queries and keys (heads.qk_norm)"),
         ({"aux_layers": (2, 3)}, "fuses 3 layers"),
-        ({"aux_layers": (2, 3, 8)}, "of a target with 8: 7 is the deepest"),
+        ({"aux_layers": (2, 3, 8)}, "of a target with 8 layers: 7 is the deepest"),
         ({"feedback": "post_norm"}, "does not know norm_output (heads.feedback=post_norm)"),
         ({"aux_norms": True}, "does not know fc_norm (heads.aux_norms)"),
-        ({"hidden_act": "gelu"}, "computes silu alone"),
+        ({"hidden_act": "gelu"}, "supports only silu"),
     ):
         assert said in problem({**fused, **settings}, "gguf")
     assert not (tmp_path / "out").exists()

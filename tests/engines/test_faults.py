@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str, bool]] = {
     "no norm": (without("midlayer.hidden_norm.weight"), "vllm", "hidden_norm.weight is missing", False),
     "no final norm": (without("norm.weight"), "sglang", "norm.weight is missing, and sglang leaves it random", False),
     "no o_proj": (without("midlayer.self_attn.o_proj.weight"), "vllm", "leaves it random", False),
-    "no d2t": (without("d2t"), "vllm", "lm_head.weight is [40, 64], and its config asks for [292, 64]", True),
+    "no d2t": (without("d2t"), "vllm", "lm_head.weight is [40, 64], and the config requires [292, 64]", True),
     "no lm_head": (without("lm_head.weight"), "vllm", "lm_head.weight is missing", False),
     "ids one deeper": (lambda c, _: shift(c, 1), "vllm", "layer ids disagree", True),
     "ids one higher": (lambda c, _: shift(c, -1), "vllm", "layer ids disagree", True),
@@ -71,29 +71,29 @@ FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str, bool]] = {
     "all ids one higher": (lambda c, _: shift_all(c, -1), "vllm", "headstart wrote", True),
     "all ids one deeper": (lambda c, _: shift_all(c, 1), "vllm", "headstart wrote", True),
     "the last layer": (lambda c, _: shift_all(c, 1), "sglang", "7 is the deepest", False),
-    "no nested ids": (lambda c, _: c.pop("eagle_config"), "sglang", "reads the layer ids in eagle_config alone", False),
-    "no top ids": (lambda c, _: c.pop(IDS), "vllm", "vLLM takes the nested layer ids", False),
+    "no nested ids": (lambda c, _: c.pop("eagle_config"), "sglang", "reads layer ids only from eagle_config", False),
+    "no top ids": (lambda c, _: c.pop(IDS), "vllm", "vLLM uses the nested layer ids", False),
     "ids in d2t": (map_to_ids, "vllm", "d2t holds token ids", False),
     "one rotary base": (bases("old"), "vllm", "rope_theta 500.0 at the top and 10000.0", True),
     "the other rotary base": (bases("new"), "vllm", "rope_theta 10000.0 at the top and 500.0", False),
     "both rotary bases": (bases("old", "new"), "vllm", "headstart wrote", True),
     "no rotary base": (
-        lambda c, _: (c.pop("rope_theta"), c.pop("rope_parameters")), "vllm", "says no rope_theta", False,
+        lambda c, _: (c.pop("rope_theta"), c.pop("rope_parameters")), "vllm", "has no rope_theta", False,
     ),
     "residual": (lambda c, _: c.update(norm_before_residual=True), "vllm", "headstart wrote", True),
     "residual there": (lambda c, _: c.update(norm_before_residual=True), "sglang", "does not know norm_before", True),
     "feedback": (lambda c, _: c.update(norm_output=True), "sglang", "does not know norm_output", True),
-    "tied": (lambda c, _: c.update(tie_word_embeddings=True), "sglang", "takes the embeddings for the LM head", False),
+    "tied": (lambda c, _: c.update(tie_word_embeddings=True), "sglang", "uses the embeddings as the LM head", False),
     "bias": (
         lambda c, t: (c.update(attention_bias=True), t.update({"midlayer.self_attn.q_proj.bias": torch.ones(64)})),
-        "sglang", "leaves out the biases", False,
+        "sglang", "ignores attention biases", False,
     ),
     "unknown tensor": (lambda _, t: t.update(extra=torch.ones(3)), "vllm", "has no tensor extra", False),
     "architecture": (lambda c, _: c.update(architectures=["Qwen3Model"]), "sglang", "LlamaForCausalLMEagle3", False),
     "a Qwen3 layer": (
         lambda c, _: c.update(architectures=["Eagle3Qwen3ForCausalLM"]), "vllm", "and the file lacks such norms", False,
     ),
-    "activation": (lambda c, _: c.update(hidden_act="gelu"), "vllm", "silu alone", False),
+    "activation": (lambda c, _: c.update(hidden_act="gelu"), "vllm", "only silu", False),
     "one number": (lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote", True),
 }  # fmt: skip
 
@@ -134,7 +134,7 @@ PARALLEL_FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str]] =
     "no mask token": (lambda c, _: (c.pop("mask_token_id"), c.pop("pard_token")), "vllm", "mask_token_id is None"),
     "another mask token": (lambda c, _: c.update(mask_token_id=8), "vllm", "headstart wrote"),
     "a narrow mask_hidden": (
-        lambda _, t: t.update(mask_hidden=t["mask_hidden"][..., :-1].contiguous()), "vllm", "asks for [1, 1, 192]",
+        lambda _, t: t.update(mask_hidden=t["mask_hidden"][..., :-1].contiguous()), "vllm", "requires [1, 1, 192]",
     ),
     "for SGLang": (lambda c, _: None, "sglang", "sglang does not serve peagle heads"),
 }  # fmt: skip
@@ -250,7 +250,7 @@ def test_other_heads_are_told_apart(made: Made, tmp_path: Path) -> None:
 def test_indivisible_number_of_attention_heads(made: Made, target: Target, tmp_path: Path) -> None:
     """Our own format may have it; a solved start chooses a divisor of the width."""
     heads = made("eagle3-six-heads")[1]
-    with pytest.raises(UserError, match="64 is no multiple of the 6 attention heads"):
+    with pytest.raises(UserError, match="64 is not a multiple of the 6 attention heads"):
         export_for(heads, tmp_path / "out", "vllm")
     export_for(heads, tmp_path / "gguf", "gguf")
     solved = make_config({"family": "eagle3", "init": "transition", "norm_before_residual": True}, target)

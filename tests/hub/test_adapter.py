@@ -92,7 +92,7 @@ def test_push_includes_it_without_local_paths(made: Any, tiny_target_folder: Pat
 
 
 def test_engines_need_the_merged_model(made: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="engines serve whole models") as caught:
+    with pytest.raises(UserError, match="adapter that engines cannot serve") as caught:
         facts_of_heads(made.heads)
     assert "target.save('merged')" in caught.value.remedy
     made.target.save(tmp_path / "merged")

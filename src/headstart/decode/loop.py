@@ -37,7 +37,7 @@ from headstart.tree.tree import Committed, Request, Tree, TreeBatch, union
 
 _NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
 DRAFTER_ERRORS: type[Exception] | tuple[()] = Exception
-"""A drafter that raises one of these is dropped, and decoding goes on without it."""
+"""Exceptions that drop a drafter; decoding continues without it."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Round:
 
     Nodes include the root, and `depth` is the tree's. Emitted tokens include the target's own, before any cut at the
     end of the text. `draft_ms` is proposing and pruning; `forward_ms` the tree forward and acceptance; `host_ms` the
-    rest. `paused`: the budget skipped drafting in this round, since a draft would not pay or a plain round was to be
-    timed; a round pruned to the root is not marked. `likeliest` is the tree's most likely path.
+    rest. `paused`: the budget skipped drafting in this round, because drafts would not pay or to time a plain round; a
+    round pruned to the root does not count. `likeliest` is the tree's most likely path.
     """
 
     nodes: int
@@ -173,7 +173,7 @@ class DecodeLoop:
     """A target with its drafters; without drafters it decodes plainly.
 
     With several drafters the union of their trees is verified. Equal paths share nodes, so a second drafter costs only
-    its further nodes. The first drafter has priority where acceptance probabilities do not decide.
+    its additional nodes. The first drafter has priority if acceptance probabilities are equal or unknown.
 
     Without costs every proposed node is verified. With them the number of nodes follows the costs. With draft="auto"
     drafting pauses while it does not pay, and in greedy decoding measured rounds correct the costs for this and later
@@ -188,7 +188,7 @@ class DecodeLoop:
         self._experience: dict[int, Experience] = {}  # by the size of the batch
         self.free_cores = FreeCores() if target.device.type == "cpu" else None
         if target.device.type == "cpu":
-            draft_kernels.compiled(target.dtype)  # so that the first answer does not compile
+            draft_kernels.compiled(target.dtype)  # compile now, not during the first request
 
     @torch.inference_mode()
     def generate(
@@ -226,7 +226,7 @@ class DecodeLoop:
         return call.texts
 
     def _decode(self, call: _Call, rows: Sequence[int]) -> bool:
-        """Decode these rows from their tokens so far to their ends; return False, with nothing done, if they do not fit
+        """Decode these rows to their ends, continuing partial texts; return False, before any work, if they do not fit
         into memory together."""
         rows = [row for row in rows if not call.texts[row].finish_reason]
         if not rows:
@@ -321,7 +321,7 @@ class _Batch:
         return True
 
     def round(self) -> None:
-        """Draft, verify, commit and emit, and enter the round into the budget."""
+        """Draft, verify, commit and emit, and record the round in the budget."""
         if len(self.running) < len(self.rows):
             self.drop_ended_rows()
         start, captured_before = perf_counter(), capture_count()
@@ -378,7 +378,7 @@ class _Batch:
         trees = self.roots.trees
         for index in list(self.sessions):
             trees = self.call_guarded(index, self._merge, index, trees, request) or trees
-            if any(tree.sampled for tree in trees):  # only one drafter may sample: one draft vocabulary a batch
+            if any(tree.sampled for tree in trees):  # only one drafter may sample: one draft vocabulary per batch
                 request = replace(request, sample_drafts=False)
         trees = self.budget.prune(trees)
         return TreeBatch.of(trees, self.target.device) if any(tree.size > 1 for tree in trees) else self.roots
@@ -391,7 +391,7 @@ class _Batch:
         return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
     def emit(self, emitted: Sequence[Sequence[int]], logprobs: Sequence[Sequence[dict[int, float]]]) -> None:
-        """Append to the texts of the running rows, and set `running`. `logprobs` is empty if not asked for."""
+        """Append to the texts of the running rows, and set `running`. `logprobs` is empty if not requested."""
         call = self.call
         now_ms = 1e3 * (perf_counter() - call.started)
         for index, (row, tokens) in enumerate(zip(self.rows, emitted, strict=True)):
@@ -405,7 +405,7 @@ class _Batch:
         self.running = [index for index, row in enumerate(self.rows) if not call.texts[row].finish_reason]
 
     def drop_ended_rows(self) -> None:
-        """Keep only the running rows, everywhere."""
+        """Drop ended rows from the cache, verifier, budget and drafters."""
         self.rows = [self.rows[index] for index in self.running]
         self.roots = TreeBatch.roots([self.roots.root_tokens[index] for index in self.running], self.target.device)
         for part in (self.cache, self.verifier, self.budget):
@@ -435,10 +435,10 @@ class _Batch:
 
 
 def check_options(options: DecodeOptions, rows: int = 1) -> None:
-    """Refuse (UserError) options that no target could decode with; needs no loaded target."""
+    """Refuse (UserError) options that are invalid for every target; needs no loaded target."""
     check_kinds(options)
     if options.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
+        raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Use at least 1.")
     if options.logprobs is not None and options.logprobs < 0:
         raise UserError(f"logprobs is {options.logprobs}.", "Use the number of most likely tokens to add, or 0.")
     if options.min_new_tokens < 0:
@@ -471,7 +471,7 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
         if unknown := [token for token in ids if not 0 <= token < target.vocab_size]:
             raise UserError(
                 f"{name} has {unknown[0]}, and the target's token ids end at {target.vocab_size - 1}.",
-                "Use its own ids.",
+                "Use token ids of the target.",
             )
     if options.stop_strings and target.tokenizer is None:
         raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")

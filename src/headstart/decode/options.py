@@ -1,7 +1,7 @@
 """Decoding options, defined once: for Python, the command line, eval, recipes and transformers.
 
-`headstart.cli.options` makes the command line's options from the fields and their meanings; so this file imports
-neither torch nor transformers. Names and order of the sampling options are those of transformers.
+`headstart.cli.options` builds the command-line options from the fields and their meanings, so this file imports neither
+torch nor transformers. Names and order of the sampling options match transformers.
 """
 
 from __future__ import annotations
@@ -104,20 +104,20 @@ def token_biases(text: str) -> dict[int, float]:
 @document_options
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """The distribution that tokens are sampled from; `headstart.decode.sampling` computes it."""
+    """Settings of the sampling distribution, which `headstart.decode.sampling` computes."""
 
-    temperature: float = option(0.0, "0 is greedy; above 0 the target's distribution is sampled.", minimum=0)
+    temperature: float = option(0.0, "0 is greedy; above 0 samples the target's distribution.", minimum=0)
     top_k: int = option(0, "Sample from this many of the most likely tokens; 0 takes all.", minimum=0)
     top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability; 1 takes all.")
     min_p: float = option(0.0, "Drop tokens less likely than this fraction of the most likely one; 0 drops none.")
     repetition_penalty: float = option(
-        1.0, "Above 1, tokens that already occur in the text become less likely; 1 changes nothing."
+        1.0, "Above 1, makes tokens that already occur in the text less likely; 1 changes nothing."
     )
     presence_penalty: float = option(
-        0.0, "Subtract this, from -2 to 2, from the logit of each token that the answer already has."
+        0.0, "Subtract this (-2 to 2) from the logit of each token that already occurs in the answer."
     )
     frequency_penalty: float = option(
-        0.0, "Subtract this, from -2 to 2, from a token's logit for each time that the answer already has it."
+        0.0, "Subtract this (-2 to 2) from a token's logit for each earlier occurrence in the answer."
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
@@ -142,7 +142,7 @@ class SamplingOptions:
 
     @property
     def processes_logits(self) -> bool:
-        """Whether logits change in other ways than by temperature and cuts."""
+        """Whether bias, penalties or processors change the logits."""
         return self.penalises or bool(self.logit_bias) or bool(self.processors)
 
     def for_transformers(self) -> dict[str, Any]:
@@ -165,9 +165,9 @@ class DecodeOptions(SamplingOptions):
     drafts or with verifier="top_k", are independent of the other rows of a batch, up to rounding: in bfloat16 near-ties
     may differ. With sampled drafts and measured costs the other rows affect the number of drafts, and so the text.
 
-    A seed repeats a text as long as the costs are the same. The machine that tuned the heads uses the costs stored with
-    them, as `deterministic` does on any machine. Other machines measure costs at first use, and store them unless the
-    machine was busy.
+    A seed reproduces a text as long as the costs are the same. The machine that tuned the heads uses the costs stored
+    with them, as `deterministic` does on any machine. Other machines measure costs at first use, and store them unless
+    the machine was busy.
     """
 
     max_new_tokens: int = option(128, "Longest answer in tokens, its end token included.", minimum=1)
@@ -190,8 +190,8 @@ class DecodeOptions(SamplingOptions):
     deterministic: bool = option(
         False,
         "Choose drafts by the costs stored with the heads and by acceptance, never by the clock or by earlier answers: "
-        "equal calls give equal text in every process, unless others that are not deterministic overlap with them in "
-        "one process. Drafting pays less where the stored costs are wrong.",
+        "equal calls give equal text in every process, unless non-deterministic calls run at the same time in the same "
+        "process. Drafting pays less if the stored costs are wrong.",
     )
     drafter: str = option(
         "heads+ngram",
@@ -209,19 +209,19 @@ class DecodeOptions(SamplingOptions):
     )
     logprobs: int | None = option(
         None,
-        "Return each token's log-probability, and those of this many of the most likely tokens: of the target's own "
-        "distribution, before biases, penalties, temperature and cuts.",
+        "Return the log-probabilities of each token and of this many most likely tokens, under the target's own "
+        "distribution: before biases, penalties, temperature, top-k, top-p and min-p.",
         minimum=0,
         default_text="none",
     )
-    min_new_tokens: int = option(0, "No end token ends the answer before this many tokens; a stop text may.", minimum=0)
+    min_new_tokens: int = option(0, "Suppress end tokens before this many tokens; stop texts still apply.", minimum=0)
     raw: bool = option(False, "Pass the prompt to the target as it is, without the chat template.")
     tools: Sequence[Any] = option(
         (), "Tools for the chat template: functions or JSON schemas, as in transformers.", on_cli=False
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
-        "Variables for the chat template, instead of those in training.",
+        "Chat template variables, in place of the ones used in training.",
         metavar="JSON",
         default_text="as in training",
         parse=json_object,
@@ -288,7 +288,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Mapping[int, float] | None": ((Mapping, NoneType), "numbers by token id, such as {42: -1.5}"),
     "Mapping[str, Any] | None": ((Mapping, NoneType), "names with values, such as {'enable_thinking': False}"),
 }
-"""Accepted types (numpy's numbers included) and their name, by an option's annotation."""
+"""Accepted types (numpy's numbers included) and their description in errors, by annotation."""
 
 
 def random_seed() -> int:
@@ -321,26 +321,26 @@ def check_kinds(options: DecodeOptions) -> None:
 @document_options
 @dataclass(frozen=True)
 class ServingOptions:
-    """A serving engine to measure, and how it is started."""
+    """A serving engine to measure, with its command, target and arguments."""
 
     engine: str = option(
         "", f"Measure a serving engine with and without heads ({ENGINES}) instead of headstart's loop.", metavar="NAME"
     )
     engine_command: str = option(
-        "", "Command that starts the engine, such as a path; by default its usual one.", metavar="COMMAND"
+        "", "Command that starts the engine, such as a path; by default its usual command.", metavar="COMMAND"
     )
     engine_target: str = option(
         "", "Target to serve, such as another GGUF file; by default the heads' own.", metavar="TARGET"
     )
     engine_arguments: str = option(
-        "", "More arguments for the engine, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
+        "", "Extra arguments for the engine, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
     )
 
 
 @document_options
 @dataclass(frozen=True)
 class EngineOptions(ServingOptions):
-    """A serving engine to tune for: `ServingOptions`, and the requests of the measurement."""
+    """A serving engine to tune for, and the requests to measure it with."""
 
     engine_drafts: Sequence[int] = option(
         (),
@@ -356,5 +356,5 @@ class EngineOptions(ServingOptions):
         maximum=1024,
         metavar="N,N...",
     )
-    engine_prompts: int = option(8, "Number of validation prompts to ask.", minimum=1)
+    engine_prompts: int = option(8, "Number of validation prompts to send.", minimum=1)
     engine_tokens: int = option(64, "Longest answer of the engine, in tokens.", minimum=2)

@@ -1,10 +1,9 @@
-"""The distribution that sampling draws from: a model's logits, processed and warped as in transformers.
+"""The sampling distribution: a model's logits, processed and warped as in transformers.
 
-`Prefixes.process` applies, in this order, `logit_bias`, the repetition, frequency and presence penalties (as vLLM and
-OpenAI do, the last two count generated tokens only), and logits processors. `warp` then applies temperature and cuts.
-
-Acceptance, residual and bonus token all use this distribution, so the output is distributed as in plain sampling with
-the same settings.
+`Prefixes.process` applies, in this order, `logit_bias`, the repetition, frequency and presence penalties (the last two
+count generated tokens only, as in vLLM and OpenAI's API), and logits processors. `warp` then applies temperature,
+top-k, top-p and min-p. Acceptance, residual and bonus token all use this distribution, so the output is distributed as
+in plain sampling with the same settings.
 
 Shape suffixes: B rows, M nodes, V vocabulary, T tokens of a text, C capacity in tokens, P tokens of a path, K new
 tokens, X positions of all rows.
@@ -25,10 +24,10 @@ from headstart.support.rng import in_parts
 from headstart.support.uploads import upload
 
 _MIN_TEMPERATURE = 1e-6
-"""Lowest temperature above 0: a floor far below any useful one."""
+"""Lowest nonzero temperature, far below any useful value."""
 _TOP_P_CANDIDATES = 512
-"""Number of most likely tokens that top-p sorts first on a CPU. It sorts the whole vocabulary if these hold less than
-p, which is rare for p = 0.9. Other devices always sort all of it."""
+"""Number of most likely tokens that top-p sorts first on a CPU. The whole vocabulary is the fallback if they hold less
+than p, which is rare for p = 0.9. Other devices always sort the whole vocabulary."""
 
 
 def check_sampling(options: SamplingOptions) -> None:
@@ -90,20 +89,20 @@ class Prefixes:
             list(options.processors) for _ in prompts
         ]
         self.runs_processors = any(self._processors)
-        self._prompts = [list(prompt) for prompt in prompts]  # these two are empty once they are on the device
+        self._prompts = [list(prompt) for prompt in prompts]  # this and `_resumed` are emptied by the upload
         self._resumed = [list[int]() for _ in prompts]
         self._lengths = [0] * len(prompts)
         self._bias_V: Tensor | None = None
         self._in_prompt_BV: Tensor | None = None
         self._counts_BV: Tensor | None = None  # of generated tokens
-        self._ids_1C: list[Tensor] = []  # of each row, garbage after its length
+        self._ids_1C: list[Tensor] = []  # per row; garbage past its length
 
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Continue after tokens that each row has generated; before the first use."""
+        """Set the tokens that each row has already generated; call before the first use."""
         self._resumed = [list(tokens) for tokens in emitted]
 
     def extend(self, token_BK: Tensor, sizes: Sequence[int]) -> None:
-        """Append generated tokens to each row's text; -1 from its size on."""
+        """Append generated tokens to each row's text; padding past a row's size is -1."""
         if self._counts_BV is not None:
             _count(self._counts_BV, token_BK)
         for row, size in enumerate(sizes) if self.runs_processors else ():
@@ -156,7 +155,7 @@ class Prefixes:
             self._bias_V = upload(bias_V, device)
         self._ids_1C = [torch.empty(1, 0, dtype=torch.long, device=device) for _ in self._prompts]
         prompt_BK, resumed_BK = (upload(_padded(texts), device, torch.long) for texts in (self._prompts, self._resumed))
-        self.extend(prompt_BK, list(map(len, self._prompts)))  # not counted
+        self.extend(prompt_BK, list(map(len, self._prompts)))  # before the counts exist: prompts are not counted
         if options.penalises:
             self._counts_BV = like_MV.new_zeros(rows, vocab, dtype=torch.int32)
         if options.repetition_penalty != 1:
@@ -245,12 +244,12 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _nucleus(probs: Tensor, top_p: float, candidates: int) -> tuple[Tensor, Tensor]:
-    """Return `nucleus` among the most likely `candidates`, and bool [...] where it may need more of them.
+    """Return `nucleus` over the most likely `candidates`, and a bool mask [...] of rows that may need more candidates.
 
-    The test is conservative: it is also true if the last candidate completes the set.
+    The mask is conservative: it is also true if the last candidate completes the set.
     """
     top, index = probs.topk(candidates)
-    before = top.cumsum(-1) - top  # held by more likely tokens
+    before = top.cumsum(-1) - top  # probability of the more likely tokens
     top = top.masked_fill(before >= top_p, 0.0)
     kept = torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
     return kept, before[..., -1] < top_p

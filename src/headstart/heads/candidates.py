@@ -1,5 +1,5 @@
-"""Pairwise scores over the most likely drafts: a draft's logit plus the product of its row in a table with a vector of
-its slot and parent. All other drafts are excluded.
+"""Pairwise scores of the most likely drafts: a draft's logit plus the dot product of its table row with a vector for
+the slot and parent. Other drafts get -inf.
 
 Shape suffixes: M predictions (in drafting, slots), W parents of a prediction, K candidates, D draft vocabulary, R rank.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Candidates:
-    """Inputs of pairwise scores: a vector for each prediction and parent, and a row for each draft."""
+    """Inputs of pairwise scores: a vector per prediction and parent, and a table row per draft."""
 
     parents_MWR: Tensor
     table_DR: Tensor
@@ -26,7 +26,7 @@ class Candidates:
 
     @torch.no_grad()
     def top(self, logits_MD: Tensor, required_M: Tensor | None = None) -> Tensor:
-        """Return the indices of the most likely drafts, [M, K]. A missing `required_M` replaces the least likely."""
+        """Return the indices of the most likely drafts, [M, K]; `required_M`, if missing, replaces the least likely."""
         top_MK = logits_MD.topk(min(self.count, logits_MD.shape[1])).indices
         if required_M is not None:
             missing_M = (top_MK != required_M[:, None]).all(1)

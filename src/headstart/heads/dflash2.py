@@ -1,9 +1,9 @@
-"""DFlash 2: DFlash with convolutions over the slots and pairwise scores of its likely drafts (inco.ai/blog/dflash2,
-August 2026).
+"""DFlash 2: DFlash with convolutions over the slots and pairwise scores of the most likely drafts
+(inco.ai/blog/dflash2, August 2026).
 
-Block and slots are DFlash's; for the layers see `parts.block_layer`. A slot's candidates are its most likely drafts; it
-drafts no others. Candidate b after parent a scores U[b] + (A[a] * P h) . B[b], with U from the target's LM head and its
-input h. The first slot's parent is the root.
+Block and slots are as in DFlash; see `parts.block_layer` for the layers. Each slot drafts only its candidates, the most
+likely tokens. Candidate b after parent a scores U[b] + (A[a] * P h) . B[b], where h is the input of the target's LM
+head and U its logits. The first slot's parent is the root.
 
 >>> import torch
 >>> heads = DFlash2Head(DFlash2Config(hidden_size=4, vocab_size=20, num_attention_heads=1, num_key_value_heads=1,
@@ -45,9 +45,9 @@ from headstart.heads.parts.layer import rms_norm
 class DFlash2Config(ConvolvedConfig):
     family: str = "dflash2"
     selector_rank: int = Field(
-        64, ge=0, description="Rank of the pairwise scores; their two tables have a row for each token. 0: none."
+        64, ge=0, description="Rank of the pairwise scores and of their two tables with a row per token; 0 disables them."
     )
-    selector_top_k: int = Field(16, ge=1, le=256, description="Candidates of a slot, its most likely drafts.")
+    selector_top_k: int = Field(16, ge=1, le=256, description="Candidates per slot: its most likely drafts.")
 
 
 @register
@@ -71,7 +71,7 @@ class DFlash2Head(LevelwiseBlockHead):
         return min(super().max_children, self.config.selector_top_k if self.rank else self.config.vocab_size)
 
     def start_markov(self, axes_ER: Tensor, map_RI: Tensor, stream_ME: Tensor) -> None:
-        """Also let the slots' vectors be ones, as far as a linear map of the LM head's input can."""
+        """Also fit `slot_map_RE` by ridge regression, so that it maps LM head inputs to vectors near ones."""
         super().start_markov(axes_ER, map_RI, stream_ME)
         ridge = Ridge()
         ridge.add(rms_norm(self.norm, stream_ME), torch.ones(len(stream_ME), 1))
@@ -97,5 +97,5 @@ class DFlash2Head(LevelwiseBlockHead):
     def publish(self) -> Published:
         if not self.rank:
             problem = "No serving engine loads dflash2 heads without pairwise scores (heads.selector_rank=0)."
-            raise UserError(problem, "Train them with a heads.selector_rank, or decode with headstart.")
+            raise UserError(problem, "Train with heads.selector_rank above 0, or decode with headstart.")
         return super().publish()

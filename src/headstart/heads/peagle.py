@@ -1,9 +1,9 @@
 """P-EAGLE: EAGLE-3's layers, drafting all depths in one pass (Hui et al., arXiv 2602.01469).
 
-The entries of the text are EAGLE-3's. K - 1 mask entries follow the newest one. Each holds a learned state
-(`mask_hidden`, fused like the target's states) and the embedding of one mask token. Attention is causal. The outputs of
-the newest text entry and of the masks are the drafts, so no draft depends on another. On tokens a b c d e (positions
-0-4), from the states after `b` (origin 1):
+Text entries are EAGLE-3's. K - 1 mask entries follow the newest one. Each mask entry combines a learned state
+(`mask_hidden`, fused like the target's states) with the embedding of the mask token. Attention is causal. The newest
+text entry and each mask entry output one draft, so no draft depends on another. On tokens a b c d e (positions 0-4),
+from the states after `b` (origin 1):
 
     step 0   fused(b), emb(c) -> d              at position 1, attends to the entries of a and b
     step 1   fused(mask_hidden), emb(mask) -> e at position 2, also attends to itself
@@ -14,8 +14,8 @@ the newest text entry and of the masks are the drafts, so no draft depends on an
 >>> tokens.tolist()  # two pending entries, then two masks; one entry in the second row, padded with masks
 [[1, 2, 8, 8], [3, 8, 8, 8]]
 
-Training runs step k of all its origins at once, as for EAGLE-3. Conditional drop-token sampling is
-`train.position_weight=subsampled`: step k keeps a share `train.step_weight ** k` of the origins.
+Training runs step k for all its origins at once, as for EAGLE-3. `train.position_weight=subsampled` is the paper's
+conditional drop-token sampling: step k keeps a fraction `train.step_weight ** k` of the origins.
 
 Shape suffixes: B rows, P pending entries, W entries with masks, K draft steps, E hidden size, X = aux layers * E, V
 vocabulary, S cache slots, D draft vocabulary, M origins.
@@ -53,11 +53,11 @@ class PEagleConfig(Eagle3Config):
     num_layers: int = Field(1, ge=1, le=8, description="Decoder layers; published heads have four.")
     feedback: Annotated[Literal["pre_norm"], FromTarget(settable=False)] = "pre_norm"  # nothing is fed back
     mask_token_id: Annotated[int, FromTarget()] = Field(
-        -1, ge=0, description="Token of the mask entries; no text may contain it."
+        -1, ge=0, description="Token of the mask entries; must not occur in any text."
     )
     train_embeddings: bool = Field(
         False,
-        description="Train a copy of the target's token embeddings, as published heads do; engines then hold it too.",
+        description="Train a copy of the target's token embeddings, as published heads do; engines then load it too.",
     )
 
     @classmethod
@@ -97,7 +97,7 @@ class PEagleHead(OneForwardHead, Eagle3Head):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Also start `mask_hidden` as the mean of the target's states."""
+        """Also initialise `mask_hidden` to the mean of the target's states."""
         batches = iter(batches)
         if self.config.init == "random" or (first := next(batches, None)) is None:
             return
@@ -133,7 +133,7 @@ class PEagleHead(OneForwardHead, Eagle3Head):
     # -- drafting --------------------------------------------------------------------------------------------------
 
     def _kernel_heads(self, like: Tensor) -> None:
-        """Return None: the C kernels of whole levels feed outputs back."""
+        """Return None: the C kernels for whole levels feed outputs back, and these heads do not."""
 
     def depth_logits(self, session: RecurrentSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
@@ -160,7 +160,7 @@ class PEagleHead(OneForwardHead, Eagle3Head):
 
     def draft_level(self, memory: RecurrentMemory, inputs_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
         stop, pending, slots = sizes
-        if not stop:  # a piece of pending text, see `pending_levels`
+        if not stop:  # a chunk of pending text; see `pending_levels`
             return super().draft_level(memory, inputs_BX, sizes)
         rows, device = len(inputs_BX), inputs_BX.device
         tokens_BP, counts_B1, lengths_B1 = torch.split(inputs_BX, [pending, 1, 1], dim=1)

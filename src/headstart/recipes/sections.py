@@ -406,7 +406,7 @@ class EvalSection(Section):
     questions: str = Field("heldout", description="'heldout' (the run's own held-out prompts) or a question file.")
     limit: int | None = Field(16, ge=1, description="Most prompts measured.")
     max_new_tokens: int = Field(128, ge=1, description="Longest answer in tokens, its end token included.")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy; above 0 the target's distribution is sampled.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy; above 0 samples the target's distribution.")
     compare: tuple[str, ...] = Field(
         ("heads+ngram",),
         description="Other drafters in the report, see `headstart eval --compare`; ignored with eval.engine.",

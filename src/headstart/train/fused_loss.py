@@ -5,7 +5,7 @@ all predictions never exist at once.
 
 Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a supervised
 token, U distinct rows of the teacher logits, M predictions of one step (or of several with one LM head), D draft
-vocabulary, L loss tokens, R draft tokens other than the likely ones (of a table of candidates: rank), W parents of a
+vocabulary, L loss tokens, R draft tokens other than the likely ones (in a candidate table: rank), W parents of a
 candidate (one), K candidates, E hidden size, H LM head inputs.
 """
 
@@ -44,15 +44,15 @@ until their logits fit `_TABLE`."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
-    """Flat positions that precede a supervised token, int64 [S], on the device of the batch."""
+    """Return the flat positions that precede a supervised token, int64 [S], on the device of the batch."""
     before_BT = torch.zeros_like(batch.supervised_BT)
     before_BT[:, :-1] = batch.supervised_BT[:, 1:]
     return upload(before_BT.flatten().nonzero()[:, 0], batch.tokens_BT.device)
 
 
 class Teacher:
-    """The target's LM head over the draft vocabulary `draft_to_target_D`. Losses use `loss_tokens` of it, chosen per
-    batch (`choose_loss_tokens`); 0 for all."""
+    """The target's LM head over the draft vocabulary `draft_to_target_D`. Losses use `loss_tokens` of these tokens,
+    chosen per batch (`choose_loss_tokens`); 0 uses all."""
 
     def __init__(self, target: FrozenModel, draft_to_target_D: Tensor, loss_tokens: int = 0) -> None:
         drafts = len(draft_to_target_D)
@@ -67,8 +67,8 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, batch: HeadBatch, seed: Sequence[int] = ()) -> TeacherLogits:
-        """Return the target's logits at all positions before supervised tokens. They are materialised once, as steps
-        share positions; computed on demand if over `_TABLE`. The same `seed` samples the same loss tokens."""
+        """Return the target's logits at all positions before supervised tokens. They are materialised once, because
+        steps share positions, or computed on demand above `_TABLE`. A `seed` always samples the same loss tokens."""
         positions_S = positions_before_answers(batch)
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
@@ -147,7 +147,7 @@ class TeacherLogits:
         return rows_M
 
     def table(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
-        """A table of logits, and the indices of a block's rows in it."""
+        """Return a table of logits, and the indices of a block's rows in it."""
         if self.logits_SD is not None:
             return self.logits_SD, rows_B
         assert self.compute is not None, "logits come from a table or are computed"
@@ -222,7 +222,7 @@ def batch_loss(
 
 
 def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
-    """Group steps by LM head, which is then cast once and has one gradient table."""
+    """Group steps by LM head, so that each head is cast once and has one gradient table."""
     members: dict[int, list[int]] = {}
     for step, prediction in enumerate(steps):
         members.setdefault(id(prediction.lm_head_DH), []).append(step)
@@ -265,7 +265,7 @@ def _position_weights(
 
 @torch.no_grad()
 def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
-    """Alpha of a step's drafts over the loss tokens, [M]."""
+    """Compute alpha of a step's drafts over the loss tokens, [M]."""
     rows_M = teacher_logits.rows(prediction.teacher_M)
     parts = [torch.zeros(0, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
@@ -291,7 +291,7 @@ def sum_losses(
     weight_M: Tensor,
     alpha_M: Tensor | None = None,
 ) -> Tensor:
-    """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
+    """Return the weighted sum of a loss over predictions that share an LM head: a float32 scalar.
 
     Gradients flow to the LM head's inputs and its trained columns, and to the inputs of pairwise scores; weights are
     constants. `alpha_M`, if given, is filled with each prediction's alpha.

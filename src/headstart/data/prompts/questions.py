@@ -1,6 +1,6 @@
 """Evaluation questions, from files or from published question sets by name.
 
-Published sets are files of Hub datasets, downloaded once into the Hub's cache, or read from `local_copy` offline.
+Published sets are files of Hub datasets, downloaded once into the Hub's cache. A `local_copy` is preferred.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Question:
 def read_questions(path: Path) -> list[Question]:
     """Read JSONL with `turns` (or a single `prompt`) and optional `category`, `question_id`, `system` and `tools`.
 
-    A UserError names a missing or empty file, or a malformed line.
+    Raises UserError for a missing or empty file, or a malformed line.
     """
     questions: list[Question] = []
     for number, row in read_jsonl(path):
@@ -77,7 +77,7 @@ class QuestionFile:
         category: default category of its questions.
         limit: default number of questions; None for all.
         revision: commit of the dataset; None for the newest.
-        prepared: name of the file that SPEED-Bench's script writes from this one, which also has other categories.
+        prepared: name of the file that SPEED-Bench's script writes from this one, with all categories.
     """
 
     dataset: str
@@ -95,7 +95,7 @@ class QuestionFile:
         return cache / "headstart" / "suites" / self.dataset / (self.prepared or self.file)
 
     def how_to_copy(self) -> str:
-        """Say how to make the local copy."""
+        """Return instructions for creating the local copy."""
         if self.prepared:
             place, config = shlex.quote(str(self.local_copy.parent)), Path(self.prepared).stem
             return (
@@ -104,7 +104,7 @@ class QuestionFile:
             )
         from huggingface_hub import hf_hub_url
 
-        return f"put a copy of {hf_hub_url(self.dataset, self.file, repo_type='dataset')} to {self.local_copy}."
+        return f"save {hf_hub_url(self.dataset, self.file, repo_type='dataset')} as {self.local_copy}."
 
 
 _TABLE = "test-00000-of-00001.parquet"
@@ -124,7 +124,7 @@ _SPEED_BENCH = {
     "qualitative": "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing",
     **{f"throughput_{size}": "low_entropy mixed high_entropy" for size in ("1k", "2k", "8k", "16k", "32k")},
 }
-"""SPEED-Bench's configs and their categories. Of the five long ones 20 questions per category are the default."""
+"""SPEED-Bench's configs and their categories. The five throughput configs default to 20 questions per category."""
 SUITES: dict[str, tuple[QuestionFile, ...]] = {
     "mt-bench": (_MT_BENCH,),
     "humaneval": (_HUMANEVAL,),
@@ -145,9 +145,9 @@ RedHatAI's copy of the other tasks, one file each."""
 
 
 def find_questions(name: str, limit: int | None = None) -> tuple[list[Question], bool]:
-    """Return the questions of a file or suite, and whether it is a suite, which has all turns of a question asked.
+    """Return the questions of a file or suite, and whether it is a suite: suites are asked with all turns.
 
-    "SUITE:CATEGORY" names one part of a suite. Parts are interleaved, so that a `limit` leaves equally many of each.
+    "SUITE:CATEGORY" names one part of a suite. Parts are interleaved, so that `limit` takes equally many of each.
 
     Raises:
         UserError: neither a suite nor a file has this name, or its questions cannot be read or fetched.
@@ -178,7 +178,7 @@ def _read(suite: str, part: QuestionFile) -> Iterable[Question]:
             prompt = parse_prompt(named, f"{part.category}-{number}")
         except (ValueError, Unusable) as error:
             problem = f"{file}, record {number}: {error}."
-            raise UserError(problem, f"It is to be {part.file} of {part.dataset}; delete it and try again.") from None
+            raise UserError(problem, f"Delete it, and replace it by {part.file} of {part.dataset}.") from None
         if prompt.turns[0].startswith(_PLACEHOLDER):
             problem = f"{suite}, question {prompt.id}: only a placeholder, for a text of {row.get('source')}."
             raise UserError(problem, f"To read it, {part.how_to_copy()}")
@@ -188,7 +188,7 @@ def _read(suite: str, part: QuestionFile) -> Iterable[Question]:
 def _rows(file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
     if file.suffix == ".jsonl":
         return read_jsonl(file)
-    from pyarrow import parquet  # type: ignore[import-untyped]  # of datasets
+    from pyarrow import parquet  # type: ignore[import-untyped]  # a dependency of datasets
 
     batches = parquet.ParquetFile(file).iter_batches(batch_size=256)
     return enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)

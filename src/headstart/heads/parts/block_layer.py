@@ -1,8 +1,8 @@
-"""Settings and decoder layers of block drafters (see `block`), without and with convolutions over the slots (DFlash 2).
+"""Settings and decoder layers of block drafters (see `block`), with and without convolutions over the slots (DFlash 2).
 
-The coefficients of a slot's convolution are a kernel for each channel plus a linear map of the sublayer's normed input
-for each group of channels. Attention and MLP each have one set for the input and one for the output. Slots before the
-block count as zero.
+A slot's convolution coefficients are a per-channel kernel plus a linear map of the sublayer's normed input, shared
+within each group of channels. Attention and MLP each convolve their input and their output, with separate coefficients.
+Slots before the block are zero.
 
 Shape suffixes: B rows, T tokens, E hidden size, N key heads, d head size, X width of keys and values (in convolutions:
 slots of a row's blocks), A blocks, K slots of a block, G groups, c channels of a group.
@@ -46,14 +46,14 @@ class BlockConfig(LayerConfig):
     """Settings of heads that draft a block in one pass."""
 
     num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
-    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; only dspark drafts from the first one.")
+    block_size: int = Field(8, ge=2, le=64, description="Slots per block; only dspark drafts from the first one.")
     aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
         (),
         description="Target layers to read, as indices of transformers' hidden_states, ascending and below the "
         "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
     )
     mask_token_id: Annotated[int, FromTarget()] = Field(
-        -1, ge=0, description="Token in the slots of a block after the root; no text may contain it."
+        -1, ge=0, description="Token in the block's slots after the root; must not occur in any text."
     )
     sliding_window: int = Field(
         0, ge=0, description="Tokens that a slot attends to, itself included; more than block_size, or 0 for all."
@@ -67,7 +67,7 @@ class BlockConfig(LayerConfig):
     init: Literal["target", "linear", "random"] = Field(
         "target",
         description="target: start from the target's last layers and norm. linear: also add attention heads for the "
-        "newest state and the root, and fit the output maps to the data. random: start from random numbers.",
+        "newest state and the root, and fit the output maps to the data. random: initialise randomly.",
     )
 
     @classmethod
@@ -87,7 +87,7 @@ class BlockConfig(LayerConfig):
         return self.num_layers
 
     def window(self, layer: int) -> int:
-        """Number of visible tokens of a slot in a layer, itself included; 0 for all."""
+        """Return the number of tokens that a slot attends to in a layer, itself included; 0 for all."""
         return 0 if layer in self.full_layers else self.sliding_window
 
     def check(self) -> None:
@@ -115,7 +115,7 @@ class BlockConfig(LayerConfig):
 class ConvolvedConfig(BlockConfig):
     """Settings of heads that draft a block with convolutions."""
 
-    conv_kernel_size: int = Field(2, ge=1, description="Slots that a convolution reads: the slot and ones before it.")
+    conv_kernel_size: int = Field(2, ge=1, description="Kernel size of the convolutions: a slot and slots before it.")
     conv_group_size: int = Field(
         16, ge=1, description="Channels that share the input-dependent part of their kernel; divides the hidden size."
     )
@@ -130,7 +130,7 @@ class ConvolvedConfig(BlockConfig):
 
 
 def positional_heads(hidden_size: int, head_dim: int) -> tuple[int, int]:
-    """Numbers of key heads that attend to the newest state and to the root, with `heads.init=linear`."""
+    """Return the numbers of key heads that attend to the newest state and to the root, with `heads.init=linear`."""
     return max(1, round(_NEWEST * hidden_size / head_dim)), max(1, round(_ROOT * hidden_size / head_dim))
 
 
@@ -138,7 +138,7 @@ class BlockLayer(DraftLayer):
     """Decoder layer with per-head query and key norms that also attends to a context.
 
     Attributes:
-        mixes_slots: whether a slot's output depends on others' beyond attention, so that all must be computed.
+        mixes_slots: whether slots also mix outside attention, so that every slot must be computed.
     """
 
     mixes_slots: ClassVar[bool] = False
@@ -160,7 +160,7 @@ class BlockLayer(DraftLayer):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
-        """Also copy the target's queries, keys and values to the last heads of a layer with more heads."""
+        """Also copy the target's query, key and value weights to the last heads of a layer with more heads."""
         super().warm_start(target, number, offset)
         config, layer = self.config, cast(Any, target.layers[number])
         attention = getattr(layer, "self_attn", None)

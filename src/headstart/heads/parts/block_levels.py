@@ -1,6 +1,6 @@
-"""Base of block drafters that draft by parent: one forward over the block, then a small product for each tree node.
+"""Base of block drafters with parent-dependent drafts: one forward over the block, then a small product per tree node.
 
-A table has a row for each parent, another for each draft. Training uses the conversation's own preceding token.
+One table has a row per parent token, the other a row per draft token. In training the parent is the preceding token.
 
 Shape suffixes: B rows, W nodes of a level, M origins, S slots, X flat tokens, E hidden size, D draft vocabulary, V
 vocabulary, R rank.
@@ -69,7 +69,7 @@ class LevelwiseBlockHead(SolvedBlockHead):
         published, name = super().publish(), self.tables[1]
         if not self.config.draft_vocab_size:
             return published
-        every_VR = torch.zeros_like(published.tensors[self.tables[0]])  # other tokens are not corrected
+        every_VR = torch.zeros_like(published.tensors[self.tables[0]])  # no correction outside the draft vocabulary
         every_VR[self.draft_to_target_D.cpu()] = published.tensors[name]
         return published.with_tensors({**published.tensors, name: every_VR})
 
@@ -77,10 +77,10 @@ class LevelwiseBlockHead(SolvedBlockHead):
         return F.embedding(tokens, self.parents_VR).to(like)
 
     def slots_and_parents(self, batch: HeadBatch) -> Iterator[tuple[StepPrediction, Tensor]]:
-        """Yield each step's slots, and the rows [M, R] of the tokens before them."""
+        """Yield each step's slots, with the parent rows [M, R] of the tokens before them."""
         parents_XR = None
         for slots in super().unroll(batch):
-            if parents_XR is None:  # look up once: each lookup has a gradient as large as the table
+            if parents_XR is None:  # one lookup: the gradient of each lookup is as large as the table
                 parents_XR = self.embed_parents(batch.tokens_BT.flatten(), slots.hidden_MH)
             yield slots, parents_XR[slots.teacher_M]
 

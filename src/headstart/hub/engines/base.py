@@ -1,4 +1,4 @@
-"""The `Format` interface: writing heads for engines, and checking such files."""
+"""The `Format` interface: write heads for engines, and check such files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headstart.hub.target_facts import TargetFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOTE = "headstart"
-"""Key of our note in a file, see `Note`."""
+"""Key of headstart's note in a file, see `Note`."""
 Faults = Iterator[tuple[str, str]]
 """(problem, remedy), one sentence each."""
 HEADS_GGUF = "heads.gguf"
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Note:
-    """Our note in a file: the digest of its heads, as rounded there, their target and their draft steps."""
+    """Provenance that headstart writes into a file: digest of the rounded heads, their target and their draft steps."""
 
     digest: str
     target: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Note:
 
     @classmethod
     def of(cls, note: Any) -> Note | None:
-        """Parse the result of `note_of`; None for anything else."""
+        """Parse the output of `note_of`; return None for anything else."""
         if not isinstance(note, Mapping) or not isinstance(note.get("digest"), str):
             return None
         target = note.get("target")
@@ -58,7 +58,7 @@ class Note:
 
 
 def note_of(published: Published, facts: TargetFacts) -> dict[str, Any]:
-    """Build our note for a file with these heads, see `Note`."""
+    """Build the note for a file with these heads, see `Note`."""
     target = {name: getattr(facts, name) for name in ("name", "fingerprint", "model_type", "num_layers")}
     return {"version": headstart.__version__, "digest": digest(published), "steps": published.steps, "target": target}
 
@@ -75,7 +75,7 @@ class Format(ABC):
     Attributes:
         name: the name users type.
         engines: engines that must be able to serve it, the main one first.
-        also: engines that read it too, if they support the heads.
+        also: further engines that read it, if they support the heads.
         dtypes: supported weight dtypes, the default first.
     """
 
@@ -105,7 +105,7 @@ class Format(ABC):
 
     @abstractmethod
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
-        """Report why an engine cannot serve these heads; a UserError where the format cannot hold them."""
+        """Report why an engine cannot serve these heads; a UserError if the format cannot hold them."""
 
     @abstractmethod
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
@@ -117,7 +117,7 @@ class Format(ABC):
 
     @abstractmethod
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        """Read the heads of a folder; a UserError where they are incomplete or ambiguous."""
+        """Read the heads of a folder; a UserError if they are incomplete or ambiguous."""
 
     @abstractmethod
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:

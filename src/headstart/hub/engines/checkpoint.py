@@ -1,4 +1,4 @@
-"""Reader for untrusted checkpoints: no pickle, and no allocation or path from the files before it is checked.
+"""Reader for untrusted checkpoints: it reads no pickles, and checks sizes and paths in the files before using them.
 
 A checkpoint is a folder of config.json and safetensors files, sharded or not. Names and shapes come from the headers;
 tensors are loaded lazily.
@@ -100,17 +100,17 @@ class Checkpoint:
 
     @property
     def note(self) -> Note | None:
-        """Our note, if we wrote the folder."""
+        """headstart's note; None for other folders."""
         return Note.of(self.config.get(NOTE))
 
     def read(self, name: str) -> Tensor:
-        """Load a tensor by published name, on the CPU; a UserError where its file is damaged."""
+        """Load a tensor by published name, on the CPU; a UserError if its file is damaged."""
         tensor = self.tensors[self.names[name]].load()
         return tensor[None] if name == MASK_HIDDEN and tensor.ndim == 2 else tensor
 
 
 def checkpoint_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """Represent files that are not written yet."""
+    """Build a checkpoint of files that are not written yet."""
     stored = {
         name: StoredTensor("F32" if tensor.is_floating_point() else "I64", tuple(tensor.shape), partial(tensor.cpu))
         for name, tensor in tensors.items()
@@ -131,7 +131,7 @@ def _published_name(name: str) -> str:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a folder and read its headers; a UserError for missing, pickled, damaged or outside files."""
+    """Open a folder and read its headers; a UserError for missing, pickled or damaged files, or files outside it."""
     if not folder.is_dir():
         raise no_folder(folder, "Give a folder with config.json and safetensors files.")
     config = read_json(folder / CONFIG, _AGAIN)
@@ -150,7 +150,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> int:
-    """Check an integer of a config; a UserError for other types, or out of plausible bounds."""
+    """Check an integer of a config; a UserError for other types or implausible values."""
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
         raise _wrong_setting(value, name, f"a whole number from {minimum} to {maximum}")
     return value
@@ -188,7 +188,7 @@ def _files(folder: Path) -> list[Path]:
         return files
     if pickled := sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern)):
         raise UserError(
-            f"{folder} has its weights in {pickled[0]}, a pickled file, which can run any program when read.",
+            f"{folder} stores its weights in {pickled[0]}, a pickled file, which can run arbitrary code when loaded.",
             "Take a revision with safetensors files, or convert it: https://huggingface.co/spaces/safetensors/convert",
         )
     raise UserError(f"{folder} has no safetensors files.", "Give a folder of draft heads.")

@@ -52,7 +52,7 @@ class Exported:
         return {engine: shlex.join(each) for engine, each in words.items()}
 
     def words(self, drafts: Mapping[str, Mapping[int, int]]) -> dict[str, list[str]]:
-        """Return commands for measurements, as argument lists: they verify all drafts, as replays do."""
+        """Return commands for measurements, as argument lists; the engines verify all drafts, as replays do."""
         always = replace(self.published, confidence=False)
         return serve_commands(self.engines, self.folder, always, self.facts, drafts)
 
@@ -73,7 +73,7 @@ def export_for(
 ) -> Exported:
     """Write heads in one or several engine formats, atomically; see `headstart.export`.
 
-    A UserError also where files of two formats collide.
+    Also raises UserError if files of two formats collide.
     """
     chosen = [_format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
     folder_formats = [format.name for format in chosen if isinstance(format, FolderFormat)]
@@ -105,14 +105,14 @@ def export_for(
         write_engine_card(partial, published, facts, commands, measured)
         for format in chosen:
             if findings := format.check(partial, format.engines[0]):
-                raise AssertionError(f"an export that its own check refuses: {findings[0].problem}")
+                raise AssertionError(f"the export fails its own check: {findings[0].problem}")
 
     write_atomic(out, write)
     return Exported(out, tuple(engines), published, facts, drafts=drafts, remarks=tuple(remarks))
 
 
 def check_heads(name: str, published: Published, facts: TargetFacts) -> list[str]:
-    """Raise a UserError if a format or its engines do not support the heads; returns remarks on its other engines."""
+    """Raise a UserError if a format or its engines do not support the heads; return remarks on its other engines."""
     return _served([_format_named(name)], published.with_context(facts.context), facts)[1]
 
 
@@ -135,8 +135,8 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
 def _drafting_remarks(
     folder: Path, formats: Sequence[Format], published: Published, measured: Mapping[str, EngineTuning]
 ) -> Iterator[str]:
-    """Remark on untuned heads, engines where plain decoding is faster, and tokens that the one before does not
-    correct."""
+    """Yield remarks on untuned heads, engines where plain decoding is faster, and tokens that get no correction from
+    the token before them."""
     if is_untuned(folder) and not measured:
         yield f"The number of drafts is untuned. Tune it in an engine: {program()} tune {folder} --engine NAME"
     read_by = {engine for format in formats for engine in format.readers}
@@ -150,7 +150,7 @@ def _drafting_remarks(
     table_VR = published.tensors.get(MARKOV_LM_HEAD, published.tensors.get(SUCCESSORS))
     if table_VR is not None and (missing := int((~table_VR.any(-1)).sum())):
         yield (
-            f"Engines draft from all {published.vocab_size} tokens, and {missing} of them were outside of the draft "
+            f"Engines draft from all {published.vocab_size} tokens, and {missing} of them were outside the draft "
             "vocabulary in training: the token before does not correct their logits. To train for all tokens, leave "
             "out heads.draft_vocab_size."
         )
@@ -159,7 +159,7 @@ def _drafting_remarks(
 def publish(
     heads: Path, target: FrozenModel | str | None = None, trust_remote_code: bool = False
 ) -> tuple[Published, TargetFacts]:
-    """Return heads in published form and facts of their target, which is loaded only if they read its weights."""
+    """Return heads in published form and facts of their target; the target is loaded only if its weights are needed."""
     folder = heads_folder(heads)
     built = check_folder(folder)
     facts = facts_of_heads(folder, None if isinstance(target, FrozenModel) else target, trust_remote_code)
@@ -185,7 +185,7 @@ def _load(facts: TargetFacts, dtype: str) -> Target:
 
 def _spec(facts: TargetFacts) -> str:
     if not facts.spec:
-        raise UserError(f"This export reads weights of {facts.name}, not on this machine.", SAY_WHERE)
+        raise UserError(f"This export reads weights of {facts.name}, which is not on this machine.", SAY_WHERE)
     return facts.spec
 
 
@@ -243,8 +243,8 @@ def check_export(
 ) -> list[Finding]:
     """Report problems that engines have with a folder of heads or a GGUF file.
 
-    `engines` defaults to the main engine of each format. `against` are the headstart heads it should contain, `target`
-    overrides the location of their target.
+    `engines` defaults to the main engine of each format. `against` is the folder of the headstart heads that it should
+    contain; `target` overrides the location of their target.
     """
     readers = readers_of(folder, engines)
     published = None if against is None else publish(against, target, trust_remote_code)

@@ -18,12 +18,12 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: bool = False) -> TargetFacts:
     """Describe the target of a folder of heads without loading its weights; `spec` overrides its location.
 
-    A UserError where the target has an adapter, which engines cannot serve.
+    Raises UserError if the target has an adapter, which engines cannot serve.
     """
     target = heads_target(folder)
     if target.adapter is not None and spec is None:
         raise UserError(
-            f"The heads in {folder} belong to {target.name}, and engines serve whole models.",
+            f"The heads in {folder} are for {target.name}, which has an adapter that engines cannot serve.",
             f"Save it with its adapter merged (in Python: headstart.load({str(folder)!r}).target.save('merged')), then "
             "name that folder with --target.",
         )
@@ -73,7 +73,7 @@ def _is_loadable(spec: str) -> bool:
     """Whether a spec may be loaded here: a packaged name, a file or folder, a Hub id."""
     try:
         gguf_file(spec)
-    except UserError:  # a path of another machine
+    except UserError:  # a path on another machine
         return False
     return bool(spec)
 

@@ -1,4 +1,4 @@
-"""Problems that engines have with heads and their folders: keys and tensors they reject, ignore, or leave random.
+"""Problems that engines have with heads and their folders: keys and tensors that they reject, ignore or leave random.
 
 Problems of one engine are in its `EngineTraits` (`known_engines.py`), heads that headstart cannot read in `parsing.py`.
 vLLM stops at unknown tensors and silently leaves missing ones random; SGLang ignores both. For block drafters vLLM
@@ -47,24 +47,24 @@ def engine_limits(settings: Published, traits: EngineTraits, facts: TargetFacts 
         yield problem, "Decode with headstart, or train medusa heads for it."
     if layer is not None:
         if layer.hidden_act != "silu" and traits.only_silu:
-            yield f"{engine} computes silu alone, not {layer.hidden_act}.", "Train with heads.hidden_act=silu."
+            yield f"{engine} supports only silu, not {layer.hidden_act}.", "Train with heads.hidden_act=silu."
         kind = layer.rope_parameters.get("rope_type", "default")
         if kind not in traits.rotary:
             yield f"{engine} is not known to support {kind} RoPE.", AGAIN
         heads = layer.num_attention_heads
         if traits.divides_heads and settings.layout not in BLOCKS and settings.hidden_size % heads:
             yield (
-                f"The hidden size {settings.hidden_size} is no multiple of the {heads} attention heads, which {engine} "
-                "requires.",
+                f"The hidden size {settings.hidden_size} is not a multiple of the {heads} attention heads, which "
+                f"{engine} requires.",
                 "Serve with llama.cpp (--format gguf), or train with a heads.num_attention_heads that divides it.",
             )
     if facts is not None and settings.vocab_size != facts.vocab_size:
-        yield f"The heads have a vocabulary of {settings.vocab_size}, {facts.name} of {facts.vocab_size}.", AGAIN
+        yield f"The heads' vocabulary has {settings.vocab_size} tokens, {facts.name}'s {facts.vocab_size}.", AGAIN
     layers = facts.num_layers if facts is not None else int((note.target if note else {}).get("num_layers", 0))
     deepest = layers - (settings.layout in traits.last_layer_unread)
     if layers and aux_layers and not 1 <= min(aux_layers) <= max(aux_layers) <= deepest:
         yield (
-            f"{engine} cannot read the layers {aux_layers} of a target with {layers}: {deepest} is the deepest.",
+            f"{engine} cannot read layers {aux_layers} of a target with {layers} layers: {deepest} is the deepest.",
             f"Train with other heads.aux_layers, or correct off-by-one ids in {CONFIG}.",
         )
     if settings.layout in BLOCKS:
@@ -72,14 +72,14 @@ def engine_limits(settings: Published, traits: EngineTraits, facts: TargetFacts 
             problem = f"The layers {aux_layers} are not ascending, as {engine} requires."
             yield problem, "Train with ascending heads.aux_layers."
         if settings.layout is Layout.DSPARK and not settings.markov_rank and traits.needs_markov:
-            problem = f"{engine} recognises DSpark heads by their Markov head (here heads.markov_rank=0)."
-            yield problem, "Train dflash heads, or with a heads.markov_rank."
+            problem = f"{engine} recognises DSpark heads by a Markov head, which these lack (heads.markov_rank=0)."
+            yield problem, "Train dflash heads, or set heads.markov_rank above 0."
     if settings.layout is Layout.EAGLE3:
         for name in traits.ignored:
             if getattr(settings, name):
-                yield f"{engine} does not know {_IN_WORDS.get(name, name)}, and would silently leave it out.", _WITHOUT
+                yield f"{engine} does not know {_IN_WORDS.get(name, name)}, and would silently ignore it.", _WITHOUT
         if settings.num_layers != 1 and traits.ignored:
-            yield f"{engine} runs one layer of such heads, and these have {settings.num_layers}.", _WITHOUT
+            yield f"{engine} runs one layer of such heads, and these have {settings.num_layers} layers.", _WITHOUT
         if len(aux_layers) != 3 and traits.ignored:
             yield f"{engine} fuses 3 layers of the target, not {len(aux_layers)}.", _WITHOUT
 
@@ -149,7 +149,7 @@ def _config_and_tensor_faults(checkpoint: Checkpoint, traits: EngineTraits, fact
 
 
 def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
-    """`target_layer_ids` count layer outputs from 0; EAGLE's and speculators' ids index hidden states."""
+    """Check block drafters. `target_layer_ids` count layer outputs from 0; EAGLE's and speculators' ids from 1."""
     config = checkpoint.settings
     for name in ("aux_hidden_state_layer_ids", AUX_IDS):
         if config.get(name) not in (None, list(settings.aux_layers)):
@@ -166,14 +166,14 @@ def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
         yield problem, f"Write speculative_tokens = {drafts} into {CONFIG}."
     for name, reader in (("d2t", "vLLM"), ("t2d", "llama.cpp's converter")):
         if name in checkpoint.names:
-            yield f"There is a {name}, although the full vocabulary is drafted: {reader} stops at it.", _NO_MAPS
+            yield f"The file has a {name}, although the heads draft all tokens: {reader} stops at it.", _NO_MAPS
 
 
 def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) -> Faults:
     engine, known, config = traits.name, traits.architectures.get(layout, ()), checkpoint.config
     if layout is Layout.MEDUSA:
         if not known:
-            yield f"{engine} has no Medusa heads.", "Serve them with vLLM up to 0.32 (--format vllm) or headstart."
+            yield f"{engine} does not serve Medusa heads.", "Use vLLM up to 0.32 (--format vllm) or headstart."
         return
     if checkpoint.is_speculators and traits.reads_speculators:
         return
@@ -185,7 +185,7 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) 
         problem = f"{engine} expects architectures = {[known[0]]}, not {config.get('architectures')!r}."
         yield problem, f"Correct it in {CONFIG}, or export with --format {engine}."
     if known and layout in BLOCKS and (kind := config.get("model_type")) != "qwen3":
-        yield f"The layers of block drafters are Qwen3's for all targets, not {kind!r} (model_type).", CORRECT
+        yield f"Block drafters have Qwen3 layers for every target, and model_type is {kind!r}.", CORRECT
 
 
 def _rotary(config: Mapping[str, Any]) -> Faults:
@@ -209,7 +209,7 @@ def short_context(settings: Published, facts: TargetFacts | None) -> Faults:
 
 
 def _eagle3(checkpoint: Checkpoint, settings: Published) -> Faults:
-    """`d2t` must hold offsets, and only for a reduced vocabulary."""
+    """Check the layer ids and `d2t`, which must hold offsets, and only for a reduced vocabulary."""
     top, nested = checkpoint.aux_ids
     if top and nested and [layer + 1 for layer in nested] != list(top):
         ids = f"{list(top)} at the top (vLLM, llama.cpp), {list(nested)} in eagle_config (SGLang)"
@@ -220,7 +220,7 @@ def _eagle3(checkpoint: Checkpoint, settings: Published) -> Faults:
     given_D = checkpoint.read("d2t")
     width = checkpoint.settings.get("draft_vocab_size") or settings.vocab_size
     if len(given_D) == settings.vocab_size:
-        yield "There is a d2t, although the full vocabulary is drafted: vLLM stops at it.", _NO_MAPS
+        yield "The file has a d2t, although the heads draft all tokens: vLLM stops at it.", _NO_MAPS
     if kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in names else None, settings.vocab_size) == "ids":
         yield "d2t holds token ids; engines read offsets (token = i + d2t[i]).", "Subtract its index from each entry."
     if len(given_D) != width:

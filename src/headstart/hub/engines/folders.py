@@ -58,7 +58,7 @@ class FolderFormat(Format):
 
     @abstractmethod
     def files(self, stored: Published, facts: TargetFacts, dtype: str) -> Files:
-        """Build config and tensors of rounded heads; a UserError where the format has no such heads."""
+        """Build config and tensors of rounded heads; a UserError if the format has no such heads."""
 
     @abstractmethod
     def knows(self, checkpoint: Checkpoint) -> bool:
@@ -175,7 +175,7 @@ def _engine_files(stored: Published, facts: TargetFacts, dtype: str, eagle_archi
                 "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": _outputs(stored)},
             }
             if stored.layout is Layout.PEAGLE:
-                config["pard_token"] = stored.mask_token_id  # its name in vLLM up to 0.25
+                config["pard_token"] = stored.mask_token_id  # read by vLLM up to 0.25
             tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
             tensors |= _vocabulary_map(stored)
         case Layout.EAGLE:
@@ -252,10 +252,10 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
             "embed_requires_grad": False,
         }
     if published.layout not in BLOCKS:
-        problem = f"speculators has EAGLE-3 heads and block drafters, and these are {kind_of(published)} heads."
+        problem = f"speculators supports EAGLE-3 heads and block drafters, not {kind_of(published)} heads."
         raise UserError(problem, "Export them with --format vllm.")
     if (published.output_multiplier, published.final_logit_softcapping) != (1, 0):
-        problem = "speculators' configs of DFlash 2 have no place for the target's scale and cap of logits."
+        problem = "speculators' configs of DFlash 2 have no fields for the target's logit scale and cap."
         raise UserError(problem, "Export them with --format vllm.")
     return {
         "architectures": [SPECULATORS[published.layout]],

@@ -80,13 +80,13 @@ class Gguf(Format):
 def _limits(settings: Published, facts: TargetFacts | None, note: Note | None) -> Faults:
     yield from engine_limits(settings, LLAMA_CPP, facts, note)
     if settings.layout in BLOCKS and not 0 <= settings.mask_token_id < settings.vocab_size:
-        problem = f"The mask token {settings.mask_token_id} is no token of a vocabulary of {settings.vocab_size}."
-        yield problem, "Train with a heads.mask_token_id of the target's vocabulary."
+        problem = f"The mask token {settings.mask_token_id} is outside the vocabulary of {settings.vocab_size} tokens."
+        yield problem, "Train with a heads.mask_token_id inside the target's vocabulary."
     if settings.layout in BLOCKS and len(set(settings.causal_layers)) > 1:
-        yield "llama.cpp runs all layers of a block causally or none, and these heads some.", LESS_CAUSAL
+        yield "llama.cpp runs either all layers of a block causally or none; here only some are causal.", LESS_CAUSAL
     count, size = settings.selector_top_k, settings.hidden_size
     if size < (least := count * (count + 1)):
-        problem = f"llama.cpp needs a hidden size of {least} for {count} candidates, and these have {size}."
+        problem = f"llama.cpp needs a hidden size of at least {least} for {count} candidates; these heads have {size}."
         yield problem, "Train with a lower heads.selector_top_k, or serve with vLLM (--format vllm)."
     model_type = facts.model_type if facts is not None else (note.target if note else {}).get("model_type")
     if model_type and model_type not in HOOKS:
@@ -188,7 +188,7 @@ def _keys(published: Published) -> dict[str, Any]:
 
 
 def _stored(published: Published, dtype: str) -> _Stored:
-    """Quantise matrices, for q8_0 only those with rows divisible into blocks. Other tensors stay in float32."""
+    """Quantise matrices, for q8_0 only if their rows divide into blocks. Other tensors stay in float32."""
     gguf = gguf_library()
     kinds = gguf.GGMLQuantizationType
     chosen = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]

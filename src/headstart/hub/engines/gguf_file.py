@@ -151,12 +151,12 @@ def file_of(folder: Path) -> Path | None:
 
 
 class GgufFile:
-    """An open GGUF file with lazy tensors; a UserError where it is damaged."""
+    """An open GGUF file with lazy tensors. Raises UserError if it is damaged."""
 
     def __init__(self, folder: Path) -> None:
         file = file_of(folder)
         if file is None:
-            raise UserError(f"{folder} has no GGUF file, or several.", "Give the file itself.")
+            raise UserError(f"{folder} does not have exactly one GGUF file.", "Give the file itself.")
         reader = read_gguf(file)
         self.fields: dict[str, Any] = reader.fields
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
@@ -167,7 +167,7 @@ class GgufFile:
         return default if field is None else field.contents()
 
     def setting(self, key: str) -> Any:
-        """Return the value of a required key of the architecture; a UserError where it is missing."""
+        """Return the value of a required key of the architecture; a UserError if it is missing."""
         content = self.value(f"{self.architecture}.{key}")
         if content is None:
             raise UserError(f"The GGUF file does not say {self.architecture}.{key}.", AGAIN)

@@ -25,7 +25,7 @@ from headstart.model.model import Target
 from headstart.support.files import no_folder
 
 GUESSED = "guessed"
-"""Marks an acceptance that was not measured."""
+"""Label of an acceptance that was not measured."""
 
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
@@ -53,13 +53,13 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
 
 
 def read_checked(folder: Path, target: Target) -> Published:
-    """Read heads and extend them to the target's context; a UserError where they do not fit the target."""
+    """Read heads and extend them to the target's context; a UserError if they do not fit the target."""
     facts = facts_of_target(target)
     published = formats_of(folder)[0].read(folder, facts)
     if (published.hidden_size, published.vocab_size) != (facts.hidden_size, facts.vocab_size):
         raise UserError(
-            f"The heads in {folder} are for a target of size {published.hidden_size} over {published.vocab_size} "
-            f"tokens; {facts.name} has {facts.hidden_size} over {facts.vocab_size}.",
+            f"The heads in {folder} are for a target of size {published.hidden_size} with {published.vocab_size} "
+            f"tokens; {facts.name} has size {facts.hidden_size} and {facts.vocab_size} tokens.",
             "Name the heads' target with --target.",
         )
     ours, theirs = [facts.logits.scale, facts.logits.cap or 0.0], [getattr(published, name) for name in DFLASH2_LOGITS]
@@ -78,7 +78,7 @@ def read_checked(folder: Path, target: Target) -> Published:
 
 
 def untuned(heads: DraftHead, right: Sequence[float] | None = None) -> dict[str, Any]:
-    """Return a chain as deep as the heads, with placeholder costs that decoding measures anew.
+    """Return the tuning of a chain as deep as the heads, with placeholder costs until decoding measures them.
 
     `right` is the fraction of drafts correct up to each step, from validation; without it acceptance is guessed.
     """

@@ -1,6 +1,6 @@
 """Export of a trained module of the target into a copy of its checkpoint, served like the target itself.
 
-Only the module's tensors change. Shards without them are hard links, where the file system supports these.
+Only the module's tensors change. Shards without them are hard links if the file system supports them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def export_checkpoint(
     refuse_foreign_code(out, ())
     folder = heads_folder(heads)
     built = check_folder(folder)
-    tensors = built.in_checkpoint()  # first: a UserError where the heads are not a module
+    tensors = built.in_checkpoint()  # first: a UserError if the heads are not a module
     facts = facts_of_heads(folder, target, trust_remote_code)
     source = _source(facts)
     changed = _changed(source, tensors)
@@ -88,7 +88,7 @@ def check_checkpoint(
 ) -> list[Finding]:
     """Report problems of engines with the module in a target's checkpoint; it must equal the heads `against`."""
     unread = [engine for engine in engines if engine not in ENGINES]
-    problems = [(engine, "It does not draft with modules of a checkpoint.", "Ask vllm or sglang.") for engine in unread]
+    problems = [(engine, "It does not draft with modules of a checkpoint.", "Use vllm or sglang.") for engine in unread]
     read_by = [engine for engine in engines or ENGINES if engine in ENGINES]
     try:
         for file in sorted(set(tensor_files(str(folder)).values())):
@@ -108,7 +108,7 @@ def check_checkpoint(
 def _source(facts: TargetFacts) -> Path:
     """Return the folder of the target's checkpoint, downloaded if necessary."""
     if not facts.spec:
-        raise UserError(f"The trained module goes into a copy of {facts.name}, not on this machine.", SAY_WHERE)
+        raise UserError(f"The export copies {facts.name}, which is not on this machine.", SAY_WHERE)
     if facts.gguf is not None:
         problem = f"{facts.gguf} is a GGUF file, which cannot hold another module."
         raise UserError(problem, "Name the published checkpoint with safetensors files by --target.")
@@ -127,13 +127,13 @@ def _changed(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str,
             kind, before = handle.get_slice(name).get_dtype(), handle.get_tensor(name)
         if before.dtype not in DTYPES.values():
             raise UserError(
-                f"The checkpoint in {source} holds {name} in few bits ({kind}), and a trained module has more.",
+                f"The checkpoint in {source} stores {name} in low precision ({kind}), too low for a trained module.",
                 "Name the checkpoint in bfloat16 with --target, and quantise the copy afterwards.",
             )
         if before.shape != tensor.shape:
             raise UserError(
-                f"The checkpoint in {source} has {name} in the shape {list(before.shape)}, the heads in "
-                f"{list(tensor.shape)}.",
+                f"{name} has shape {list(before.shape)} in the checkpoint in {source}, and {list(tensor.shape)} in the "
+                "heads.",
                 "Name the heads' target with --target.",
             )
         if not torch.equal(before, now := tensor.to(before)):

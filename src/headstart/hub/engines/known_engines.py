@@ -93,13 +93,13 @@ def tensor_faults(
         if name not in expected:
             yield f"{traits.name} has no tensor {name} in these heads, and {traits.when_unknown}.", AGAIN
         elif shape != expected[name]:
-            yield f"The tensor {name} is {list(shape)}, and its config asks for {list(expected[name])}.", AGAIN
+            yield f"The tensor {name} is {list(shape)}, and the config requires {list(expected[name])}.", AGAIN
 
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
 _ON_GPUS = (
-    "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and cannot serve them as DFlash heads, where slots "
+    "vLLM drafts with DSpark heads only on GPUs (V2 model runner), and cannot serve them as DFlash heads, where slots "
     "draft their own positions: on a CPU use llama.cpp (--format gguf)."
 )
 _ADAPTIVE = (
@@ -107,9 +107,9 @@ _ADAPTIVE = (
     "On GPUs other than H100, H200 and B200 add --attention-backend TRITON_ATTN. vLLM refuses the option with LoRA, "
     "pipeline parallelism, --enforce-eager and state-space layers: leave it out there, and for `headstart audit`."
 )
-_DFLASH2_ON_GPUS = "vLLM drafts with DFlash 2 heads on GPUs alone (V2 model runner), elsewhere without pairwise scores."
+_DFLASH2_ON_GPUS = "vLLM drafts with DFlash 2 heads only on GPUs (V2 model runner), elsewhere without pairwise scores."
 _TWO_KINDS = (
-    "vLLM runs blocks with both sliding and full layers in its newer model runner alone "
+    "vLLM runs blocks with both sliding and full layers only in its newer model runner "
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
 )
 _PARALLEL = (
@@ -128,7 +128,7 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
     top, nested = checkpoint.aux_ids
     if nested and not top:
         yield (
-            f"vLLM takes the nested layer ids {list(nested)} unchanged, and reads one layer before SGLang's.",
+            f"vLLM uses the nested layer ids {list(nested)} unchanged, and so reads one layer too low.",
             f"Write {AUX_IDS} = {[layer + 1 for layer in nested]} at the top of {CONFIG}.",
         )
     count = checkpoint.config.get("num_aux_hidden_states") or len(nested or ()) or 3
@@ -181,7 +181,7 @@ def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
     confidence = ("enable_confidence_head", "confidence_head_with_markov") if settings.confidence else ()
     missing = [name for name in ("markov_rank", *confidence) if not config.get(name)]
     if settings.markov_rank and missing:
-        yield f"vLLM reads {' and '.join(missing)} at the top of the config alone.", WRITE
+        yield f"vLLM reads {' and '.join(missing)} only at the top of the config.", WRITE
     if config.get("is_causal") is not None or not checkpoint.is_speculators:
         return
     if settings.layout is Layout.DSPARK:
@@ -192,16 +192,16 @@ def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
         remedy = f"Write sliding_window_non_causal = true into {CONFIG}."
         if settings.sliding_window:
             remedy = "Serve these with --format vllm."
-        yield "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: they run causally.", remedy
+        yield "sliding_window_non_causal is false, and vLLM 0.32 then runs all layers causally.", remedy
 
 
 def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
     config = checkpoint.settings
     if config.get("is_causal") is None and settings.causal_layers != settings.sliding:
         causal = str(settings.causal).lower()
-        yield f"SGLang reads causality in is_causal alone, which should be {causal} here.", WRITE
+        yield f"SGLang reads causality only from is_causal, which should be {causal} here.", WRITE
     if settings.sliding_window and "sliding_attention" not in (config.get("layer_types") or []):
-        yield "SGLang reads sliding layers in layer_types alone, not in use_swa.", WRITE
+        yield "SGLang reads sliding layers only from layer_types, not from use_swa.", WRITE
 
 
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
@@ -294,15 +294,15 @@ def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
     top, nested = checkpoint.aux_ids
     if top and not nested:
         yield (
-            f"SGLang reads the layer ids in eagle_config alone, and its default layers instead of {list(top)}.",
+            f"SGLang reads layer ids only from eagle_config, and would use its default layers, not {list(top)}.",
             f"Write eagle_config.{AUX_IDS} = {[layer - 1 for layer in top]} into {CONFIG}.",
         )
     if config.get("tie_word_embeddings", True) is not False:
-        yield "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.", WRITE
+        yield "SGLang uses the embeddings as the LM head unless tie_word_embeddings is false.", WRITE
     if "draft_vocab_size" not in checkpoint.config:
         yield "SGLang needs draft_vocab_size, also for the full vocabulary.", WRITE
     if config.get("attention_bias"):
-        yield "SGLang leaves out the biases of the attention.", "Serve them with vLLM."
+        yield "SGLang ignores attention biases.", "Serve them with vLLM."
 
 
 def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
@@ -337,7 +337,7 @@ def _eagle3_in_speculators(checkpoint: Checkpoint, settings: Published) -> Fault
 
 def _block_in_speculators(_: Checkpoint, settings: Published) -> Faults:
     if settings.causal and not settings.sliding_window:
-        problem = "speculators runs layers without a sliding window bidirectionally, these heads causally."
+        problem = "speculators runs layers without a sliding window bidirectionally; these heads run them causally."
         yield problem, LESS_CAUSAL
 
 
@@ -358,7 +358,7 @@ _SPECULATORS = EngineTraits(
 def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     words = ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), "-md", f"{folder}/{HEADS_GGUF}"]
     words += facts.template_option("--chat-template-kwargs")
-    method = str(published.layout).removesuffix("2")  # engines tell DFlash 2 by its files
+    method = str(published.layout).removesuffix("2")  # engines recognise DFlash 2 by its files
     return [*words, "--spec-type", f"draft-{method}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 

@@ -117,7 +117,7 @@ def _mask_token(config: Mapping[str, Any]) -> Any:
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
-    """Read the heads of a folder, or raise a UserError; `facts` supply defaults that follow from the target."""
+    """Read the heads of a folder, or raise UserError; `facts` supply defaults that depend on the target."""
     settings = settings_of(checkpoint, facts)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     return settings.with_tensors(_tensors(checkpoint, settings))
@@ -276,7 +276,7 @@ def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> t
         ids, name, added = block_setting(config, "target_layer_ids"), "target_layer_ids", 1
     if not ids or not are_layers(ids):
         raise UserError(
-            f"{name} is {ids!r}: a block drafter names the layers of the target that it reads.",
+            f"{name} is {ids!r}, not a list of the target's layers that the block drafter reads.",
             f"Write them into {CONFIG}: target_layer_ids index layer outputs from 0.",
         )
     return _in_target(tuple(layer + added for layer in ids), facts)
@@ -306,7 +306,7 @@ def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge RoPE settings from all places in a config; a UserError where they disagree."""
+    """Merge RoPE settings from all places in a config; a UserError if they disagree."""
     at_top: Mapping[Any, Any] = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     places = [("at the top", at_top)]
     for name in ("rope_parameters", "rope_scaling"):
@@ -327,11 +327,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
             key = "rope_type" if name == "type" else name
             found.setdefault(key, place)
             if rope.setdefault(key, value) != value:
-                problem = f"The config says {key} {rope[key]} {found[key]} and {value} {place}; engines read either."
+                problem = f"The config has {key} {rope[key]} {found[key]} and {value} {place}; engines read either."
                 raise UserError(problem, CORRECT)
     if "rope_theta" not in rope:
         raise UserError(
-            "The config says no rope_theta, and its default differs between engines.",
+            "The config has no rope_theta, and its default differs between engines.",
             f"Write the base that the heads were trained with into {CONFIG}; often it is the target's.",
         )
     base = rope["rope_theta"]
@@ -388,16 +388,16 @@ def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
     given_D = checkpoint.read("d2t")
     kind = kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in names else None, vocab_size)
     if kind is None:
-        raise UserError("d2t names neither by offsets nor by ids distinct tokens of the target.", FETCH)
+        raise UserError("d2t holds neither offsets nor ids of distinct tokens of the target.", FETCH)
     ids_D = absolute_ids(given_D) if kind == "offsets" else given_D.to(torch.int64)
     return ids_D if len(ids_D) < vocab_size else None
 
 
 def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str | None:
-    """Whether a `d2t` holds "offsets" or "ids"; None if neither is valid.
+    """Detect whether a `d2t` holds "offsets" or "ids"; return None if neither is valid.
 
-    `t2d` decides if present. Else a strictly increasing `d2t` holds ids: as offsets it would skip a token after each
-    drafted one.
+    `t2d` decides if present. Otherwise a strictly increasing `d2t` holds ids: as offsets it would skip a token after
+    each drafted one.
 
     >>> kind_of_map(torch.tensor([0, 0, 4]), None, 8), kind_of_map(torch.tensor([0, 1, 6]), None, 8)
     ('offsets', 'ids')
@@ -457,11 +457,11 @@ def optional_tensors(settings: Published, names: Iterable[str]) -> dict[str, tup
 
 def block_setting(config: Mapping[str, Any], name: str) -> Any:
     """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top; a
-    UserError where they disagree."""
+    UserError if they disagree."""
     nested, outer = config.get("dflash_config"), config.get(name)
     inner = nested.get(name) if isinstance(nested, Mapping) else None
     if None not in (inner, outer) and inner != outer:
-        raise UserError(f"The config says {name} {inner} in dflash_config and {outer} at the top.", CORRECT)
+        raise UserError(f"The config has {name} {inner} in dflash_config and {outer} at the top.", CORRECT)
     return outer if inner is None else inner
 
 
@@ -474,7 +474,7 @@ def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | Non
 
 
 def _windows(checkpoint: Checkpoint, layers: int, block_size: int) -> dict[str, Any]:
-    """Read windows and causality, which engines take from several places, as settings of `Published`."""
+    """Read windows and causality, which engines read from several places, as settings of `Published`."""
     config = checkpoint.settings
     kinds = config.get("layer_types") or ["full_attention"] * layers
     known = ("full_attention", "sliding_attention")
