@@ -45,7 +45,7 @@ from headstart.heads.parts.layer import rms_norm
 class DFlash2Config(ConvolvedConfig):
     family: str = "dflash2"
     selector_rank: int = Field(
-        64, ge=0, description="Rank of the pairwise scores and of their two tables with a row per token; 0 disables them."
+        64, ge=0, description="Rank of the pairwise scores and their two tables (a row per token); 0 disables them."
     )
     selector_top_k: int = Field(16, ge=1, le=256, description="Candidates per slot: its most likely drafts.")
 
