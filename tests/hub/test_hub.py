@@ -222,7 +222,7 @@ def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> No
     with hub.down():
         line = client.refusal("suite", name="gsm8k")
     assert "Cannot fetch gsm8k, which is main/test-00000-of-00001.parquet of 'openai/gsm8k'" in line
-    assert line.endswith(f"/datasets/openai/gsm8k/resolve/main/{part.file} to {part.local_copy}.")
+    assert line.endswith(f"/datasets/openai/gsm8k/resolve/main/{part.file} as {part.local_copy}.")
     for dataset in dict.fromkeys(dataset for dataset, _ in SUITE_FILES):
         hub.repos[dataset] = Repo()
         hub.repos[dataset].commit({file: content for (name, file), content in SUITE_FILES.items() if name == dataset})

@@ -178,7 +178,7 @@ def _read(suite: str, part: QuestionFile) -> Iterable[Question]:
             prompt = parse_prompt(named, f"{part.category}-{number}")
         except (ValueError, Unusable) as error:
             problem = f"{file}, record {number}: {error}."
-            raise UserError(problem, f"Delete it, and replace it by {part.file} of {part.dataset}.") from None
+            raise UserError(problem, f"It should be {part.file} of {part.dataset}; delete it and try again.") from None
         if prompt.turns[0].startswith(_PLACEHOLDER):
             problem = f"{suite}, question {prompt.id}: only a placeholder, for a text of {row.get('source')}."
             raise UserError(problem, f"To read it, {part.how_to_copy()}")
