@@ -127,7 +127,7 @@ class SamplingOptions:
         parse=token_biases,
     )
     processors: Sequence[Processor] = option(
-        (), "transformers LogitsProcessors that depend on the text so far and the scores alone.", on_cli=False
+        (), "transformers LogitsProcessors that depend only on the text so far and the scores.", on_cli=False
     )
 
     @property

@@ -70,7 +70,7 @@ def check_processors(options: SamplingOptions, vocab_size: int, device: torch.de
             raise UserError(
                 f"The logits processor {name} keeps a state or draws random numbers, so it cannot be applied at every "
                 "node of a token tree.",
-                "Use one that depends on input_ids and scores alone, or decode with transformers.generate.",
+                "Use one that depends only on input_ids and scores, or decode with transformers.generate.",
             )
 
 

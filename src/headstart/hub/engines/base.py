@@ -105,7 +105,7 @@ class Format(ABC):
 
     @abstractmethod
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
-        """Report why an engine cannot serve these heads; a UserError if the format cannot hold them."""
+        """Report why an engine cannot serve these heads. Raises UserError if the format cannot hold them."""
 
     @abstractmethod
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
@@ -117,11 +117,11 @@ class Format(ABC):
 
     @abstractmethod
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        """Read the heads of a folder; a UserError if they are incomplete or ambiguous."""
+        """Read the heads of a folder. Raises UserError if they are incomplete or ambiguous."""
 
     @abstractmethod
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
-        """Report problems an engine has with a folder's files; a UserError if the checks cannot continue."""
+        """Report problems an engine has with a folder's files. Raises UserError if the checks cannot continue."""
 
     def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
         """Collect all faults of a folder, NaN and infinity included."""

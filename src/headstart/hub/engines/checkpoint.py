@@ -100,11 +100,11 @@ class Checkpoint:
 
     @property
     def note(self) -> Note | None:
-        """headstart's note; None for other folders."""
+        """headstart's note; None if headstart did not write the folder."""
         return Note.of(self.config.get(NOTE))
 
     def read(self, name: str) -> Tensor:
-        """Load a tensor by published name, on the CPU; a UserError if its file is damaged."""
+        """Load a tensor by published name, on the CPU. Raises UserError if its file is damaged."""
         tensor = self.tensors[self.names[name]].load()
         return tensor[None] if name == MASK_HIDDEN and tensor.ndim == 2 else tensor
 
@@ -131,7 +131,7 @@ def _published_name(name: str) -> str:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a folder and read its headers; a UserError for missing, pickled or damaged files, or files outside it."""
+    """Open a folder and read its headers. Raises UserError for missing, pickled or damaged files, or files outside."""
     if not folder.is_dir():
         raise no_folder(folder, "Give a folder with config.json and safetensors files.")
     config = read_json(folder / CONFIG, _AGAIN)
@@ -150,14 +150,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> int:
-    """Check an integer of a config; a UserError for other types or implausible values."""
+    """Check an integer of a config. Raises UserError for other types or implausible values."""
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
         raise _wrong_setting(value, name, f"a whole number from {minimum} to {maximum}")
     return value
 
 
 def small(value: Any, name: str) -> float:
-    """Check a norm's epsilon; a UserError unless it is a number from 0 to below 1."""
+    """Check a norm's epsilon. Raises UserError unless it is a number from 0 to below 1."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
         raise _wrong_setting(value, name, "a number from 0 to below 1")
     return float(value)

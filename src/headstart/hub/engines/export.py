@@ -200,7 +200,7 @@ def is_published(folder: Path) -> bool:
 
 
 def formats_of(folder: Path) -> list[Format]:
-    """Detect the formats of a folder of heads, the preferred one first; a UserError if there are none."""
+    """Detect the formats of a folder of heads, the preferred one first. Raises UserError if there are none."""
     if has_heads(str(folder)):
         raise UserError(
             f"{folder} holds heads in headstart's own format, which no engine reads.",
@@ -223,7 +223,7 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
 
 
 def _unread(folder: Path, engines: Sequence[str], readers: Mapping[str, Format]) -> Iterator[Finding]:
-    """Report engines that do not read a folder; a UserError for an unknown engine."""
+    """Report engines that do not read a folder. Raises UserError for an unknown engine."""
     format_for = {engine: name for name, format in reversed(FORMATS.items()) for engine in format.readers}
     for engine in engines:
         if engine not in format_for:

@@ -99,7 +99,7 @@ def changed(published: Published, note: Note, facts: TargetFacts | None) -> Faul
 
 
 def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
-    """Report all problems an engine has with a folder of heads; a UserError if the checks cannot continue."""
+    """Report all problems an engine has with a folder of heads. Raises UserError if the checks cannot continue."""
     is_sound = True
     for fault in _config_and_tensor_faults(checkpoint, KNOWN_ENGINES[engine], facts):
         is_sound = False

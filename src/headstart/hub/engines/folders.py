@@ -58,7 +58,7 @@ class FolderFormat(Format):
 
     @abstractmethod
     def files(self, stored: Published, facts: TargetFacts, dtype: str) -> Files:
-        """Build config and tensors of rounded heads; a UserError if the format has no such heads."""
+        """Build config and tensors of rounded heads. Raises UserError if the format has no such heads."""
 
     @abstractmethod
     def knows(self, checkpoint: Checkpoint) -> bool:

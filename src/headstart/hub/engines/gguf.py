@@ -125,7 +125,7 @@ _Stored = dict[str, tuple[np.ndarray[Any, Any], Any]]
 
 
 def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Stored, note: str = "") -> None:
-    """Write a file; a UserError without the gguf package or the target's tokenizer."""
+    """Write a file. Raises UserError without the gguf package or the target's tokenizer."""
     gguf = gguf_library()
     types = gguf.GGUFValueType
     writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])

@@ -167,7 +167,7 @@ class GgufFile:
         return default if field is None else field.contents()
 
     def setting(self, key: str) -> Any:
-        """Return the value of a required key of the architecture; a UserError if it is missing."""
+        """Return the value of a required key of the architecture. Raises UserError if it is missing."""
         content = self.value(f"{self.architecture}.{key}")
         if content is None:
             raise UserError(f"The GGUF file does not say {self.architecture}.{key}.", AGAIN)
@@ -175,7 +175,7 @@ class GgufFile:
 
     @property
     def note(self) -> Note | None:
-        """Our note, if we wrote the file."""
+        """headstart's note; None if headstart did not write the file."""
         note = self.value(f"{NOTE}.note")
         return Note.of(json.loads(note)) if isinstance(note, str) else None
 
@@ -186,7 +186,7 @@ class GgufFile:
 
 
 def read_settings(file: GgufFile) -> Published:
-    """Read the heads without their tensors; a UserError for unsupported heads."""
+    """Read the heads without their tensors. Raises UserError for unsupported heads."""
     of = file.architecture
     if of not in (EAGLE3, BLOCK):
         problem = f"The GGUF file has the architecture {of!r}; draft heads have {EAGLE3!r} or {BLOCK!r}."
@@ -262,7 +262,7 @@ def _layer_sizes(file: GgufFile) -> LayerSizes:
 
 
 def read_heads(file: GgufFile) -> Published:
-    """Read the heads; a UserError for missing, unknown or misshapen tensors."""
+    """Read the heads. Raises UserError for missing, unknown or misshapen tensors."""
     settings, shapes = read_settings(file), file.shapes
     for fault in wrong_tensors(settings, shapes):
         raise UserError(*fault)

@@ -53,7 +53,7 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
 
 
 def read_checked(folder: Path, target: Target) -> Published:
-    """Read heads and extend them to the target's context; a UserError if they do not fit the target."""
+    """Read heads and extend them to the target's context. Raises UserError if they do not fit the target."""
     facts = facts_of_target(target)
     published = formats_of(folder)[0].read(folder, facts)
     if (published.hidden_size, published.vocab_size) != (facts.hidden_size, facts.vocab_size):

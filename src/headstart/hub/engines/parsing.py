@@ -306,7 +306,7 @@ def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge RoPE settings from all places in a config; a UserError if they disagree."""
+    """Merge RoPE settings from all places in a config. Raises UserError if they disagree."""
     at_top: Mapping[Any, Any] = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     places = [("at the top", at_top)]
     for name in ("rope_parameters", "rope_scaling"):
@@ -456,8 +456,8 @@ def optional_tensors(settings: Published, names: Iterable[str]) -> dict[str, tup
 
 
 def block_setting(config: Mapping[str, Any], name: str) -> Any:
-    """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top; a
-    UserError if they disagree."""
+    """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top.
+    Raises UserError if they disagree."""
     nested, outer = config.get("dflash_config"), config.get(name)
     inner = nested.get(name) if isinstance(nested, Mapping) else None
     if None not in (inner, outer) and inner != outer:
@@ -490,7 +490,7 @@ def _windows(checkpoint: Checkpoint, layers: int, block_size: int) -> dict[str, 
 
 
 def window_settings(sliding: list[bool], causal: list[bool], window: Any) -> dict[str, Any]:
-    """Return windows and causality of layers as settings of `Published`; a UserError for unsupported combinations."""
+    """Return windows and causality as settings of `Published`. Raises UserError for unsupported combinations."""
     by_kind = dict(zip(sliding, causal, strict=True))
     if True not in by_kind:
         return {"causal": by_kind[False]}
