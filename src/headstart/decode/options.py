@@ -205,7 +205,7 @@ class DecodeOptions(SamplingOptions):
     )
     stop: str | Sequence[str] = option((), "End the answer after this text; may be repeated.", metavar="TEXT")
     stop_token_ids: Sequence[int] = option(
-        (), "End the answer with this token as well as with the target's own end tokens; may be repeated.", metavar="ID"
+        (), "End the answer with one of these tokens, as well as with the target's own end tokens.", metavar="ID,ID..."
     )
     logprobs: int | None = option(
         None,
