@@ -23,6 +23,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import headstart
+from headstart.adapt.engine import check_engine
 from headstart.adapt.gate import compare_rounds, refusals
 from headstart.adapt.options import AdaptOptions
 from headstart.adapt.service import Service
@@ -33,6 +34,9 @@ from headstart.data.states.shards import StateKind
 from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.heads.io import version_of
+from headstart.hub.engines.export import export_for
+from headstart.hub.engines.importing import untuned
+from headstart.hub.format import export_heads
 from headstart.pipeline.data_stages import aux_layers
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
@@ -43,7 +47,10 @@ from headstart.servers.process import Server
 from headstart.support.files import write_json, write_tensors
 from headstart.support.lock import Busy, locked
 from headstart.train.fused_loss import Teacher
+from rehearsal.stand_in import Writer
+from tests.engines.test_audit_engine import running
 from tests.forks import Forks
+from tests.hub.helpers import make_heads
 from tests.test_cli import call, works
 from tests.test_pipeline import quiet, tiny_recipe
 
@@ -324,6 +331,33 @@ def test_acceptance_identifies_served_heads(adapted: Adapted, tmp_path: Path, mo
         assert busy.exit_code == 2 and "answered other requests meanwhile" in busy.output
     gone = engine(*address)
     assert gone.exit_code == 2 and "Start vllm with" in gone.output, "there is no server"
+
+
+def test_neither_long_requests_nor_shallow_earlier_heads_spoil_the_check(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run", "log", "artifacts"):
+        shutil.copytree(adapted[0] / name, tmp_path / name, symlinks=True)
+    monkeypatch.setattr("headstart.adapt.engine._PROMPTS", 6)
+    monkeypatch.setattr("headstart.adapt.engine._TOKENS", 24)
+    update = update_of(tmp_path)
+    service, target = update.service, update.target
+    shallow = make_heads(target, num_heads=1)
+    export_heads(tmp_path / "shallow", shallow, target, untuned(shallow), {})
+    service.add(2, tmp_path / "shallow", adapted[1])
+    service.serve(2, "swap")
+    service.serve(1, "swap")
+    longest = Served([5] * (target.max_length - 24 - 1), [6], "end", 2000.0, target=target.identity().fingerprint)
+    RequestLog(tmp_path / "log").add(longest)
+    exported = export_for(service.link, tmp_path / "served", "vllm", target).folder
+    with running(Writer(target, exported, 2).serving("vllm", "target")) as url:
+        figures, serves = check_engine(url, update)
+        assert serves and "with 2 drafts" in figures and "by update 2" not in figures
+        for file in segments(log := tmp_path / "log"):
+            file.unlink()
+        RequestLog(log).add(longest)
+        with pytest.raises(UserError, match="no request of at most 998 tokens"):
+            check_engine(url, update)
 
 
 # -- updates that must not serve ---------------------------------------------------------------------------------------

@@ -75,6 +75,9 @@ def test_every_drafter_and_mode_writes_the_same_words(heads: Path) -> None:
     assert line["text"] == plain.removesuffix("\n") and [len(one) for one in line["logprobs"]] == [1] * line["tokens"]
     banned = json.dumps(dict.fromkeys(line["logprobs"][0], -100))
     assert said(heads, "--logit-bias", banned).stdout != plain
+    (end,) = line["logprobs"][2]
+    ended = json.loads(said(heads, "--logprobs", 1, "--stop-token-ids", end).stdout)
+    assert ended["logprobs"] == line["logprobs"][: [list(one) for one in line["logprobs"]].index([end]) + 1]
 
 
 def test_a_run_is_accepted_as_its_heads(heads: Path, run_folder: Path, questions: Path, tmp_path: Path) -> None:

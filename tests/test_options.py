@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import MISSING, fields
+import json
+from dataclasses import MISSING, asdict, fields
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -75,6 +76,20 @@ def test_options_are_checked_without_a_target() -> None:
         check_options(DecodeOptions(seed=(1 << 63) - 1), rows=2)
 
 
+def test_numpy_numbers_become_pythons() -> None:
+    numbers: dict[str, Any] = {
+        **{"temperature": np.float64(0.5), "presence_penalty": np.float32(0.25), "seed": np.int64(3)},
+        **{"stop_token_ids": [np.int32(5)], "logit_bias": {np.int64(4): np.float32(-1.5)}, "sweep_batch": (np.int8(2),)},
+        "chat_template_kwargs": {"depths": [np.int64(1)]},
+    }
+    options = EvalOptions(**numbers)
+    check_options(options)
+    assert json.loads(json.dumps(asdict(options))) == json.loads(json.dumps(asdict(EvalOptions()))) | {
+        **{"temperature": 0.5, "presence_penalty": 0.25, "seed": 3, "stop_token_ids": [5], "logit_bias": {"4": -1.5}},
+        **{"sweep_batch": [2], "chat_template_kwargs": {"depths": [1]}},
+    }
+
+
 def test_every_option_is_checked_for_its_type() -> None:
     for item in fields(DecodeOptions):
         if item.name not in ("draft", "tree", "stop_test"):  # choices, and a Python-only option
@@ -138,11 +153,15 @@ def test_typed_options_reach_the_command() -> None:
         (EvalOptions, "--sweep-batch 1,4 --sweep-batch 16", {"sweep_batch": (1, 4, 16)}),
         (EvalOptions, "--compare ngram,chain --compare static", {"compare": ("ngram", "chain", "static")}),
         (AuditOptions, "--temperature 0.5,1", {"temperature": (0.5, 1.0)}),
+        (AuditOptions, "--drafters ngram --verifier top_k", {"drafters": ("ngram",), "verifier": ("top_k",)}),
+        (DecodeOptions, "--stop a,b", {"stop": ["a,b"]}),
+        (DecodeOptions, "--stop-token-ids 5,6 --stop-token-ids 7", {"stop_token_ids": (5, 6, 7)}),
         (AuditedEngine, "", {"engine_requests": (1, 4, 8)}),
         (EngineOptions, "--engine-requests 2 --engine-drafts 3,1", {"engine_requests": (2,), "engine_drafts": (3, 1)}),
         (EvalOptions, "--sweep-batch 4,0", "--sweep-batch is '4,0', not N,N... from 1."),
         (EvalOptions, "--sweep-batch 4;8", "--sweep-batch is '4;8', not N,N... from 1."),
         (EvalOptions, "--compare ,", "--compare is ',', not NAME,NAME...."),
+        (DecodeOptions, "--stop-token-ids a", "--stop-token-ids is 'a', not ID,ID...."),
         (AuditOptions, "--temperature nan", "--temperature is 'nan', not T,T...."),
         (EngineOptions, "--engine-drafts 17", "--engine-drafts is '17', not N,N... from 1 to 16."),
     ],

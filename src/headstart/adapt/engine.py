@@ -31,23 +31,27 @@ def check_engine(url: str, update: Update) -> tuple[str, bool]:
         told apart from the previous ones.
 
     Raises:
-        UserError: the engine does not answer, drafts nothing, or served other requests meanwhile.
+        UserError: no request fits into the target's context, the engine does not answer, its drafts are not those of
+            heads like these, or it served other requests meanwhile.
     """
     remedy = "Give the address of an engine that serves the target with heads."
-    engine, target = engine_at(url, "", remedy), update.target
-    newest = choose_requests(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]
-    if not newest:
-        raise UserError(f"{update.log} holds no request to send.", "Log requests first.")
-    recording = record_engine(engine, url, [item.prompt for item in newest], (), _TOKENS, (1,))
-    service, rows = update.service, {}
+    engine, target, service = engine_at(url, "", remedy), update.target, update.service
     serving = service.serving
-    for number in dict.fromkeys((serving, service.earlier)):
-        if number is not None:
-            rows[number] = replay_acceptance(recording, target, read_heads(service.heads(number), target)[0], load=1)
-    expected = {number: row["expected_tokens_per_round"] for number, row in rows.items()}
+    numbers = [number for number in dict.fromkeys((serving, service.earlier)) if number is not None]
+    heads = {number: read_heads(service.heads(number), target)[0] for number in numbers}
+    # Replays read each answer and one more chain of drafts.
+    longest = target.max_length - _TOKENS - max(each.draft_steps for each in heads.values())
+    logged = [item for item in read_log(update.log, target)[0] if len(item.prompt) <= longest]
+    newest = choose_requests(logged, _PROMPTS, LeftOut())[-_PROMPTS:]
+    if not newest:
+        raise UserError(f"{update.log} holds no request of at most {longest} tokens.", "Log such requests first.")
+    recording = record_engine(engine, url, [item.prompt for item in newest], (), _TOKENS, (1,))
+    rows = {number: replay_acceptance(recording, target, each, load=1) for number, each in heads.items()}
     rate, drafts = rows[serving]["tokens_per_round"], rows[serving]["drafts"]
-    if None in expected.values():
+    if rows[serving]["expected_tokens_per_round"] is None:
         raise UserError(rows[serving]["problem"] or f"{url} drafts another number of tokens in some rounds.", remedy)
+    # Earlier heads that cannot draft as many tokens are not the engine's.
+    expected = {number: each for number, row in rows.items() if (each := row["expected_tokens_per_round"]) is not None}
     told_apart = len(expected) == 1 or max(expected.values()) > (1 + _CLOSE) * min(expected.values())
     nearest = min(expected, key=lambda number: abs(expected[number] - rate))
     serves = rate > (1 - _LOST) * expected[serving] and (nearest == serving or not told_apart)

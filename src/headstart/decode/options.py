@@ -205,7 +205,7 @@ class DecodeOptions(SamplingOptions):
     )
     stop: str | Sequence[str] = option((), "End the answer after this text; may be repeated.", metavar="TEXT")
     stop_token_ids: Sequence[int] = option(
-        (), "End the answer with this token as well as with the target's own end tokens; may be repeated.", metavar="ID"
+        (), "End the answer with one of these tokens, as well as with the target's own end tokens.", metavar="ID,ID..."
     )
     logprobs: int | None = option(
         None,
@@ -231,9 +231,8 @@ class DecodeOptions(SamplingOptions):
     stop_test: StopTest | None = option(None, "A callable that ends a row's text.", on_cli=False)
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # convert numpy's numbers to Python's, for generators and JSON
-            if isinstance(value := getattr(self, item.name), Real) and hasattr(value, "item"):
-                object.__setattr__(self, item.name, value.item())
+        for item in fields(self):
+            object.__setattr__(self, item.name, _without_numpy(getattr(self, item.name)))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -245,6 +244,15 @@ class DecodeOptions(SamplingOptions):
         """Make options from keyword arguments. Raises UserError with the nearest known name for an unknown one."""
         check_names(keywords, DecodeKeywords.__annotations__)
         return cls(**keywords)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Convert numpy's numbers to Python's, also in lists and mappings, for generators and JSON."""
+    if isinstance(value, Mapping):
+        return {_without_numpy(key): _without_numpy(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(_without_numpy, value))
+    return value.item() if isinstance(value, Real) and hasattr(value, "item") else value
 
 
 class DecodeKeywords(TypedDict, total=False):
