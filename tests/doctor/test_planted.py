@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -379,6 +380,17 @@ def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(drafting_checks, "decode", worse)
     (only,) = problems(subject)
     assert "too narrow for these questions" in only.sentence
+
+
+def test_difference_of_drafts_with_candidates() -> None:
+    """Two candidates that nearly tie may change places, also if both have no other."""
+    none = -math.inf
+    for one, other, difference in (
+        ([none, 4.0, none, none], [none, none, 4.1, none], 0.0),
+        ([none, 4.0, none, 3.0], [none, 4.0, 2.9, 2.0], 0.25),
+        ([1.0, 4.0, none, none], [none, none, 4.1, 3.0], math.inf),
+    ):
+        assert drafting_checks._difference(torch.tensor(one), torch.tensor(other)) == difference
 
 
 @pytest.mark.parametrize("cls", [WrongHead, Forgetful, ReadsNothing])

@@ -323,9 +323,17 @@ def test_logits_of_dflash2_are_scaled_as_the_targets(
         assert "and größe has [1.0, 0.0]" in problem(tmp_path / "theirs", target)
     monkeypatch.setattr(LogitTransform, "of", lambda _: LogitTransform(cap=30.0))
     assert read_checked(tmp_path / "theirs", target).final_logit_softcapping == 30
+    change(tmp_path / "theirs", dflash_config=nested, final_logit_softcapping=30.0)
+    assert read_checked(tmp_path / "theirs", target).final_logit_softcapping == 30
+    (ignored,) = check_export(tmp_path / "theirs", ["vllm"])
+    assert "vLLM reads final_logit_softcapping in dflash_config alone" in ignored.problem
+    change(tmp_path / "theirs", final_logit_softcapping="30")
+    assert "final_logit_softcapping is '30', not a number from 0" in problem(tmp_path / "theirs", target)
+    change(tmp_path / "theirs", final_logit_softcapping=None)
     assert publish(made("dflash2")[1])[0].final_logit_softcapping == 30
-    change(tmp_path / "theirs", dflash_config={**nested, "input_embedding_scale": 8.0})
-    assert "input_embedding_scale = 8.0" in problem(tmp_path / "theirs", target)
+    for scale in ({"dflash_config": {**nested, "input_embedding_scale": 8.0}}, {"input_embedding_scale": 8.0}):
+        change(tmp_path / "theirs", **{"dflash_config": nested, **scale})
+        assert "input_embedding_scale = 8.0" in problem(tmp_path / "theirs", target)
 
 
 def test_heads_are_checked_against_the_target(theirs: Path, tiny_target: Target, target: Target) -> None:

@@ -486,5 +486,29 @@ def test_shared_lm_head_is_cut_once() -> None:
     torch.testing.assert_close(capped.logits_MD, expected)
 
 
+def test_pairwise_scores_are_not_shifted() -> None:
+    """The unlikely tokens are equally likely, so sampling some of them changes neither the loss over the candidates nor
+    alpha. Shifted by log 10, the sampled tokens would be the best candidates."""
+    torch.manual_seed(0)
+    over = LossTokens(torch.arange(8), torch.tensor([0.0] * 6 + [math.log(10)] * 2))  # 2 of 20
+    target_MD, draft_MD = torch.zeros(7, 26), torch.zeros(7, 26)
+    for logits_MD in (target_MD, draft_MD):
+        logits_MD[:, :6] = torch.rand(7, 6) + 0.1
+    draft_MD[:3, 6] = 2.0  # a sampled token that is a candidate by itself
+    parents_MWR, table_DR = torch.randn(7, 1, 3), torch.randn(26, 3)
+    table = TeacherLogits(target_MD, torch.zeros(7, 4), torch.arange(7))
+    results = []
+    for teacher_logits in (table, _over(table, over)):
+        inputs = [one.clone().requires_grad_() for one in (draft_MD, parents_MWR, table_DR)]
+        plain = _predicted(inputs[0], torch.eye(26), torch.arange(7))
+        steps = [replace(plain, candidates=Candidates(*inputs[1:], 3))]
+        of_pairs = batch_loss(steps, losses.soft_ce, teacher_logits, 1.0)
+        of_pairs = of_pairs - batch_loss([plain], losses.soft_ce, teacher_logits, 1.0)
+        gradients = torch.autograd.grad(of_pairs, inputs)
+        results.append([of_pairs.detach(), *gradients, alphas(*teacher_logits.restrict(steps), teacher_logits)])
+    for exact, sampled in zip(*results, strict=True):
+        torch.testing.assert_close(sampled, exact)
+
+
 def test_recipes_name_every_loss() -> None:
     assert set(get_args(LossName)) == set(LOSSES)

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from headstart.heads.base import StepPrediction
+from headstart.heads.candidates import Candidates
 from headstart.model.model import Target
 from headstart.support.terminal import progress_bar
 from headstart.train import fused_loss
@@ -62,6 +63,15 @@ def test_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     tally = Tally(1, DEVICE)
     tally.add([_step(_says([1, 1], size=3), [0, 1], [0, 1])], vocabulary_D, torch.tensor([21, 5]))
     assert tally.result().accuracy == {"top1": [0.5], "top4": [0.5], "top8": [0.5]}
+
+
+def test_excluded_draft_is_a_miss() -> None:
+    """Two candidates: the target's token is the third best."""
+    step = _step(_says([3, 4]), [0, 1], [0, 1])
+    step.candidates = Candidates(torch.zeros(2, 1, 1), torch.zeros(12, 1), 2)
+    tally = Tally(1, DEVICE)
+    tally.add([step], torch.arange(12), torch.tensor([5, 5]))
+    assert tally.result().accuracy == {"top1": [0.0], "top4": [0.5], "top8": [0.5]}
 
 
 def test_counts_of_ranks_add_up() -> None:

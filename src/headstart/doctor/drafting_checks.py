@@ -129,12 +129,14 @@ def equality(subject: Subject) -> Finding:
 
 
 def _difference(drafted_D: Tensor, trained_D: Tensor) -> float:
-    """Return the largest difference, relative to the largest logit. Infinite if the drafts that are excluded (-inf)
-    differ by more than two candidates that nearly tie."""
+    """Return the largest difference of drafts that neither excludes (-inf), relative to their largest logit. Infinite
+    if the excluded drafts differ by more than two candidates that nearly tie."""
     one_D, other_D = drafted_D.isneginf(), trained_D.isneginf()
     if int((one_D != other_D).sum()) > 2:
         return inf
     kept_D = ~(one_D | other_D)
+    if not kept_D.any():
+        return 0.0
     scale = trained_D[kept_D].abs().max().clamp_min(1e-30)
     return float((drafted_D - trained_D)[kept_D].abs().max() / scale)
 

@@ -15,11 +15,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Candidates:
-    """Inputs of pairwise scores: a vector per prediction and parent, and a table row per draft."""
+    """Inputs of pairwise scores: a vector per prediction and parent, and a table row per draft.
+
+    Training with sampled loss tokens shifts logits by `shift_D`. Scores do without: their softmax has no other drafts.
+    """
 
     parents_MWR: Tensor
     table_DR: Tensor
     count: int
+    shift_D: Tensor | None = None
 
     def rows(self, rows: slice | list[int]) -> Candidates:
         return replace(self, parents_MWR=self.parents_MWR[rows])
@@ -40,6 +44,7 @@ class Candidates:
         >>> Candidates(parents_MWR, table_DR, 2).select(torch.tensor([[5.0, 4.0, 1.0]])).tolist()
         [[[5.0, 4.0, -inf], [5.0, 7.0, -inf]]]
         """
+        logits_MD = logits_MD if self.shift_D is None else logits_MD - self.shift_D
         top_MK = self.top(logits_MD)
         pairs_MWK = self.parents_MWR @ F.embedding(top_MK, self.table_DR).to(self.parents_MWR.dtype).mT
         scores_MWK = (logits_MD.gather(1, top_MK)[:, None] + pairs_MWK).to(logits_MD.dtype)

@@ -137,7 +137,8 @@ class TeacherLogits:
                 shift = partial(self.loss_tokens.shift, transform=step.logit_transform)
                 restricted[member] = replace(step, lm_head_DH=lm_head_LH, bias_D=bias_L, logit_transform=shift)
                 if (pairs := step.candidates) is not None:
-                    restricted[member].candidates = replace(pairs, table_DR=pairs.table_DR[ids_L])
+                    pairs = replace(pairs, table_DR=pairs.table_DR[ids_L], shift_D=self.loss_tokens.shift_L)
+                    restricted[member].candidates = pairs
         return restricted
 
     def rows(self, teacher_M: Tensor) -> Tensor:
@@ -267,11 +268,14 @@ def _position_weights(
 def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
     """Compute alpha of a step's drafts over the loss tokens, [M]."""
     rows_M = teacher_logits.rows(prediction.teacher_M)
+    shift_D = None if prediction.candidates is None else prediction.candidates.shift_D
     parts = [torch.zeros(0, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
         table_SD, rows_B = teacher_logits.table(rows_M[block])
         for chunk in _chunks(logits_BD):
             target_probs_CD = table_SD[rows_B[chunk]].float().softmax(-1)
+            if shift_D is not None:
+                target_probs_CD *= (-shift_D).exp()
             parts.append(shared_mass(logits_BD[chunk].float(), target_probs_CD))
     return torch.cat(parts)
 
@@ -382,6 +386,8 @@ class _CandidateLoss:
 
     def __call__(self, logits_CD: Tensor, target_probs_CD: Tensor, block: slice, chunk: slice) -> Tensor:
         candidates = self._candidates.rows(block).rows(chunk)
+        if (shift_D := candidates.shift_D) is not None:
+            logits_CD, target_probs_CD = logits_CD - shift_D, target_probs_CD * (-shift_D).exp()
         self._top_CK = candidates.top(logits_CD, target_probs_CD.argmax(-1))
         read = candidates.parents_MWR, F.embedding(self._top_CK, candidates.table_DR)
         parents_CWR, rows_CKR = self.inputs = [one.detach().to(logits_CD.dtype).requires_grad_() for one in read]

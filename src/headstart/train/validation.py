@@ -78,9 +78,11 @@ class Tally:
         correct_X = torch.ones_like(greedy_X, dtype=torch.bool)  # drafts correct up to the previous step, by origin
         best_count = min(max(TOPS), len(draft_to_target_D))
         for step, prediction in enumerate(predictions):
-            best = [logits_BD.topk(best_count, dim=-1).indices for _, logits_BD in logits_by_block(prediction)]
-            drafts_MR = draft_to_target_D[torch.cat([draft_to_target_D.new_zeros(0, best_count), *best])]
-            hits_MR = drafts_MR == greedy_X[prediction.teacher_M][:, None]
+            greedy_M = greedy_X[prediction.teacher_M]
+            hits_MR = torch.zeros(len(greedy_M), best_count, dtype=torch.bool, device=greedy_M.device)
+            for block, logits_BD in logits_by_block(prediction):
+                best, index_BR = logits_BD.topk(best_count, dim=-1)
+                hits_MR[block] = (draft_to_target_D[index_BR] == greedy_M[block][:, None]) & ~best.isneginf()
             correct_M = hits_MR[:, 0] & correct_X[prediction.origin_M]
             correct_X = torch.zeros_like(correct_X).index_put_((prediction.origin_M,), correct_M)
             self.counts_KC[step, 0] += len(correct_M)

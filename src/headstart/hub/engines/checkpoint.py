@@ -156,10 +156,10 @@ def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> in
     return value
 
 
-def small(value: Any, name: str) -> float:
-    """Check a norm's epsilon. Raises UserError unless it is a number from 0 to below 1."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        raise _wrong_setting(value, name, "a number from 0 to below 1")
+def number(value: Any, name: str, limit: float = 1) -> float:
+    """Check a number of a config. Raises UserError for other types, below 0, or from `limit` on."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < limit:
+        raise _wrong_setting(value, name, f"a number from 0 to below {limit:g}")
     return float(value)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, FUSED, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, DFLASH2_LOGITS, EMBEDDINGS, FUSED, Layout, Published
 from headstart.hub.engines.base import (
     AGAIN,
     DFLASH,
@@ -182,6 +182,10 @@ def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
     missing = [name for name in ("markov_rank", *confidence) if not config.get(name)]
     if settings.markov_rank and missing:
         yield f"vLLM reads {' and '.join(missing)} only at the top of the config.", WRITE
+    nested = config.get("dflash_config") or {}
+    outside = [name for name in DFLASH2_LOGITS if config.get(name) not in (None, 0, 1) and nested.get(name) is None]
+    if settings.layout is Layout.DFLASH2 and outside:
+        yield f"vLLM reads {' and '.join(outside)} in dflash_config alone.", WRITE
     if config.get("is_causal") is not None or not checkpoint.is_speculators:
         return
     if settings.layout is Layout.DSPARK:

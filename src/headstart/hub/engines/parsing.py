@@ -31,7 +31,7 @@ from headstart.hub.engines.checkpoint import (
     FETCH,
     Checkpoint,
     absolute_ids,
-    small,
+    number,
     whole,
 )
 from headstart.hub.engines.known_engines import OURS, tensor_faults
@@ -62,12 +62,15 @@ _OTHER_LAYERS = ("gemma", "cohere", "granite", "glm", "phi", "olmo", "minicpm", 
 _USUAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rope_interleave", "parallel_drafting"), (False,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
-    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1, 1.0)),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1,)),
     **dict.fromkeys(("attention_multiplier", "scale_emb", "scale_depth", "attention_chunk_size"), ()),
+    "input_embedding_scale": (1,),
     "rope_is_neox_style": (True,),
     "hidden_activation": ("silu",),
 }
 """Settings that change the computation, with the supported values."""
+_PART_OF: dict[Layout, tuple[str, ...]] = {Layout.PEAGLE: ("parallel_drafting",), Layout.DFLASH2: DFLASH2_LOGITS}
+"""Settings of `_USUAL` that a layout supports with all values."""
 _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "eagle_config": {
         **dict.fromkeys(("norm_before_fc", AUX_IDS), ()),
@@ -86,7 +89,7 @@ _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     ),
 }
 """Known settings of drafter sections, with the supported values; empty for any."""
-_OF_DFLASH2 = {**dict.fromkeys((*DFLASH2_SIZES, *DFLASH2_LOGITS), ()), "input_embedding_scale": (1, 1.0)}
+_OF_DFLASH2 = {**dict.fromkeys((*DFLASH2_SIZES, *DFLASH2_LOGITS), ()), "input_embedding_scale": (1,)}
 """Further settings of a section for DFlash 2."""
 
 
@@ -140,13 +143,12 @@ def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
         raise UserError(f"architectures is {sorted(names)}; supported block drafters are {supported}.", ANOTHER)
     if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
         raise UserError(f"The checkpoint has {kind} layers, and headstart supports Llama layers.", ANOTHER)
-    parallel = "parallel_drafting" if layout is Layout.PEAGLE else None
-    unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual) and name != parallel]
-    for name in unusual:
-        raise UserError(
-            f"The checkpoint has {name} = {config[name]!r}, which headstart does not support.",
-            f"Take another checkpoint, or delete {name} from its {CONFIG} if it was copied from the target's.",
-        )
+    for name, usual in _USUAL.items():
+        if name not in _PART_OF.get(layout, ()) and config.get(name) not in (None, *usual):
+            raise UserError(
+                f"The checkpoint has {name} = {config[name]!r}, which headstart does not support.",
+                f"Take another checkpoint, or delete {name} from its {CONFIG} if it was copied from the target's.",
+            )
     for section, known in _SECTIONS.items():
         settings, known = config.get(section), known | (_OF_DFLASH2 if layout is Layout.DFLASH2 else {})
         for name, value in settings.items() if isinstance(settings, Mapping) else ():
@@ -168,6 +170,7 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     if "sliding_attention" in (config.get("layer_types") or ()) or slides:
         raise UserError("The layers have a sliding window, which headstart does not support here.", ANOTHER)
     fused, vocab = layout in FUSED, whole(config.get("vocab_size"), "vocab_size")
+    # For P-EAGLE both engines default to false.
     if layout is Layout.EAGLE3 and checkpoint.is_speculators and "norm_before_residual" not in checkpoint.config:
         raise _missing(checkpoint, "norm_before_residual", "true in vLLM, false in speculators")
     return Published(
@@ -239,7 +242,8 @@ def _dflash2_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {name: whole(block_setting(config, name), name, maximum=1 << 14) for name in DFLASH2_SIZES}
     if config["hidden_size"] % (group := sizes["conv_group_size"]):
         raise UserError(f"conv_group_size is {group}, which does not divide {config['hidden_size']} channels.", FETCH)
-    return sizes | {name: float(block_setting(config, name) or name == "output_multiplier") for name in DFLASH2_LOGITS}
+    usual = {name: int(name == "output_multiplier") for name in DFLASH2_LOGITS}
+    return sizes | {name: number(block_setting(config, name) or usual[name], name, 1000) for name in DFLASH2_LOGITS}
 
 
 def _refuse_block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> None:
@@ -299,7 +303,7 @@ def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
         num_key_value_heads=whole(config.get("num_key_value_heads", heads), "num_key_value_heads", maximum=1 << 12),
         head_dim=whole(head_dim, "head_dim", maximum=1 << 14),
         hidden_act=str(config.get("hidden_act", "silu")),
-        rms_norm_eps=small(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+        rms_norm_eps=number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
         rope_parameters=_rope(config),
         max_position_embeddings=whole(config.get("max_position_embeddings", 2048), "max_position_embeddings"),
     )
