@@ -39,7 +39,8 @@ from record import in_turn, record, rows_of
 from torch.profiler import ProfilerActivity, profile
 
 from headstart.data.states.store import Sample
-from headstart.decode.loop import DecodeLoop, Generation
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.texts import Generation
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError

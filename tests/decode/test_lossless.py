@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Generation
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.texts import Generation
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import GreedyVerifier
 from headstart.drafters.heads import HeadDrafter

@@ -11,7 +11,8 @@ import torch
 
 from headstart.api import Decoder
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import DecodeLoop, Round
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.texts import Round
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.eval.divergence import Judge

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import DecodeLoop, Round
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.texts import Round
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter

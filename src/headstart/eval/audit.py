@@ -30,7 +30,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headstart.decode.loop import DecodeLoop, Drafter, Generation, check
+from headstart.decode.loop import DecodeLoop, Drafter, check
+from headstart.decode.texts import Generation
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.heads import HeadDrafter

@@ -19,7 +19,8 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.decode.budget import Costs
-from headstart.decode.loop import DecodeLoop, Drafter, Round
+from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.texts import Round
 from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.enumeration import OutputPenalties
