@@ -152,6 +152,9 @@ class Drafter(Protocol):
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows."""
 
+    def join(self, session: Any, other: Any) -> Any:
+        """Append the rows of another session, and return the session of all rows. Between two rounds."""
+
 
 # -- the loop --------------------------------------------------------------------------------------------------------
 
