@@ -66,6 +66,9 @@ class GreedyVerifier:
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
 
+    def join(self, other: GreedyVerifier) -> None:
+        """Append the rows of another verifier with the same options."""
+
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
         """Continue after the tokens that each row has emitted."""
 
@@ -209,6 +212,12 @@ class SamplingVerifier:
             self._prefixes.reorder(rows)
         self._uniforms = [self._uniforms[row] for row in rows]
         self.draft_generators = [self.draft_generators[row] for row in rows]
+
+    def join(self, other: SamplingVerifier) -> None:
+        if self._prefixes is not None and other._prefixes is not None:
+            self._prefixes.join(other._prefixes)
+        self._uniforms += other._uniforms
+        self.draft_generators += other.draft_generators
 
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
         """Skip the uniforms consumed by each row's emitted tokens, and reseed its draft generator so that no draft

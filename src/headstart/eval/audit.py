@@ -406,6 +406,8 @@ class AlwaysWrongDrafter:
 
     def reorder(self, session: None, rows: Sequence[int]) -> None: ...
 
+    def join(self, session: None, other: None) -> None: ...
+
 
 def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int) -> list[int]:
     """Return the `count` highest token ids that no answer contains.
