@@ -312,8 +312,11 @@ class Batch:
 
     def join(self, other: Batch) -> None:
         """Append the rows of another batch."""
-        before = self.cache.rows
-        self.cache = self.cache.join(other.cache, self.target.new_cache)
+        before, lanes, rows = self.cache.rows, [*self.lanes, *other.lanes], [*self.rows, *other.rows]
+        # The widest tree of any lane pads the others.
+        longest = max(len(row.prompt) + row.options.max_new_tokens for row in rows)
+        capacity = longest + max(lane.max_nodes for lane in lanes)
+        self.cache = self.cache.join(other.cache, self.target.new_cache, capacity)
         for lane in other.lanes:
             lane.places = [before + place for place in lane.places]
             host = next((own for own in self.lanes if own.accepts(lane)), None)

@@ -63,7 +63,7 @@ class Drafter(Protocol):
         """Keep only these rows."""
 
     def join(self, session: Any, other: Any) -> Any:
-        """Append the rows of another session, and return the session of all rows."""
+        """Append the rows of another session, and return the session of all rows. Between two rounds."""
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------

@@ -225,10 +225,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
                 self._take_row(row, self, source)
         del self.lengths[len(rows) :]
 
-    def join(self, other: TreeCache, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:
-        """Return a cache with the other's rows after its own: this cache if its memory has room, else a copy with at
-        least twice the rows."""
-        cache, rows, capacity = self, self.rows + other.rows, max(self.capacity, other.capacity)
+    def join(self, other: TreeCache, new_cache: Callable[[int, int], TreeCache], capacity: int = 0) -> TreeCache:
+        """Return a cache of at least this capacity with the other's rows after its own: this cache if its memory has
+        room, else a copy with at least twice the rows."""
+        cache, rows, capacity = self, self.rows + other.rows, max(self.capacity, other.capacity, capacity)
         if rows > self.stores[0].shape[1] or capacity > self.stores[0].shape[3]:
             cache = self._copy_into(new_cache(max(rows, 2 * self.rows), capacity))
         cache.capacity = capacity
