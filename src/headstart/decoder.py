@@ -20,10 +20,11 @@ from headstart.data.prompts.chat import (
     with_tools,
 )
 from headstart.data.served.log import RequestLog, Served, template_version
-from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.decode.batch import Row
+from headstart.decode.costs import Conditions, Costs, Measured
+from headstart.decode.drafting import Drafter
 from headstart.decode.engine import Engine, Ticket
-from headstart.decode.loop import DecodeLoop, Drafter, check, check_options
+from headstart.decode.loop import DecodeLoop, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind, random_seed
 from headstart.decode.texts import Generation
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of

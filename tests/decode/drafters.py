@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop
-from headstart.decode.texts import Generation
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Generation
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 

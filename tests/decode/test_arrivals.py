@@ -9,21 +9,19 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
+from headstart.decode.drafting import Drafter
 from headstart.decode.engine import Engine
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.memory import MemoryDrafter
 from headstart.drafters.ngram import NgramDrafter
-from headstart.errors import UserError
 from headstart.model.model import Target
-from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
-from tests.decode.arrivals import Arrival, decode
-from tests.decode.drafters import ReplayDrafter
+from headstart.tree.tree import TreeShape
+from tests.decode.arrivals import Arrival
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 

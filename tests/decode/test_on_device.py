@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import make_drafters

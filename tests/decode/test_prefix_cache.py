@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.decode.drafting import Drafter
 from headstart.decode.engine import Engine
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
 from headstart.drafters.heads import HeadDrafter

@@ -154,7 +154,9 @@ def test_work_per_node_is_independent_of_the_text(processors: tuple[Processor, .
     options = SamplingOptions(temperature=1.0, repetition_penalty=1.3, processors=processors, **NEW_SETTINGS)
     written = []
     for length in (100, 2000):
-        verifier = SamplingVerifier(options, [[number % 11 for number in range(length)]] * 2, [0, 1], samples_drafts=True)
+        verifier = SamplingVerifier(
+            options, [[number % 11 for number in range(length)]] * 2, [0, 1], samples_drafts=True
+        )
         verifier.first(torch.zeros(2, 11))
         batch = TreeBatch.of([Tree([1, 2, 3, 4], [-1, 0, 0, 1])] * 2)
         verifier.accept(batch, TargetOutput(torch.zeros(2, 4, 11)))  # makes room

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from headstart.decode.drafting import Drafting
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.decode.prefix_cache import CachedText
@@ -28,9 +29,6 @@ from headstart.model.model import Target, TargetOutput
 from headstart.replay.cache import TreeCache
 from headstart.replay.cuda_graphs import capture_count
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, union
-
-if TYPE_CHECKING:
-    from headstart.decode.loop import DecodeLoop
 
 _NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
 DRAFTER_ERRORS: type[Exception] | tuple[()] = Exception
@@ -95,7 +93,7 @@ class Lane:
 
     roots: TreeBatch
 
-    def __init__(self, loop: DecodeLoop, rows: Sequence[Row], check: Check | None = None, serves: bool = False) -> None:
+    def __init__(self, loop: Drafting, rows: Sequence[Row], check: Check | None = None, serves: bool = False) -> None:
         self.loop, self.target, self.drafters = loop, loop.target, loop.drafters
         self.rows, self.options, self.check, self.serves = list(rows), rows[0].options, check, serves
         self.places: list[int] = list(range(len(rows)))

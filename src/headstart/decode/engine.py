@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headstart.decode.batch import Batch, Lane, Row
+from headstart.decode.drafting import Drafting
 from headstart.decode.memory import memory_error
 from headstart.decode.prefix_cache import CachedText, PrefixPool, common_prefix_length
 from headstart.decode.texts import Generation
@@ -30,9 +29,8 @@ from headstart.model.model import Target, TargetOutput
 from headstart.replay.attention import CHUNK
 from headstart.replay.cache import TreeCache
 
-if TYPE_CHECKING:
-    from headstart.decode.loop import DecodeLoop
-
+_PIECE = 256
+"""Tokens of a prompt that are read between two rounds of other requests."""
 _SHARED = 16
 """Fewest common tokens for which a waiting request makes the engine keep a prompt that was just read."""
 _UNLIMITED = 1 << 30
@@ -45,7 +43,7 @@ OnEnd = Callable[[Generation | BaseException | None], None]
 class Ticket:
     """A submitted request."""
 
-    loop: DecodeLoop
+    loop: Drafting
     row: Row
     on_end: OnEnd
     left: threading.Event = field(default_factory=threading.Event)
@@ -83,12 +81,14 @@ class Reading:
         self._aux_layers = self.lane.aux_layers
         length, states = pool.load(cache, row.tokens, self._aux_layers)
         self._states: dict[int, list[Tensor]] = {layer: [state_1TE] for layer, state_1TE in states.items()}
-        whole = self.lane.target.can_read_in_parts(len(row.tokens) + row.options.max_new_tokens)
-        self._left, self._piece = row.tokens[length:], CHUNK if whole else len(row.tokens)
+        self._left = row.tokens[length:]
+        self._in_parts = self.lane.target.can_read_in_parts(len(row.tokens) + row.options.max_new_tokens)
 
-    def read(self) -> Batch | None:
-        """Read a piece; return the batch of the row once its prompt is whole."""
-        piece, self._left = self._left[: self._piece], self._left[self._piece :]
+    def read(self, most: int) -> Batch | None:
+        """Read at most this many tokens, if the prompt can be read in parts; return the batch of the row once its
+        prompt is whole."""
+        count = most if self._in_parts else len(self._left)
+        piece, self._left = self._left[:count], self._left[count:]
         out = self.lane.target.prefill(self.cache, [piece], self._aux_layers)
         for layer, state_1TE in out.aux_hidden_states.items():
             self._states.setdefault(layer, []).append(state_1TE)
@@ -115,7 +115,7 @@ class Engine:
         # torch aborts the process if it is torn down under a thread.
         self.close = weakref.finalize(self, self._work.close)
 
-    def submit(self, loop: DecodeLoop, row: Row, on_end: OnEnd) -> Ticket:
+    def submit(self, loop: Drafting, row: Row, on_end: OnEnd) -> Ticket:
         """Add a checked request. `on_end` and the row's `on_tokens` are called in the engine's thread."""
         ticket = Ticket(loop, row, on_end)
         self._work.submit(ticket)
@@ -200,7 +200,7 @@ class _Work:
         reading = self._reading
         assert reading is not None
         try:
-            arrived = reading.read()
+            arrived = reading.read(CHUNK if self._batch is None else _PIECE)
         except _Left:
             self._reading = None
             self._end(reading.ticket, None)

@@ -74,6 +74,10 @@ class PrefixPool:
         self._texts.append(text)
         return length, text.states(aux_layers, length)
 
+    @property
+    def _nbytes(self) -> int:
+        return sum(text.nbytes(self._target) for text in self._texts)
+
     def _usable(self, text: CachedText, prompt: Sequence[int]) -> int:
         """Return how many tokens of a text a prompt can begin with; a running state cannot go back in its text."""
         length = min(common_prefix_length([text.tokens, prompt]), len(prompt) - 1)
@@ -83,7 +87,9 @@ class PrefixPool:
     def add(self, text: CachedText, cache: TreeCache, place: int) -> None:
         """Copy a row's keys and values out of a cache, if they fit into memory."""
         size = text.nbytes(self._target)
-        room = _MEMORY_FRACTION * (free_bytes(self._target.device) + sum(one.nbytes(self._target) for one in self._texts))
+        room = _MEMORY_FRACTION * (
+            free_bytes(self._target.device) + sum(one.nbytes(self._target) for one in self._texts)
+        )
         self._texts = [one for one in self._texts if common_prefix_length([one.tokens, text.tokens]) < len(one.tokens)]
         while self._texts and size + sum(one.nbytes(self._target) for one in self._texts) > room:
             del self._texts[0]

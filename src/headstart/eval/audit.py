@@ -30,9 +30,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headstart.decode.loop import DecodeLoop, Drafter, check
-from headstart.decode.texts import Generation
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop, check
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Generation
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
