@@ -29,8 +29,8 @@ from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
-from headstart.decode.loop import Round
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.environment import environment

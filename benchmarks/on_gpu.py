@@ -39,9 +39,10 @@ from record import in_turn, record, rows_of
 from torch.profiler import ProfilerActivity, profile
 
 from headstart.data.states.store import Sample
-from headstart.decode.loop import DecodeLoop, Generation
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Generation
 from headstart.errors import UserError
 from headstart.eval.audit import run_audit
 from headstart.eval.environment import environment, machine
@@ -390,9 +391,9 @@ def batches_of() -> Iterator[list[int]]:
     batches: list[int] = []
     decode = DecodeLoop._decode
 
-    def noted(loop: DecodeLoop, call: Any, numbers: Sequence[int]) -> bool:
+    def noted(loop: DecodeLoop, rows: Any, check: Any, numbers: Sequence[int]) -> bool:
         batches.append(len(numbers))
-        return decode(loop, call, numbers)
+        return decode(loop, rows, check, numbers)
 
     with mock.patch.object(DecodeLoop, "_decode", noted):
         yield batches

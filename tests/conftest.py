@@ -98,11 +98,11 @@ def _threads_stay() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _guard() -> Iterator[Any]:
     """Raise drafters' errors. The decode loop would catch them and decode plainly, and the test would pass."""
-    from headstart.decode import loop
+    from headstart.decode import batch
 
     with pytest.MonkeyPatch.context() as patched:
-        caught = loop.DRAFTER_ERRORS
-        patched.setattr(loop, "DRAFTER_ERRORS", ())
+        caught = batch.DRAFTER_ERRORS
+        patched.setattr(batch, "DRAFTER_ERRORS", ())
         yield caught
 
 
@@ -110,7 +110,7 @@ def _guard() -> Iterator[Any]:
 def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catch drafters' errors, as in production, in tests marked `drafter_fails`."""
     if request.node.get_closest_marker("drafter_fails"):
-        monkeypatch.setattr("headstart.decode.loop.DRAFTER_ERRORS", _guard)
+        monkeypatch.setattr("headstart.decode.batch.DRAFTER_ERRORS", _guard)
 
 
 @pytest.fixture(scope="session")

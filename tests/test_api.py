@@ -20,7 +20,8 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 import headstart
 from headstart.api import Decoder
-from headstart.decode.loop import DecodeLoop, Generation, Round
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.texts import Generation, Round
 from headstart.drafters import catalog
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -402,12 +403,20 @@ def test_stream_joins_to_the_text(decoder: Decoder) -> None:
         assert all(detokenizer)
 
 
+def assert_idle() -> None:
+    """The engine's thread ends once no request is left."""
+    for thread in threading.enumerate():
+        if thread.name == "headstart-engine":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
     stream = decoder.stream("Hello", max_new_tokens=900, min_new_tokens=900, temperature=1.0)
     list(itertools.islice(stream, 2))
     stream.close()
     assert stream.answer is None
-    assert not [thread for thread in threading.enumerate() if thread.name == "headstart-stream"]
+    assert_idle()
     assert list(stream) == []
 
 
@@ -469,7 +478,7 @@ def test_a_stream_is_closed_from_another_thread_at_any_time(decoder: Decoder) ->
             assert stream.answer is None or len(stream.answer.tokens) == 900, (
                 "a busy machine may close it after its end"
             )
-            assert "headstart-stream" not in [other.name for other in threading.enumerate()]
+            assert_idle()
     unread = decoder.stream("Hello")
     unread.close()
     assert list(unread) == []
@@ -529,11 +538,10 @@ def test_exit_with_an_open_stream(tiny_target: Target, tiny_target_folder: Path,
 
 
 def test_an_abandoned_stream_ends(decoder: Decoder) -> None:
-    before = set(threading.enumerate())
     for piece in decoder.stream(PROMPTS[0], max_new_tokens=200, drafter="none"):
         assert piece
         break
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "headstart-stream"]
+    assert_idle()
 
 
 def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> None:

@@ -7,12 +7,15 @@ import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from headstart.decode.batch import Row
+from headstart.decode.engine import Ticket
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.options import DecodeOptions
 from headstart.model.model import Target
-from headstart.streaming import Answer, Stream
+from headstart.streaming import Answer, Inbox, Stream
 from headstart.support.detokenizer import IncrementalDetokenizer
 from tests.hub.helpers import export
 from tests.test_cli import refused, works
@@ -63,18 +66,20 @@ def test_bad_races_are_refused(heads: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "results.json") in refused("race", "--from", tmp_path)
 
 
-def test_a_stream_reports_the_drafted_part_of_a_piece() -> None:
+def test_a_stream_reports_the_drafted_part_of_a_piece(tiny_target: Target) -> None:
     tokenizer = tiny_tokenizer()
     one, two, three, four = (tokenizer.encode(text) for text in ("one", " two", " é", " four"))
     answer = Answer("one two é four", [*one, *two, *three, *four], "length", 2.0, 1.0, 1.0)
     rounds = [(one, 0), ([*two, *three], len(two)), (four, len(four))]  # the end cut off the target's own token
 
-    def run(on_tokens: Any, _check: Any) -> Answer:
-        for decided, drafted in rounds:
-            on_tokens(0, decided, drafted)
-        return answer
+    def submit(inbox: Inbox) -> Ticket:
+        for message in (*rounds, answer, None):
+            inbox.put(message)
+        ticket = Ticket(DecodeLoop(tiny_target), Row([1], DecodeOptions(seed=0), 0.0), inbox.put)
+        ticket.left.set()
+        return ticket
 
-    stream = Stream(run, IncrementalDetokenizer(tokenizer))
+    stream = Stream(submit, IncrementalDetokenizer(tokenizer))
     shown = [(piece, piece[: stream.drafted]) for piece in stream]
     assert shown == [("one", ""), (" two é", " two"), (" four", " four")]
 

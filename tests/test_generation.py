@@ -103,6 +103,9 @@ class Foresight:
     def reorder(self, session: list[list[int]], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]
 
+    def join(self, session: list[list[int]], other: list[list[int]]) -> list[list[int]]:
+        return session + other
+
 
 def same(model: Any, folder: str, inputs: dict[str, Tensor], tokenizer: Any = None, **options: Any) -> Tensor:
     """Return the output of transformers' own loop; assert that heads and all-correct drafts give the same.

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -19,17 +20,20 @@ from headstart.data.prompts.chat import (
     with_tools,
 )
 from headstart.data.served.log import RequestLog, Served, template_version
+from headstart.decode.batch import Row
 from headstart.decode.costs import Conditions, Costs, Measured
-from headstart.decode.loop import Check, DecodeLoop, Drafter, Generation, OnTokens, check, check_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
-from headstart.decode.prefix_cache import PrefixCache
+from headstart.decode.drafting import Drafter
+from headstart.decode.engine import Engine, Ticket
+from headstart.decode.loop import DecodeLoop, check, check_options
+from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind, random_seed
+from headstart.decode.texts import Generation
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.memory import MemoryDrafter
 from headstart.errors import UserError, check_text, nearest
 from headstart.heads.base import DraftHead
 from headstart.model.model import Target
-from headstart.streaming import Answer, Stream, warn_of_failures
+from headstart.streaming import Answer, Inbox, Stream, warn_of_failures
 from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.tree.tree import TreeShape
 from headstart.tuning.local_costs import warn_of_stored_costs, with_local_costs
@@ -76,6 +80,7 @@ class Decoder:
         self._local: Tuning | None = None  # the tuning with costs for these conditions
         self._warned = False  # of stored costs
         self._lock = threading.RLock()
+        self._engine = Engine(target)
         self.swap(heads, shape or TreeShape.chain(0), calibration or {}, answers)
         self.log: RequestLog | None = None
         self.newer: Callable[[], Loaded | None] | None = None
@@ -168,15 +173,9 @@ class Decoder:
             )
         return self._answers(prompts, options)
 
-    def stream(
-        self, prompt: Prompt, prefix_cache: PrefixCache | None = None, **options: Unpack[DecodeKeywords]
-    ) -> Stream:
-        """Answer one prompt, piece by piece; raises the errors of `generate`.
-
-        Args:
-            prompt: see `generate`.
-            prefix_cache: cached text of the conversation so far; updated with each answer.
-            **options: see `DecodeOptions`.
+    def stream(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Stream:
+        """Answer one prompt, piece by piece; raises the errors of `generate`. Streams of several threads share one
+        batch, and a prompt that begins like an earlier one is read from there on.
 
         Returns:
             An iterator over pieces of the text, which never split a character; `answer` is set at the end. Decoding
@@ -186,15 +185,27 @@ class Decoder:
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
         settings = DecodeOptions.of(options)
-        tokens, loop = self._prepare([prompt], settings)
+        (tokens,), loop = self._prepare([prompt], settings)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens, self.target.markup)
+        seed = random_seed() if settings.seed is None else settings.seed
 
-        def run(on_tokens: OnTokens, check: Check) -> Answer:
-            generations = loop.generate(tokens, settings, on_tokens, check, prefix_cache)
-            self.remember(loop, tokens, generations)
-            return self._answer(tokens[0], generations[0], settings, loop)
+        def submit(inbox: Inbox) -> Ticket:
+            def end(outcome: Generation | BaseException | None) -> None:
+                try:
+                    if isinstance(outcome, Generation):
+                        self.remember(loop, [tokens], [outcome])
+                        inbox.put(self._answer(tokens, outcome, settings, loop))
+                    else:
+                        inbox.put(outcome)
+                except Exception as error:
+                    inbox.put(error)
+                inbox.put(None)
 
-        return Stream(run, pieces)
+            row = Row(tokens, replace(settings, seed=seed), time.perf_counter())
+            row.on_tokens = lambda _, added, drafted: inbox.put((added, drafted))
+            return self._engine.submit(loop, row, end)
+
+        return Stream(submit, pieces)
 
     def remember(self, loop: DecodeLoop, prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -> None:
         """Store these answers in memory drafters. Not for measurements."""

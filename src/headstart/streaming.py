@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from headstart.decode.loop import Check, OnTokens
+from headstart.decode.engine import Ticket
 from headstart.support.detokenizer import IncrementalDetokenizer
 
 
@@ -48,10 +48,12 @@ class Answer:
     logprobs: list[dict[int, float]] | None = None
 
 
-Run = Callable[[OnTokens, Check], Answer]
-"""Function that decodes one prompt."""
 _Tokens = tuple[list[int], int]
 """Tokens of a round, and the number of leading ones that were drafted."""
+Inbox = queue.SimpleQueue[_Tokens | Answer | BaseException | None]
+"""Results of a request, see `Submit`."""
+Submit = Callable[[Inbox], Ticket]
+"""Function that submits a request: its tokens go into the inbox, then the answer or an error, then None."""
 
 
 def warn_of_failures(answers: Iterable[Answer]) -> None:
@@ -64,20 +66,19 @@ def warn_of_failures(answers: Iterable[Answer]) -> None:
 class Stream(Iterator[str]):
     """Iterator over the pieces of a text while it is decoded.
 
-    Decoding runs in its own thread and passes on token ids once per round; the reader's thread turns them into text.
+    The engine passes on token ids once per round; the reader's thread turns them into text.
 
     Attributes:
         answer: the whole answer after the last piece, None before.
         drafted: number of leading characters of the newest piece that were accepted drafts.
     """
 
-    def __init__(self, run: Run, pieces: IncrementalDetokenizer) -> None:
+    def __init__(self, submit: Submit, pieces: IncrementalDetokenizer) -> None:
         self.answer: Answer | None = None
         self.drafted = 0
         self._pieces = pieces
-        self._decoding = _Decoding(run)
-        # The decoding has no reference to this object, so it ends when this is garbage-collected, or with the
-        # interpreter: torch aborts the process if it is torn down under a thread.
+        self._decoding = _Decoding(submit)
+        # The decoding has no reference to this object, so it ends when this is garbage-collected.
         self._end = weakref.finalize(self, self._decoding.end)
 
     def __next__(self) -> str:
@@ -110,21 +111,20 @@ class Stream(Iterator[str]):
 
 
 class _Decoding:
-    """A decoding thread and its queue of results."""
+    """A request and its queue of results."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._inbox: queue.SimpleQueue[_Tokens | Answer | BaseException | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._ticket: Ticket | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
     def next(self) -> _Tokens | Answer | None:
-        """Return the next tokens, then the answer, then None. Raises the thread's exception again."""
+        """Return the next tokens, then the answer, then None. Raises the engine's exception again."""
         with self._lock:
-            if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(target=self._work, name="headstart-stream", daemon=True)
-                self._thread.start()
+            if self._ticket is None and not self._stopped.is_set():
+                self._ticket = self._submit(self._inbox)
         if self._stopped.is_set():
             return None
         message = self._inbox.get()
@@ -133,26 +133,12 @@ class _Decoding:
         return message
 
     def end(self) -> None:
-        """Stop the thread and unblock its reader; returns once the thread has ended."""
+        """Cancel the request and unblock its reader; returns once the request has left."""
         with self._lock:
+            ticket = self._ticket
+            if ticket is not None:
+                ticket.row.cancelled = True
             self._stopped.set()
         self._inbox.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _work(self) -> None:
-        try:
-            self._inbox.put(self._run(lambda _row, tokens, drafted: self._inbox.put((tokens, drafted)), self._check))
-        except _Stopped:
-            pass
-        except BaseException as error:  # raised again in the reader's thread
-            self._inbox.put(error)
-        self._inbox.put(None)
-
-    def _check(self) -> None:
-        if self._stopped.is_set():
-            raise _Stopped
-
-
-class _Stopped(BaseException):
-    """The stream was closed."""
+        if ticket is not None:
+            ticket.cancel()

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.decode.loop import DecodeLoop, Generation
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Generation
 from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
@@ -64,6 +65,9 @@ class ReplayDrafter:
         session.rows = [session.rows[row] for row in rows]
         session.at = [session.at[row] for row in rows]
 
+    def join(self, session: Session, other: Session) -> Session:
+        return Session(session.rows + other.rows, session.at + other.at)
+
 
 class IdleDrafter:
     """A drafter that proposes nothing, for tests to build on."""
@@ -81,6 +85,9 @@ class IdleDrafter:
         return None
 
     def reorder(self, session: None, rows: Sequence[int]) -> None:
+        return None
+
+    def join(self, session: None, other: None) -> None:
         return None
 
 

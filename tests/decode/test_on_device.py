@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.catalog import make_drafters
@@ -241,7 +242,7 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
 
 def test_captures_are_not_timed(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting captures made drafting look slow, and it was given up for good."""
-    clock_of_captures(monkeypatch, "headstart.decode.loop")
+    clock_of_captures(monkeypatch, "headstart.decode.batch")
     heads = shake(build("eagle3", host)).to(CUDA)
     heads.bind(target)
     costs = Costs((1, 64), (2.0, 2.0), draft_ms=1.0, levels=3)

@@ -1,4 +1,4 @@
-"""A conversation continued from a prefix cache: drafts and output as after a full prefill, in float32."""
+"""A prompt that continues an earlier text: drafts and output as after a full prefill, in float32."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.drafting import Drafter
+from headstart.decode.engine import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.decode.prefix_cache import PrefixCache
 from headstart.decoder import Decoder
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import family, make_config
 from headstart.model.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
+from tests.decode.arrivals import decode
 from tests.replay.test_chains import hybrid
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -65,22 +67,22 @@ def drafts(loop: DecodeLoop) -> list[list[int]]:
     return drafted
 
 
-def assert_as_uncached(loop: DecodeLoop, prompt: list[int], prefix_cache: PrefixCache) -> None:
+def assert_as_uncached(loop: DecodeLoop, prompt: list[int], engine: Engine) -> None:
     """Compare drafts and text with those of a full prefill."""
     drafts(loop)
-    (cached,) = loop.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
+    cached = decode(engine, loop, prompt, OPTIONS)
     drafted = drafts(loop)
     (uncached,) = loop.generate([prompt], OPTIONS)
     assert (cached.tokens, drafted) == (uncached.tokens, drafts(loop))
 
 
-def turns(loop: DecodeLoop, prompt: list[int], cache: PrefixCache | None) -> list[Any]:
+def turns(loop: DecodeLoop, prompt: list[int], engine: Engine | None) -> list[Any]:
     """Run three turns of a conversation, each after the previous answer without its last token; return each one's
     tokens, node counts and drafts."""
     answers = []
     for turn in range(3):
         prompt = [*prompt, 7 + turn, 8, 9, 8, 9]
-        (answer,) = loop.generate([prompt], OPTIONS, prefix_cache=cache)
+        answer = loop.generate([prompt], OPTIONS)[0] if engine is None else decode(engine, loop, prompt, OPTIONS)
         answers.append((answer.tokens, [done.nodes for done in answer.rounds], drafts(loop)))
         prompt = [*prompt, *answer.tokens[:-1]]
     return answers
@@ -93,16 +95,16 @@ def test_drafts_and_text_equal_a_full_prefill(kind: str, name: str, spy: Any) ->
     loop = DecodeLoop(target, *drafters_of(target, name))
     uncached = turns(loop, [3, 4, 5], None)
     calls = spy(Target, "prefill")
-    assert turns(loop, [3, 4, 5], PrefixCache()) == uncached
+    assert turns(loop, [3, 4, 5], Engine(target)) == uncached
     read = [len(rows[0]) for _, _, rows, *_ in calls]
     assert read[0] == 8 and max(read[1:]) <= 7, "later turns read only new tokens"
 
 
 def test_streams_of_one_conversation_end_each_by_itself() -> None:
     """The target's cache is copied; the check that may end one stream is not copied along."""
-    decoder, prefix_cache, prompt = Decoder(Target(hybrid(), tiny_tokenizer())), PrefixCache(), [3, 4, 5]
+    decoder, prompt = Decoder(Target(hybrid(), tiny_tokenizer())), [3, 4, 5]
     for turn in range(3):
-        stream = decoder.stream(prompt, prefix_cache, max_new_tokens=6, drafter="ngram")
+        stream = decoder.stream(prompt, max_new_tokens=6, drafter="ngram")
         list(stream)
         assert stream.answer is not None
         assert stream.answer.tokens == decoder.generate(prompt, max_new_tokens=6, drafter="none").tokens
@@ -110,39 +112,35 @@ def test_streams_of_one_conversation_end_each_by_itself() -> None:
 
 
 @pytest.fixture
-def cached() -> tuple[DecodeLoop, PrefixCache]:
-    """A loop, and a prefix cache of the text [3, 4, 5, 6, 7] and its answer."""
+def cached() -> tuple[DecodeLoop, Engine]:
+    """A loop, and an engine that has decoded the text [3, 4, 5, 6, 7]."""
     target = target_of("llama")
-    loop, prefix_cache = DecodeLoop(target, *drafters_of(target, "eagle3")), PrefixCache()
-    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, prefix_cache=prefix_cache)
-    return loop, prefix_cache
+    loop, engine = DecodeLoop(target, *drafters_of(target, "eagle3")), Engine(target)
+    decode(engine, loop, [3, 4, 5, 6, 7], OPTIONS)
+    return loop, engine
 
 
-def test_a_text_that_differs_is_read_from_there(cached: tuple[DecodeLoop, PrefixCache]) -> None:
-    loop, prefix_cache = cached
+def test_a_text_that_differs_is_read_from_there(cached: tuple[DecodeLoop, Engine]) -> None:
+    loop, engine = cached
     for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
-        assert_as_uncached(loop, prompt, prefix_cache)
+        assert_as_uncached(loop, prompt, engine)
 
 
-def test_a_broken_off_answer_leaves_nothing_wrong(cached: tuple[DecodeLoop, PrefixCache]) -> None:
-    loop, prefix_cache = cached
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, prefix_cache=prefix_cache)
-    assert_as_uncached(loop, [3, 4, 5, 6, 7, 9], prefix_cache)
+def test_a_cancelled_answer_leaves_nothing_wrong(cached: tuple[DecodeLoop, Engine]) -> None:
+    loop, engine = cached
+    text = decode(engine, loop, [3, 4, 5, 6, 7, 8], OPTIONS, cancel_after=3)
+    assert text is None
+    assert_as_uncached(loop, [3, 4, 5, 6, 7, 9], engine)
 
 
 @pytest.mark.parametrize("kind", ["phi3_long", "llama_long"])
 def test_changing_rotary_frequencies_are_prefilled_again(kind: str) -> None:
     """They change at 24 tokens."""
     target = target_of(kind)
-    plain, prefix_cache = DecodeLoop(target), PrefixCache()
+    plain, engine = DecodeLoop(target), Engine(target)
     prompt = list(range(3, 13))
     for _ in range(3):
-        (cached,) = plain.generate([prompt], OPTIONS, prefix_cache=prefix_cache)
+        cached = decode(engine, plain, prompt, OPTIONS)
         (uncached,) = plain.generate([prompt], OPTIONS)
         assert cached.tokens == uncached.tokens
         prompt = [*prompt, *cached.tokens]
@@ -152,7 +150,7 @@ def test_a_plain_answer_can_be_continued_with_drafts() -> None:
     """States of text that was decoded without drafts are kept too."""
     target = target_of("llama")
     drafters = drafters_of(target, "eagle3")
-    loop, prefix_cache = DecodeLoop(target, *drafters), PrefixCache()
+    loop, engine = DecodeLoop(target, *drafters), Engine(target)
     off = DecodeOptions(14, draft="off", ignore_end=True)
-    (first,) = loop.generate([[3, 4, 5]], off, prefix_cache=prefix_cache)
-    assert_as_uncached(loop, [3, 4, 5, *first.tokens, 8], prefix_cache)
+    first = decode(engine, loop, [3, 4, 5], off)
+    assert_as_uncached(loop, [3, 4, 5, *first.tokens, 8], engine)

@@ -123,7 +123,7 @@ def test_growing_prefixes_are_processed_in_order(penalty: float, settings: dict[
 def test_rows_that_resume_keep_their_counts() -> None:
     """Half of a batch that did not fit into memory goes on from its tokens so far: these count, the prompt does not."""
     options = DecodeOptions(temperature=1.0, presence_penalty=2.0, frequency_penalty=1.5)
-    verifier = SamplingVerifier(options, [[1], [5, 5, 2]], 0, samples_drafts=False)
+    verifier = SamplingVerifier(options, [[1], [5, 5, 2]], [0, 1], samples_drafts=False)
     verifier.reorder([1])
     verifier.resume([[2, 7, 7]])
     logits_V = torch.randn(11, generator=torch.Generator().manual_seed(0))
@@ -154,7 +154,9 @@ def test_work_per_node_is_independent_of_the_text(processors: tuple[Processor, .
     options = SamplingOptions(temperature=1.0, repetition_penalty=1.3, processors=processors, **NEW_SETTINGS)
     written = []
     for length in (100, 2000):
-        verifier = SamplingVerifier(options, [[number % 11 for number in range(length)]] * 2, 0, samples_drafts=True)
+        verifier = SamplingVerifier(
+            options, [[number % 11 for number in range(length)]] * 2, [0, 1], samples_drafts=True
+        )
         verifier.first(torch.zeros(2, 11))
         batch = TreeBatch.of([Tree([1, 2, 3, 4], [-1, 0, 0, 1])] * 2)
         verifier.accept(batch, TargetOutput(torch.zeros(2, 4, 11)))  # makes room

@@ -81,7 +81,7 @@ def test_a_failure_is_named_even_where_the_first_token_ends_the_text(target: Tar
 
 def test_no_drafter_is_called_if_only_the_root_fits(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
-    monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 1)
+    monkeypatch.setattr("headstart.decode.batch.reserve", lambda *_: 1)
     outputs = DecodeLoop(target, FailingDrafter(plain, "propose")).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == plain
     assert all(row.drafter_error is None for row in outputs)
@@ -116,7 +116,7 @@ def test_drafters_memory_reduces_the_nodes_and_no_single_prompts_text(target: Ta
 
 def test_heads_and_early_exit_report_their_memory_per_token(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("headstart.decode.loop.reserve", lambda *given: asked.append(given[4]) or 8)
+    monkeypatch.setattr("headstart.decode.batch.reserve", lambda *given: asked.append(given[4]) or 8)
     for name in ("medusa", "eagle3", "dflash"):
         heads = build(name, target)
         drafter = HeadDrafter(heads, TreeShape.chain(2))
@@ -193,7 +193,7 @@ def test_a_drafter_without_memory_names_what_to_lower(where: str, target: Target
 
 def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
-    monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 3)
+    monkeypatch.setattr("headstart.decode.batch.reserve", lambda *_: 3)
     outputs = DecodeLoop(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == plain
     assert max(round.nodes for row in outputs for round in row.rounds) == 3
@@ -236,9 +236,9 @@ def test_large_batch_halves(temperature: float, verifier: str, monkeypatch: pyte
         asked.append(len(prompts))
         return 32 if len(prompts) == 1 else 0
 
-    monkeypatch.setattr("headstart.decode.loop.reserve", short)
+    monkeypatch.setattr("headstart.decode.batch.reserve", short)
     outputs = DecodeLoop(target, NgramDrafter()).generate(ROWS, options, reading.on_tokens)
-    assert asked == [1, 4, 2, 1, 1, 2, 1, 1] and reading.caches == [1, 1, 1, 1]
+    assert asked == [4, 2, 1, 1, 2, 1, 1] and reading.caches == [1, 1, 1, 1]
     assert [row.tokens for row in outputs] == [row.tokens for row in together]
     assert reading.tokens == {number: row.tokens for number, row in enumerate(outputs)}
     if not temperature:
@@ -324,7 +324,7 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
     options = replace(OPTIONS, temperature=temperature, seed=3, deterministic=deterministic)
     found = []
     for ticks, earlier in (((1e-3,), 0), ((1e-3, 1.0, 1e-3, 1e-3), 3)):
-        monkeypatch.setattr("headstart.decode.loop.perf_counter", Clock(*ticks))
+        monkeypatch.setattr("headstart.decode.batch.perf_counter", Clock(*ticks))
         drafter = ReplayDrafter(known, 61, 1.0)
         loop = DecodeLoop(target, drafter, costs=Costs((1, 64), (10.0, 11.0), 1.0, 0.1, 8))
         for number in range(earlier):

@@ -63,7 +63,7 @@ def side_by_side(verifier: SamplingVerifier, grown: list[Draft]) -> Emitted:
 
 
 def verifier(rows: int, seed: int = 0, sampling: SamplingOptions = PLAIN) -> SamplingVerifier:
-    return SamplingVerifier(sampling, [PROMPT] * rows, seed, True)
+    return SamplingVerifier(sampling, [PROMPT] * rows, range(seed, seed + rows), True)
 
 
 def by_reference(

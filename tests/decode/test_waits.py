@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter

@@ -6,7 +6,8 @@ import random
 from typing import Any
 from unittest.mock import patch
 
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.model.model import Target

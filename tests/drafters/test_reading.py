@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import ShippedDrafter

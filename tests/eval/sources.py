@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import Drafter
+from headstart.decode.drafting import Drafter
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.model.model import Target
 

@@ -11,9 +11,10 @@ import torch
 
 from headstart.api import Decoder
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import DecodeLoop, Round
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import process, warp
+from headstart.decode.texts import Round
 from headstart.eval.divergence import Judge
 from headstart.eval.evaluate import evaluate, make_methods
 from headstart.eval.figures import Prompt, Unit, method_figures

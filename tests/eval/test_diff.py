@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import Round
+from headstart.decode.texts import Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.diff import Diff, above, below, diff

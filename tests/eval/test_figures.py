@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headstart.decode.loop import Round
+from headstart.decode.texts import Round
 from headstart.eval.figures import (
     Prompt,
     Totals,

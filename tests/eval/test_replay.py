@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import DecodeLoop, Round
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.eval.evaluate import evaluate

@@ -78,3 +78,6 @@ class ToyHead(DraftHead):
 
     def reorder(self, session: ToySession, rows: Sequence[int]) -> None:
         session.final_BE = session.final_BE[list(rows)]
+
+    def join(self, session: ToySession, other: ToySession) -> None:
+        session.final_BE = torch.cat([session.final_BE, other.final_BE])

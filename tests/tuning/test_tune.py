@@ -13,8 +13,9 @@ import torch
 
 import headstart.tuning.tune as tune_module
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.loop import DecodeLoop, Generation
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Generation
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads import int8_weights

@@ -217,9 +217,6 @@ def chat(
         decoder.check_template()
     console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
     tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
-    from headstart.decode.prefix_cache import PrefixCache
-
-    prefix_cache = PrefixCache()
     opening = [{"role": "system", "content": system}] if system else []
     messages, shows_drafts = opening, False
     while text := _from_stdin(partial(ask, console)):
@@ -235,7 +232,7 @@ def chat(
             continue
         request = [*messages, {"role": "user", "content": text}]
         try:
-            stream = decoder.stream(text if options.raw else request, prefix_cache, **_keywords(options))
+            stream = decoder.stream(text if options.raw else request, **_keywords(options))
             answer = _print_stream(stream, shows_drafts)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new starts over.")

@@ -204,6 +204,15 @@ class Budget:
         self._row_tokens_per_round = [self._row_tokens_per_round[row] for row in rows]
         self._set_rows(len(rows))
 
+    def join(self, other: Budget) -> None:
+        """Append the rows of another budget, and plan anew: the costs of a round and the text left have changed."""
+        self._left += other._left
+        self._row_tokens_per_round += other._row_tokens_per_round
+        self._unread = max(self._unread, other._unread)
+        self._set_rows(len(self._left))
+        if self._corrected is not None and self._mode == "auto":
+            self._plan(self._corrected)
+
     @property
     def weights(self) -> list[float]:
         """Value of a token of each row, on average 1: the time that it saves.

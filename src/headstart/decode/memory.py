@@ -73,3 +73,11 @@ def by_halves(rows: Sequence[int], work: Callable[[list[int]], bool]) -> None:
             torch.cuda.empty_cache()
         half = (len(group) + 1) // 2
         groups += [group[half:], group[:half]]
+
+
+def memory_error(target: Target) -> UserError:
+    """Return the error of a single prompt that does not fit into memory."""
+    return UserError(
+        f"Decoding a single prompt takes more memory than {target.device} has beside {target.name}.",
+        "Shorten the prompt, or lower --max-new-tokens.",
+    )

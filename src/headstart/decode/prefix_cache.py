@@ -1,9 +1,9 @@
-"""Prefix caching between the answers of a conversation, so that no turn is prefilled twice.
+"""Prefix caching between requests, so that no turn of a conversation is prefilled twice.
 
-At the end of an answer its keys and values are copied out of the target's cache; the next turn loads them into a new
-cache. Drafters start from the states of the whole text, as after a full prefill.
+When a row leaves, its keys and values are copied out of the batch's cache; a later prompt with the same beginning loads
+them into its own. Drafters start from the states of the whole text, as after a full prefill.
 
-Shape suffixes: B rows (one), T tokens, E hidden size.
+Shape suffixes: B rows, T tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -15,65 +15,87 @@ import torch
 from torch import Tensor
 
 from headstart.kernels.memory import free_bytes
-from headstart.model.model import Target, TargetOutput
+from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
 from headstart.tree.tree import Committed
 
 _MEMORY_FRACTION = 0.2
-"""Largest fraction of free memory for keys, values and states between two turns.
-
-Above it keys and values are not copied, so that the next turn is prefilled completely; the states stay until then."""
+"""Largest fraction of free memory for the texts of a pool."""
 
 
-class PrefixCache:
-    """The cached text of one conversation, for `DecodeLoop.generate` to continue from and extend.
+class CachedText:
+    """A text that the target has read: its tokens, the aux states [1, T, E] of all of them by layer, and its keys and
+    values once it is in a pool."""
 
-    A prompt that differs is prefilled from the first difference, or completely if the target's cache cannot go back.
-    """
+    def __init__(self, tokens: Sequence[int], states: Mapping[int, Tensor]) -> None:
+        self.tokens = list(tokens)
+        self.cache: TreeCache | None = None
+        self._states = {layer: [state_1TE] for layer, state_1TE in states.items()}
 
-    def __init__(self) -> None:
-        self._target: Target | None = None
-        self._cache: TreeCache | None = None
-        self._tokens: list[int] = []
-        self._states: dict[int, list[Tensor]] = {}  # by layer, pieces [1, T, E]
-
-    def prefill(
-        self, target: Target, cache: TreeCache, prompt: Sequence[int], aux_layers: Sequence[int]
-    ) -> TargetOutput:
-        """Prefill one row like `Target.prefill`, skipping the cached prefix."""
-        length, states = self._load(target, cache, prompt, aux_layers)
-        out = target.prefill(cache, [prompt[length:]], aux_layers)
-        for layer in aux_layers if length else ():
-            out.aux_hidden_states[layer] = torch.cat([states[layer], out.aux_hidden_states[layer]], dim=1)
-        self._target, self._tokens = target, list(prompt)
-        self._states = {layer: [state_BTE] for layer, state_BTE in out.aux_hidden_states.items()}
-        return out
-
-    def append(self, committed: Committed) -> None:
-        """Append the committed tokens and states of a round."""
-        self._tokens += committed.tokens[0]
+    def append(self, committed: Committed, row: int) -> None:
+        """Append the tokens that a round committed in a row."""
+        tokens = committed.tokens[row]
+        self.tokens += tokens
         for layer, pieces in self._states.items():
-            pieces.append(committed.states[layer].clone())  # not a view into the states of a whole tree
+            pieces.append(committed.states[layer][row : row + 1, : len(tokens)].clone())  # no view of the whole tree
 
-    def store(self, cache: TreeCache) -> None:
-        """Store the target's cache at the end of an answer, if it fits into memory."""
-        assert self._target is not None, "prefill comes first"
+    def states(self, layers: Sequence[int], length: int) -> dict[int, Tensor]:
+        """Return the states of the first tokens, [1, length, E] by layer."""
+        return {layer: torch.cat(self._states[layer], dim=1)[:, :length] for layer in layers}
+
+    def has(self, layers: Sequence[int]) -> bool:
+        return set(layers) <= self._states.keys()
+
+    def nbytes(self, target: Target) -> int:
+        """Bytes of its states, keys and values."""
         states = sum(piece.nbytes for pieces in self._states.values() for piece in pieces)
-        size = len(self._tokens) * self._target.kv_bytes_per_token + states
-        if size <= _MEMORY_FRACTION * free_bytes(self._target.device):
-            self._cache = cache.copy_row(0, len(self._tokens))
+        return len(self.tokens) * target.kv_bytes_per_token + states
 
-    def _load(
-        self, target: Target, cache: TreeCache, prompt: Sequence[int], aux_layers: Sequence[int]
-    ) -> tuple[int, Mapping[int, Tensor]]:
-        """Load the cached prefix of a prompt into the target's cache; return its length and its states."""
-        stored, self._cache = self._cache, None  # an interrupted answer stores nothing
-        same = target is self._target and set(aux_layers) <= self._states.keys()
-        if stored is None or not same or not target.can_read_in_parts(max(len(prompt), len(self._tokens))):
+
+class PrefixPool:
+    """Texts that later prompts may begin with. The least recently used ones leave when memory is short."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._texts: list[CachedText] = []  # most recently used last
+
+    def load(self, cache: TreeCache, prompt: Sequence[int], aux_layers: Sequence[int]) -> tuple[int, dict[int, Tensor]]:
+        """Load the longest common prefix of a text and a prompt into an empty cache of one row; return its length and
+        its states, [1, length, E] by layer. The last token of the prompt is left to read."""
+        length, text = max(
+            ((self._usable(text, prompt), text) for text in self._texts if text.has(aux_layers)),
+            key=lambda found: found[0],
+            default=(0, None),
+        )
+        if text is None or text.cache is None or not length:
             return 0, {}
-        cache.load_row(0, stored.copy_row(0, min(common_prefix_length([self._tokens, prompt]), len(prompt) - 1)))
-        length = cache.lengths[0]
-        return length, {layer: torch.cat(self._states[layer], dim=1)[:, :length] for layer in aux_layers}
+        cache.load_row(0, text.cache.copy_row(0, length))
+        self._texts.remove(text)
+        self._texts.append(text)
+        return length, text.states(aux_layers, length)
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(text.nbytes(self._target) for text in self._texts)
+
+    def _usable(self, text: CachedText, prompt: Sequence[int]) -> int:
+        """Return how many tokens of a text a prompt can begin with; a running state cannot go back in its text."""
+        length = min(common_prefix_length([text.tokens, prompt]), len(prompt) - 1)
+        whole = length == len(text.tokens) or not self._target.chains_only
+        return length if whole and self._target.can_read_in_parts(max(len(prompt), len(text.tokens))) else 0
+
+    def add(self, text: CachedText, cache: TreeCache, place: int) -> None:
+        """Copy a row's keys and values out of a cache, if they fit into memory."""
+        size = text.nbytes(self._target)
+        room = _MEMORY_FRACTION * (
+            free_bytes(self._target.device) + sum(one.nbytes(self._target) for one in self._texts)
+        )
+        self._texts = [one for one in self._texts if common_prefix_length([one.tokens, text.tokens]) < len(one.tokens)]
+        while self._texts and size + sum(one.nbytes(self._target) for one in self._texts) > room:
+            del self._texts[0]
+        if size <= room:
+            text.cache = cache.copy_row(place, len(text.tokens))
+            self._texts.append(text)
 
 
 def common_prefix_length(texts: Sequence[Sequence[int]]) -> int:

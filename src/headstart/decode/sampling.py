@@ -118,6 +118,16 @@ class Prefixes:
         self._in_prompt_BV = None if self._in_prompt_BV is None else self._in_prompt_BV[list(rows)]
         self._counts_BV = None if self._counts_BV is None else self._counts_BV[list(rows)]
 
+    def join(self, other: Prefixes) -> None:
+        """Append the rows of another batch with the same options; both have drawn their first tokens."""
+        assert not self._prompts and not other._prompts, "the first draw uploads the texts"
+        self._lengths, self._processors = self._lengths + other._lengths, self._processors + other._processors
+        self._ids_1C += other._ids_1C
+        if self._counts_BV is not None and other._counts_BV is not None:
+            self._counts_BV = torch.cat([self._counts_BV, other._counts_BV])
+        if self._in_prompt_BV is not None and other._in_prompt_BV is not None:
+            self._in_prompt_BV = torch.cat([self._in_prompt_BV, other._in_prompt_BV])
+
     def process(self, logits_MV: Tensor, row_M: Tensor, path_MP: Tensor) -> Tensor:
         """Apply bias, penalties and processors to logits [M, V] after these rows' texts, each continued by its path;
         float32. Paths may contain -1 for no token, but only without processors."""

@@ -66,6 +66,9 @@ class GreedyVerifier:
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
 
+    def join(self, other: GreedyVerifier) -> None:
+        """Append the rows of another verifier with the same options."""
+
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
         """Continue after the tokens that each row has emitted."""
 
@@ -93,7 +96,7 @@ class SamplingVerifier:
     (arXiv 2406.16858 and 2503.01840).
 
     Each token of a row's text uses one uniform for accepting and one for drawing, independent of drafts and other rows.
-    `seed` is the first row's; row b uses seed + b. `samples_drafts` and `draft_generators` are as in `GreedyVerifier`;
+    `seeds` holds one for each row. `samples_drafts` and `draft_generators` are as in `GreedyVerifier`;
     `row_processors`, empty or one for each row, come before those of all rows.
     """
 
@@ -101,7 +104,7 @@ class SamplingVerifier:
         self,
         sampling: SamplingOptions,
         prompts: Sequence[Sequence[int]],
-        seed: int,
+        seeds: Sequence[int],
         samples_drafts: bool,
         row_processors: Sequence[Processor] = (),
     ) -> None:
@@ -109,7 +112,7 @@ class SamplingVerifier:
         self._sampling = sampling
         processes = sampling.processes_logits or bool(row_processors)
         self._prefixes = Prefixes(sampling, prompts, row_processors) if processes else None
-        generators = [row_generators(seed + row) for row in range(len(prompts))]
+        generators = [row_generators(seed) for seed in seeds]
         self._uniforms = [(UniformStream(accept), UniformStream(residual)) for accept, residual, _ in generators]
         self.draft_generators = [draft for _, _, draft in generators]
 
@@ -209,6 +212,12 @@ class SamplingVerifier:
             self._prefixes.reorder(rows)
         self._uniforms = [self._uniforms[row] for row in rows]
         self.draft_generators = [self.draft_generators[row] for row in rows]
+
+    def join(self, other: SamplingVerifier) -> None:
+        if self._prefixes is not None and other._prefixes is not None:
+            self._prefixes.join(other._prefixes)
+        self._uniforms += other._uniforms
+        self.draft_generators += other.draft_generators
 
     def resume(self, emitted: Sequence[Sequence[int]]) -> None:
         """Skip the uniforms consumed by each row's emitted tokens, and reseed its draft generator so that no draft
@@ -341,21 +350,26 @@ def walk_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tu
 
 
 def make_verifier(
-    options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
+    options: Sequence[DecodeOptions], prompts: Sequence[Sequence[int]], target: Target
 ) -> GreedyVerifier | SamplingVerifier:
-    """Create the verifier for these options."""
-    row_processors = min_length_processors(options, prompts, target)
-    if options.verifier == "auto" and options.greedy and not options.processes_logits and not row_processors:
+    """Create the verifier of rows with these options, which differ only in seeds, lengths and ends."""
+    row_processors, shared = min_length_processors(options, prompts, target), options[0]
+    if shared.verifier == "auto" and shared.greedy and not shared.processes_logits and not row_processors:
         return GreedyVerifier()
-    samples_drafts = not options.greedy if options.verifier == "auto" else SAMPLES_DRAFTS[options.verifier]
-    assert options.seed is not None, "the loop sets it"
-    return SamplingVerifier(options, prompts, options.seed, samples_drafts, row_processors)
+    samples_drafts = not shared.greedy if shared.verifier == "auto" else SAMPLES_DRAFTS[shared.verifier]
+    seeds = [one.seed for one in options if one.seed is not None]  # the loop sets them
+    return SamplingVerifier(shared, prompts, seeds, samples_drafts, row_processors)
 
 
-def min_length_processors(options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target) -> list[Processor]:
+def min_length_processors(
+    options: Sequence[DecodeOptions], prompts: Sequence[Sequence[int]], target: Target
+) -> list[Processor]:
     """Create a processor per prompt that bans end tokens before `min_new_tokens`; return [] if not needed."""
-    ends = sorted({*target.end_tokens, *options.stop_token_ids})
-    if not options.min_new_tokens or not ends:
+    count, device = options[0].min_new_tokens, target.device
+    ends = [sorted({*target.end_tokens, *one.stop_token_ids}) for one in options]
+    if not count or not all(ends):
         return []
-    count, device = options.min_new_tokens, target.device
-    return [MinNewTokensLengthLogitsProcessor(len(prompt), count, ends, device=device) for prompt in prompts]
+    return [
+        MinNewTokensLengthLogitsProcessor(len(prompt), count, of_row, device=device)
+        for prompt, of_row in zip(prompts, ends, strict=True)
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from headstart.decode.loop import Drafter
+from headstart.decode.drafting import Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import SHIPPED_STEPS, ShippedDrafter

@@ -43,13 +43,13 @@ class DraftGraphs(GraphPool[Memory]):
         if self.refused is not None or nodes > WIDTHS[-1]:
             return False
         slots = heads.slots(session) + heads.draft_steps * next_power_of_two(nodes)
-        if memory is None or memory.capacity < slots:
+        if memory is None or memory.capacity < slots or memory.rows < rows:
             if any(weight.device != self._device for weight in heads.weights()):
                 self.disable("their weights are on several devices")
                 return False
-            larger = self.lend(partial(heads.new_memory, session), rows, slots + _SPARE, heads.weights())
-            if memory is not None:
-                memory.lent.detach()  # it is too small for the next text, too
+            power = next_power_of_two(rows)  # rows may join
+            larger = self.lend(partial(heads.new_memory, session), power, slots + _SPARE, heads.weights())
+            heads.leave_memory(session)
             self.return_when_collected(session, larger)
             heads.move(session, larger)
         for level in heads.pending_levels(session):

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headstart.decode.prefix_cache import common_prefix_length
 from headstart.errors import UserError
-from headstart.model.model import Target
+from headstart.model.model import Target, group_by_length
 from headstart.replay.cache import TreeCache
 from headstart.support.rng import draw
 from headstart.tree.tree import Committed, DraftDistribution, Request, Tree, TreeBatch
@@ -104,6 +105,10 @@ class EarlyExitDrafter:
         session.texts = [session.texts[row] for row in rows]
         session.cached_drafts = [session.cached_drafts[row] for row in rows]
 
+    def join(self, session: _Session, other: _Session) -> _Session:
+        cache = session.cache.join(other.cache, self.first_layers.new_cache)
+        return _Session(cache, session.texts + other.texts, session.cached_drafts + other.cached_drafts)
+
     def _read_text(self, session: _Session, roots: Sequence[int]) -> Tensor:
         """Prefill the uncached tokens of each text and the root; return the logits [B, V] after the roots."""
         texts = zip(session.texts, session.cache.lengths, roots, strict=True)
@@ -111,9 +116,14 @@ class EarlyExitDrafter:
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
         session.cache = session.cache.with_room(room, self.first_layers.new_cache)
         session.cached_drafts = [[] for _ in rows]
-        if max(map(len, rows)) > 1:
-            return self.first_layers.prefill(session.cache, rows).logits_BTV[:, 0]
-        return self._step(session, roots, [True] * len(rows))
+        counts, logits = list(map(len, rows)), []
+        if max(counts) == 1:
+            return self._step(session, roots, [True] * len(rows))
+        for start, stop in group_by_length(counts):  # a row that has just joined reads its prompt alone
+            part = session.cache.slice_rows(start, stop)
+            logits.append(self.first_layers.prefill(part, rows[start:stop]).logits_BTV[:, 0])
+            session.cache.lengths[start:stop] = part.lengths
+        return torch.cat(logits)
 
     def _step(self, session: _Session, tokens: Sequence[int], running: Sequence[bool]) -> Tensor:
         """Read a token per row, and keep it in the cache of running rows; return the logits [B, V] after it."""

@@ -129,6 +129,10 @@ class HeadDrafter:
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         self.heads.reorder(session, rows)
 
+    def join(self, session: Any, other: Any) -> Any:
+        self.heads.join(session, other)
+        return session
+
 
 class ShippedDrafter(HeadDrafter):
     """Drafter of chains with the multi-token-prediction module of the target's checkpoint, untrained."""

@@ -89,6 +89,9 @@ class LookaheadDrafter:
     def reorder(self, session: list[_Row], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]
 
+    def join(self, session: list[_Row], other: list[_Row]) -> list[_Row]:
+        return session + other
+
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
         """Add the n-grams that end in these committed tokens to the pool."""
         text = [*row.recent, *tokens]

@@ -164,6 +164,9 @@ class TextDrafter:
     def reorder(self, session: list[TextRow], rows: Sequence[int]) -> None:
         session[:] = [session[row] for row in rows]
 
+    def join(self, session: list[TextRow], other: list[TextRow]) -> list[TextRow]:
+        return session + other
+
 
 class NgramDrafter(TextDrafter):
     """Drafter of the continuation of the longest earlier occurrence of the text's end, in prompt or answer."""

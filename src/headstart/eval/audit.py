@@ -30,8 +30,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headstart.decode.loop import DecodeLoop, Drafter, Generation, check
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop, check
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Generation
 from headstart.decode.verify import SAMPLES_DRAFTS
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -404,6 +406,8 @@ class AlwaysWrongDrafter:
     def commit(self, session: None, committed: Committed) -> None: ...
 
     def reorder(self, session: None, rows: Sequence[int]) -> None: ...
+
+    def join(self, session: None, other: None) -> None: ...
 
 
 def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int) -> list[int]:

@@ -130,7 +130,7 @@ class Judge:
         if text not in self._last:  # drafters often diverge at the same near-tie
             self._last[text] = self._exact_logits(text, 1)[0]
         logits_V = self._last[text]
-        min_length = min_length_processors(self._options, [prompt], self._target)
+        min_length = min_length_processors([self._options], [prompt], self._target)
         options = replace(self._options, processors=[*min_length, *self._options.processors])
         if options.processes_logits:
             logits_V = process(options, logits_V, prompt, answer)

@@ -30,7 +30,8 @@ from headstart.data.prompts.chat import (
 )
 from headstart.data.prompts.questions import Question
 from headstart.decode.costs import Measured
-from headstart.decode.loop import Drafter, check, check_options
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import check, check_options
 from headstart.decode.options import TreeKind
 from headstart.drafters.catalog import parts_of
 from headstart.errors import UserError

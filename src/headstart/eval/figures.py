@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.decode.loop import Round
+from headstart.decode.texts import Round
 from headstart.eval.divergence import Judgement
 from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, OTHER, PLAIN
 from headstart.eval.methods import Run

@@ -137,3 +137,8 @@ class _TextCache:
 
     def reorder(self, rows: Sequence[int]) -> None:
         self.rows_B = [self.rows_B[row] for row in rows]
+
+    def join(self, other: _TextCache, new_cache: object) -> _TextCache:
+        assert self.prompt_length == other.prompt_length, "one prompt for all rows"
+        self.rows_B += other.rows_B
+        return self

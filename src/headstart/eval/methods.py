@@ -19,8 +19,10 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.decode.budget import Costs
-from headstart.decode.loop import DecodeLoop, Drafter, Round
+from headstart.decode.drafting import Drafter
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, TreeKind
+from headstart.decode.texts import Round
 from headstart.errors import UserError
 from headstart.eval.enumeration import OutputPenalties
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, islice, takewhile
 from typing import Any, NamedTuple, TypedDict
 
-from headstart.decode.loop import Round
+from headstart.decode.texts import Round
 from headstart.errors import UserError
 from headstart.eval.figures import Unit
 from headstart.eval.labels import HEADS, HEADS_NGRAM, OTHER, PLAIN, label_of

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
 
-from headstart.decode.loop import Round
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Round
 from headstart.errors import UserError
 from headstart.eval.methods import Run
 from headstart.servers.completions import CompletionRequest

@@ -390,6 +390,10 @@ class DraftHead(nn.Module, ABC):
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows, in ascending order."""
 
+    @abstractmethod
+    def join(self, session: Any, other: Any) -> None:
+        """Append the rows of another session, between two rounds."""
+
     @property
     def max_children(self) -> int:
         """Number of tokens that can be drafted after a node."""

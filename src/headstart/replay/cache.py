@@ -73,12 +73,13 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of every layer, written in place.
 
     Args:
-        capacity: in tokens per row, tree nodes included.
+        rows, capacity: size of the allocation; a row's capacity is in tokens, tree nodes included.
         keep_tokens: whether to store token ids, for targets that recompute their cache (see `Target.max_depth`).
 
     Attributes:
+        capacity: most tokens of a row; the allocation may have more slots.
         stores: keys and values [count, B, H, C, D], one tensor per (heads, head size), dtype and device; with
-            `keep_tokens`, the token ids last.
+            `keep_tokens`, the token ids last. Spare rows follow the rows in use.
         places: each layer's place in the stores.
     """
 
@@ -103,8 +104,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def of(cls, memory: KVMemory, rows: int) -> TreeCache:
         """Create a cache on reused memory."""
         cache = cls((), rows, memory.capacity)
-        cache.memory, cache.places = memory, memory.places
-        cache.stores = [store[:, :rows] for store in memory.stores]
+        cache.memory, cache.places, cache.stores = memory, memory.places, memory.stores
         return cache
 
     @property
@@ -140,9 +140,9 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         (key_store, key_index), (value_store, value_index) = self.places[layer_idx]
         if not self._ragged:
             if not self._new:  # one view of all layers, unbound, is faster than views of each
-                first, seen = self._seen - self._new_tokens, self._seen
-                self._new = [store[:, :, :, first:seen].unbind() for store in self.stores]
-                self._visible = [store[:, :, :, :seen].unbind() for store in self.stores]
+                first, seen, rows = self._seen - self._new_tokens, self._seen, self.rows
+                self._new = [store[:, :rows, :, first:seen].unbind() for store in self.stores]
+                self._visible = [store[:, :rows, :, :seen].unbind() for store in self.stores]
             self._new[key_store][key_index].copy_(key_states)
             self._new[value_store][value_index].copy_(value_states)
             return self._visible[key_store][key_index], self._visible[value_store][value_index]
@@ -151,7 +151,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         rows_B1, slots_BT = self._rows_and_slots(keys.device)
         keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
         values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
-        return keys[:, :, : self._seen], values[:, :, : self._seen]
+        return keys[: self.rows, :, : self._seen], values[: self.rows, :, : self._seen]
 
     def write_tokens(self, tokens_BT: Tensor) -> None:
         """Write the token ids of this forward, for `committed_tokens`."""
@@ -222,11 +222,26 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         assert list(rows) == sorted(set(rows)), "rows move down, never up"
         for row, source in enumerate(rows):
             if row != source:
-                length = self.lengths[source]
-                for store in self.stores:
-                    store[:, row, :, :length] = store[:, source, :, :length]
-        self.stores = [store[:, : len(rows)] for store in self.stores]
-        self.lengths = [self.lengths[row] for row in rows]
+                self._take_row(row, self, source)
+        del self.lengths[len(rows) :]
+
+    def join(self, other: TreeCache, new_cache: Callable[[int, int], TreeCache], capacity: int = 0) -> TreeCache:
+        """Return a cache of at least this capacity with the other's rows after its own: this cache if its memory has
+        room, else a copy with at least twice the rows."""
+        cache, rows, capacity = self, self.rows + other.rows, max(self.capacity, other.capacity, capacity)
+        if rows > self.stores[0].shape[1] or capacity > self.stores[0].shape[3]:
+            cache = self._copy_into(new_cache(max(rows, 2 * self.rows), capacity))
+        cache.capacity = capacity
+        for row in range(other.rows):
+            cache.lengths.append(0)
+            cache._take_row(cache.rows - 1, other, row)
+        return cache
+
+    def _take_row(self, row: int, other: TreeCache, source: int) -> None:
+        """Copy a row into the place of an ended one. A NaN that it left there would pass through masks, so zero it."""
+        self.load_row(row, other, source)
+        for store in self.stores:
+            store[:, row, :, self.lengths[row] :] = 0
 
     def slice_rows(self, start: int, stop: int) -> TreeCache:
         """Return a view of some rows. It has its own lengths, which the caller copies back after a commit."""
@@ -239,13 +254,16 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:
         """Return this cache if it fits `needed` tokens, else a copy with a capacity of 2 * `needed`."""
-        if needed <= self.capacity:
+        if needed <= self.stores[0].shape[3]:
+            self.capacity = max(self.capacity, needed)
             return self
-        other = new_cache(self.rows, 2 * needed)
-        other._check = self._check
+        return self._copy_into(new_cache(self.rows, 2 * needed))
+
+    def _copy_into(self, larger: TreeCache) -> TreeCache:
+        larger._check, larger.lengths = self._check, [0] * self.rows
         for row in range(self.rows):
-            other.load_row(row, self.slice_rows(row, row + 1))
-        return other
+            larger.load_row(row, self, row)
+        return larger
 
     def copy_row(self, row: int, length: int) -> TreeCache:
         """Copy the first `length` tokens of a row into memory of its own."""
@@ -254,11 +272,11 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         copied.capacity, copied.lengths = length, [length]
         return copied
 
-    def load_row(self, row: int, other: TreeCache) -> None:
-        """Copy the only row of another cache into a row."""
-        length = self.lengths[row] = other.lengths[0]
-        for store, source in zip(self.stores, other.stores, strict=True):
-            store[:, row, :, :length] = source[:, 0, :, :length]
+    def load_row(self, row: int, other: TreeCache, source: int = 0) -> None:
+        """Copy a row of another cache into a row."""
+        length = self.lengths[row] = other.lengths[source]
+        for store, other_store in zip(self.stores, other.stores, strict=True):
+            store[:, row, :, :length] = other_store[:, source, :, :length]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

@@ -101,6 +101,12 @@ class ChainCache:
         self.row_states = [self.row_states[row] for row in rows]
         self.lengths, self.chains = [self.lengths[row] for row in rows], [self.chains[row] for row in rows]
 
+    def join(self, other: ChainCache, new_cache: object, capacity: int = 0) -> ChainCache:
+        """See `TreeCache.join`; the other's rows are moved, not copied."""
+        self.row_states += other.row_states
+        self.lengths, self.chains = self.lengths + other.lengths, self.chains + other.chains
+        return self
+
     def slice_rows(self, start: int, stop: int) -> ChainCache:
         part = copy.copy(self)
         part.row_states, part.lengths = self.row_states[start:stop], self.lengths[start:stop]

@@ -190,6 +190,7 @@ class TargetGraphs(GraphPool[KVMemory]):
         """Create an empty cache in pooled memory, with room for the padding of the widest bucket."""
         memory = self.lend(self._new_memory, rows, capacity + WIDTHS[-1], weights)
         cache = TreeCache.of(memory, rows)
+        cache.capacity = capacity
         self.return_when_collected(cache, memory)
         return cache
 

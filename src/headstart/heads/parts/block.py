@@ -201,7 +201,10 @@ class BlockHead(GraphedHead):
 
     def reorder(self, session: BlockSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
-        session.hidden_BSE, session.logits_BSD = session.hidden_BSE[upload(rows, session.hidden_BSE.device)], None
+
+    def join(self, session: BlockSession, other: BlockSession) -> None:
+        if not session.cache.join(other.cache):
+            self.leave_memory(session)
 
     def _append_context(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
         """Append keys and values of newly committed tokens. Later ones overwrite a row's padding."""

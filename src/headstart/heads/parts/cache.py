@@ -85,8 +85,8 @@ class Entries:
 
 
 class LayerCache:
-    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels write no
-    keys of own-position heads: zeros have a negligible score."""
+    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's, and by spare rows. The C
+    kernels write no keys of own-position heads: zeros have a negligible score."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
@@ -106,24 +106,27 @@ class LayerCache:
 
     def move(self, memory: KVMemory) -> None:
         """Move to this memory, which must be large enough."""
-        rows, longest = len(self.lengths), max(self.lengths)
-        moved = [tuple(store[:rows] for store in memory.layer(number)) for number in range(len(self.kv))]
+        used = slice(len(self.lengths)), slice(None), slice(max(self.lengths))
+        moved = [memory.layer(number) for number in range(len(self.kv))]
         for store, own in zip(chain.from_iterable(moved), chain.from_iterable(self.kv), strict=True):
-            store[:, :, :longest] = own[:, :, :longest]
-        self.kv = [(keys, values) for keys, values in moved]
+            store[used] = own[used]
+        self.kv = moved
 
-    def reserve(self, slots: int) -> None:
-        capacity = self.kv[0][0].shape[2]
-        if slots > capacity:
-            more = max(slots, 2 * capacity) - capacity
-            self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
+    def reserve(self, slots: int, rows: int = 0) -> bool:
+        """Make room by doubling; return whether there was room."""
+        sizes = zip((slots, rows), (self.kv[0][0].shape[2], self.kv[0][0].shape[0]), strict=True)
+        more = [max(needed, 2 * size) - size if needed > size else 0 for needed, size in sizes]
+        if any(more):
+            padding = (0, 0, 0, more[0], 0, 0, 0, more[1])
+            self.kv = [(F.pad(keys, padding), F.pad(values, padding)) for keys, values in self.kv]
+        return not any(more)
 
     def put(self, starts: Sequence[int], layer: int, keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
         """Write at each row's slots `starts`, `starts` + 1, ..."""
         (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
         if len(set(starts)) == 1:
-            keys[:, :, starts[0] : starts[0] + width] = keys_BNTd
-            values[:, :, starts[0] : starts[0] + width] = values_BNTd
+            place = slice(len(starts)), slice(None), slice(starts[0], starts[0] + width)
+            keys[place], values[place] = keys_BNTd, values_BNTd
             return
         rows_B1 = torch.arange(len(starts), device=device)[:, None]
         slots_BT = upload(starts, device)[:, None] + torch.arange(width, device=device)
@@ -137,8 +140,17 @@ class LayerCache:
             if row != source:
                 for store in chain.from_iterable(self.kv):
                     store[row, :, : self.lengths[source]] = store[source, :, : self.lengths[source]]
-        self.kv = [(keys[: len(rows)], values[: len(rows)]) for keys, values in self.kv]
         self.lengths = [self.lengths[row] for row in rows]
+
+    def join(self, other: LayerCache) -> bool:
+        """Append the rows of another cache; return whether there was room."""
+        start, longest = len(self.lengths), max(other.lengths)
+        self.lengths = self.lengths + other.lengths
+        had_room = self.reserve(longest, len(self.lengths))
+        for store, source in zip(chain.from_iterable(self.kv), chain.from_iterable(other.kv), strict=True):
+            store[start : len(self.lengths), :, :longest] = source[: len(other.lengths), :, :longest]
+            store[start : len(self.lengths), :, longest:] = 0  # a NaN of an ended text would pass through masks
+        return had_room
 
 
 def cached_attention(
@@ -169,7 +181,7 @@ def text_attention(
     if same_start and starts[0] + width == slots and width == 1:
         return cached_attention(queries_BNGWd, kv, slots, None)
     if same_start and width > _QUERIES:
-        keys, values = (cached[:, :, :slots] for cached in kv)
+        keys, values = (cached[: len(starts), :, :slots] for cached in kv)
         return causal_attention(queries_BNGWd.flatten(1, 2), keys, values).view(queries_BNGWd.shape)
     slots_S = torch.arange(slots, device=index_BW.device)
     parts = [

@@ -60,6 +60,12 @@ class GraphedHead(DraftHead):
     def move(self, session: Any, memory: Any) -> None:
         """Move the session to this memory, between two rounds."""
 
+    def leave_memory(self, session: Any) -> None:
+        """Free the session's memory once nothing reads it, if it has any: it is too small for later texts, too."""
+        if session.memory is not None:
+            session.memory.lent.detach()
+            session.memory = None
+
     def pending_levels(self, session: Any) -> Iterator[Level]:
         """Yield the levels that read pending text before the first level, and update the session after each."""
         return iter(())

@@ -209,12 +209,16 @@ class RecurrentHead(GraphedHead):
         while max(session.counts) > CHUNK:
             if check is not None:
                 check()
-            read, tokens = session.next_piece(CHUNK)
-            tokens_BW = upload(tokens, session.pending_BPX.device)
-            entries = Entries.of_text(session.cache.lengths, CHUNK, [max(count, 1) - 1 for count in read])
-            session.cache.reserve(entries.stop)
-            self._run(session, self.project(session.pending_BPX[:, :CHUNK]), tokens_BW, entries)
-            session.drop_pending(read)
+            self._read_piece(session)
+
+    def _read_piece(self, session: RecurrentSession) -> None:
+        width = min(CHUNK, max(session.counts) - 1)
+        read, tokens = session.next_piece(width)
+        tokens_BW = upload(tokens, session.pending_BPX.device)
+        entries = Entries.of_text(session.cache.lengths, width, [max(count, 1) - 1 for count in read])
+        session.cache.reserve(entries.stop)
+        self._run(session, self.project(session.pending_BPX[:, :width]), tokens_BW, entries)
+        session.drop_pending(read)
 
     def _kernel_heads(self, like: Tensor) -> draft_kernels.Recurrent | None:
         """Return the heads for the C kernels, in the dtype of `like`; None without int8 weights."""
@@ -294,6 +298,17 @@ class RecurrentHead(GraphedHead):
         session.next_tokens = [session.next_tokens[row] for row in rows]
         session.counts = [session.counts[row] for row in rows]
         session.drafted = False
+
+    def join(self, session: RecurrentSession, other: RecurrentSession) -> None:
+        while max(other.counts) > 1:  # now, since the first level of all rows is as wide as the longest pending text
+            self._read_piece(other)
+        if not session.cache.join(other.cache):
+            self.leave_memory(session)
+        pending = zip((*session.pending_BPX, *other.pending_BPX), session.counts + other.counts, strict=True)
+        states = [state_PX[:count] for state_PX, count in pending]
+        session.pending_BPX = nn.utils.rnn.pad_sequence(states, batch_first=True)
+        session.next_tokens, session.counts = session.next_tokens + other.next_tokens, session.counts + other.counts
+        session.kernel_heads = other.kernel_heads  # of the newest weights
 
     def _run_kernels(
         self,

@@ -105,6 +105,9 @@ class ResidualHead(GraphedHead):
     def reorder(self, session: FinalSession, rows: Sequence[int]) -> None:
         session.final_BE = session.final_BE[upload(rows, session.final_BE.device)]
 
+    def join(self, session: FinalSession, other: FinalSession) -> None:
+        session.final_BE = torch.cat([session.final_BE, other.final_BE])
+
 
 def embed_normalized(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
     """Normalised target embeddings [..., E] of tokens [...], in the dtype and on the device of `like`. Raw ones are an
