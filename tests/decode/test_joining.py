@@ -191,9 +191,7 @@ def target() -> Target:
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", [*CASES, *TEXT_DRAFTERS])
-def test_rows_come_and_go(
-    name: str, options: DecodeOptions, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_come_and_go(name: str, options: DecodeOptions, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.heads.parts.cache._SPARE", 2)
     monkeypatch.setattr("headstart.drafters.early_exit._SPARE", 2)
     make = TEXT_DRAFTERS.get(name)

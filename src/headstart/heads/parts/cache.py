@@ -85,8 +85,8 @@ class Entries:
 
 
 class LayerCache:
-    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's; spare rows after the rows
-    in use. The C kernels write no keys of own-position heads: zeros have a negligible score."""
+    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's; spare rows come last. The
+    C kernels write no keys of own-position heads: zeros have a negligible score."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
