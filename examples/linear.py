@@ -67,3 +67,6 @@ class LinearHead(OneForwardHead):
 
     def reorder(self, session: LinearSession, rows: Sequence[int]) -> None:
         session.final_BE = session.final_BE[list(rows)]
+
+    def join(self, session: LinearSession, other: LinearSession) -> None:
+        session.final_BE = torch.cat([session.final_BE, other.final_BE])

@@ -26,7 +26,8 @@ class Arrival:
         self._cancel_after = cancel_after
 
     def submit(self, engine: Engine) -> Ticket:
-        return engine.submit(self.loop, self.row, self.outcome.append)
+        self.ticket = engine.submit(self.loop, self.row, self.outcome.append)
+        return self.ticket
 
     def _read(self, _: int, tokens: list[int], drafted: int) -> None:
         assert 0 <= drafted <= len(tokens)

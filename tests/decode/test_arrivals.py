@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -10,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from headstart.decode import memory
 from headstart.decode.drafting import Drafter
 from headstart.decode.engine import Engine
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.decode.texts import Generation
 from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.memory import MemoryDrafter
 from headstart.drafters.ngram import NgramDrafter
+from headstart.errors import UserError
 from headstart.model.model import Target
+from headstart.replay.cache import TreeCache
 from headstart.tree.tree import TreeShape
 from tests.decode.arrivals import Arrival
 from tests.heads.test_contract import CASES, build, shake
@@ -102,3 +107,109 @@ def test_a_thousand_arrivals(target: Target, loops: list[DecodeLoop], engine: En
         assert ticket.left.wait(60)
         assert arrival.read == expected[: len(arrival.read)]
     assert together >= 8 and cancelled > 50
+
+
+LONG = DecodeOptions(60, ignore_end=True)
+
+
+def alone(target: Target, prompt: list[int], options: DecodeOptions = LONG) -> list[int]:
+    return DecodeLoop(target).generate([prompt], options)[0].tokens
+
+
+def finished(*arrivals: Arrival) -> list[list[int]]:
+    """Wait for these requests; return their texts."""
+    texts = []
+    for arrival in arrivals:
+        assert arrival.ticket.left.wait(60)
+        (outcome,) = arrival.outcome
+        assert isinstance(outcome, Generation), repr(outcome)
+        texts.append(outcome.tokens)
+    return texts
+
+
+def test_a_long_prompt_is_read_between_the_rounds_of_others(
+    target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch, spy: Any
+) -> None:
+    monkeypatch.setattr("headstart.decode.engine._PIECE", 16)
+    loop, calls = DecodeLoop(target), spy(Target, "prefill")
+    first, long = Arrival(loop, [3, 9, 14], LONG), Arrival(loop, [*range(1, 61)] * 2, OPTIONS)
+    seen: list[tuple[int, int]] = []  # tokens of the first text, and pieces of the long prompt
+    read, arrived = first.row.on_tokens, threading.Event()
+
+    def on_tokens(number: int, tokens: list[int], drafted: int) -> None:
+        assert read is not None
+        read(number, tokens, drafted)
+        seen.append((len(first.read), len(calls) - 1))
+        if len(first.read) == 3:
+            long.submit(engine)
+            arrived.set()
+
+    first.row.on_tokens = on_tokens
+    first.submit(engine)
+    assert arrived.wait(60)
+    assert finished(first, long) == [alone(target, [3, 9, 14]), alone(target, [*range(1, 61)] * 2, OPTIONS)]
+    assert {pieces for _, pieces in seen} >= set(range(9)), "a round after each of 8 pieces"
+
+
+def test_a_request_waits_for_memory(target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for one row: the second request begins when the first has left; a third that never fits fails alone."""
+    honest, loop = memory.reserve, DecodeLoop(target)
+    running = list[Arrival]()
+
+    def reserve(_target: Target, prompts: Any, *rest: Any) -> int:
+        if len(prompts[0]) == 5 or any(one.read and not one.ticket.left.is_set() for one in running):
+            raise UserError("no memory", "wait")
+        return honest(_target, prompts, *rest)
+
+    monkeypatch.setattr("headstart.decode.batch.reserve", reserve)
+    running += [Arrival(loop, [3, 9, 14], LONG), Arrival(loop, [8, 40], LONG)]
+    never = Arrival(loop, [1, 2, 3, 4, 5], LONG)
+    for arrival in (*running, never):
+        arrival.submit(engine)
+    assert finished(*running) == [alone(target, [3, 9, 14]), alone(target, [8, 40])]
+    assert never.ticket.left.wait(60)
+    assert [type(outcome) for outcome in never.outcome] == [UserError]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_running_out_of_memory_decodes_fewer_rows_at_once(
+    temperature: float, target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, widest, most = Target.forward_tree, list[int](), 3
+    options = replace(LONG, temperature=temperature, verifier="top_k", draft="on")
+    expected = [alone(target, prompt, replace(options, seed=0)) for prompt in PROMPTS[:5]]
+
+    def forward(self: Target, cache: TreeCache, *rest: Any) -> Any:
+        if cache.rows > most:
+            raise MemoryError("too many rows")
+        widest.append(cache.rows)
+        return honest(self, cache, *rest)
+
+    monkeypatch.setattr(Target, "forward_tree", forward)
+    loop = DecodeLoop(target, NgramDrafter())
+    arrivals = [Arrival(loop, prompt, options) for prompt in PROMPTS[:5]]
+    for arrival in arrivals:
+        arrival.submit(engine)
+    assert finished(*arrivals) == expected
+    assert 1 < max(widest) <= most
+
+
+def test_requests_with_one_prompt_read_it_once(target: Target, engine: Engine, spy: Any) -> None:
+    calls, loop = spy(Target, "prefill"), DecodeLoop(target, NgramDrafter())
+    prompt = [*_BEGIN, *_BEGIN]
+    options = replace(LONG, temperature=1.0, verifier="top_k")
+    arrivals = [Arrival(loop, prompt, replace(options, seed=seed)) for seed in range(4)]
+    for arrival in arrivals:
+        arrival.submit(engine)
+    texts = finished(*arrivals)
+    assert sorted(len(rows[0]) for _, _, rows, *_ in calls) == [1, 1, 1, len(prompt)]
+    assert texts == [alone(target, prompt, replace(options, seed=seed)) for seed in range(4)]
+
+
+def test_an_engine_closes_with_requests_in_it(target: Target) -> None:
+    engine = Engine(target)
+    arrivals = [Arrival(DecodeLoop(target), prompt, replace(LONG, max_new_tokens=900)) for prompt in PROMPTS[:3]]
+    for arrival in arrivals:
+        arrival.submit(engine)
+    engine.close()
+    assert all(arrival.ticket.left.is_set() and arrival.outcome == [None] for arrival in arrivals)

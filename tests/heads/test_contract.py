@@ -275,6 +275,9 @@ def test_rows_of_a_batch_are_independent(name: str, target: Target) -> None:
         assert draft(heads, alone, roots[row : row + 1], shape)[0] == together[row]
     heads.reorder(session, [1])
     assert draft(heads, session, roots[1:], shape)[0] == together[1]
+    session = prefilled(heads, target, texts[1:])
+    heads.join(session, prefilled(heads, target, texts[:1]))
+    assert draft(heads, session, roots[::-1], shape) == together[::-1]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -140,6 +140,7 @@ class LayerCache:
             if row != source:
                 for store in chain.from_iterable(self.kv):
                     store[row, :, : self.lengths[source]] = store[source, :, : self.lengths[source]]
+                    store[row, :, self.lengths[source] :] = 0  # as in `join`
         self.lengths = [self.lengths[row] for row in rows]
 
     def join(self, other: LayerCache) -> bool:
