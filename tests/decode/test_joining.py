@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor
 
-from headstart.decode.loop import Drafter
+from headstart.decode.drafting import Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import warp
 from headstart.decode.verify import make_verifier
@@ -80,7 +80,7 @@ class Batch:
         texts = [TEXTS[number] for number in numbers]
         self.cache: Any = target.new_cache(len(texts), 160)
         out = target.prefill(self.cache, texts, drafter.aux_layers)
-        self.verifier: Any = make_verifier(replace(options, seed=numbers[0]), texts, target)
+        self.verifier: Any = make_verifier([replace(options, seed=number) for number in numbers], texts, target)
         self.roots = TreeBatch.roots(self.verifier.first(out.logits_BTV[:, 0]), target.device)
         self.session = drafter.prefill(texts, out.aux_hidden_states)
         self.rows = [Row(tokens=[root]) for root in self.roots.root_tokens]
