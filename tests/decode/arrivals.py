@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -26,11 +27,13 @@ class Arrival:
         self._cancel_after = cancel_after
 
     def submit(self, engine: Engine) -> Ticket:
+        self._engine = engine
         self.ticket = engine.submit(self.loop, self.row, self.outcome.append)
         return self.ticket
 
     def _read(self, _: int, tokens: list[int], drafted: int) -> None:
         assert 0 <= drafted <= len(tokens)
+        assert threading.current_thread() is self._engine._work._thread, "a single thread decodes"
         self.read += tokens
         if self._cancel_after is not None and len(self.read) >= self._cancel_after:
             self.row.cancelled = True

@@ -43,7 +43,8 @@ class Row:
         started: `perf_counter` at the call, from which the times of tokens count.
         number: passed to `on_tokens` and to `options.stop_test`.
         cached: the text that the target has read, if a later prompt may continue it.
-        cancelled: whether the row leaves before the next round.
+        cancelled: whether the row leaves before the next round; set by any thread.
+        left: whether the batch drops the row now.
     """
 
     prompt: Sequence[int]
@@ -54,6 +55,7 @@ class Row:
     on_tokens: OnTokens | None = None
     cached: CachedText | None = None
     cancelled: bool = False
+    left: bool = False
 
     def __post_init__(self) -> None:
         self.text = Generation(seed=None if self.options.greedy else self.options.seed)
@@ -153,13 +155,9 @@ class Lane:
         tokens_B = torch.cat([self.roots.root_B, other.roots.root_B])
         self.roots = TreeBatch.roots([*self.roots.root_tokens, *other.roots.root_tokens], on_device=tokens_B)
 
-    @property
-    def running_places(self) -> list[int]:
-        return [place for row, place in zip(self.rows, self.places, strict=True) if not row.ended]
-
     def drop_ended(self, running: Sequence[int]) -> None:
         """Keep only the running rows; `running` are those of the whole batch, by their place before."""
-        rows = [index for index, row in enumerate(self.rows) if not row.ended]
+        rows = [index for index, row in enumerate(self.rows) if not row.left]
         self.places = [place for place, before in enumerate(running) if before in self.places]
         if len(rows) == len(self.rows):
             return
@@ -323,9 +321,17 @@ class Batch:
             else:
                 host.join(lane)
 
-    def drop_ended(self) -> bool:
-        """Drop ended rows from the cache and the lanes; return whether any row is left."""
-        running = sorted(place for lane in self.lanes for place in lane.running_places)
+    def drop_ended(self, on_leave: Callable[[Row, int], None] | None = None) -> bool:
+        """Drop ended rows from the cache and the lanes; return whether any row is left. `on_leave` gets each ended row
+        with its place, before it is dropped."""
+        running = []
+        for row, place in [pair for lane in self.lanes for pair in zip(lane.rows, lane.places, strict=True)]:
+            row.left = row.ended  # read once: another thread may cancel a row meanwhile
+            if not row.left:
+                running.append(place)
+            elif on_leave is not None:
+                on_leave(row, place)
+        running.sort()
         if running and len(running) < self.cache.rows:
             self.cache.reorder(running)
             for lane in self.lanes:

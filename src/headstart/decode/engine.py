@@ -13,8 +13,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -153,11 +154,14 @@ class _Work:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while self._take_arrived():
-            free_cores = self._tickets[0].loop.free_cores
-            with free_cores.limited() if free_cores else nullcontext():
-                while self._take_arrived():
-                    self._step()
+        with ExitStack() as threads:
+            limited = False
+            while self._take_arrived():  # once false, another thread may have started
+                free_cores = self._tickets[0].loop.free_cores
+                if free_cores is not None and not limited:
+                    threads.enter_context(free_cores.limited())
+                    limited = True
+                self._step()
 
     def _take_arrived(self) -> bool:
         """Take new requests; return whether there are any, and end the thread if there are none."""
@@ -219,19 +223,15 @@ class _Work:
             self._batch.join(arrived)
 
     def _leave(self) -> None:
-        """Report rows that have ended, keep their texts, and drop them from the batch."""
-        batch = self._batch
-        if batch is None:
-            return
-        for lane in batch.lanes:
-            for row, place in zip(lane.rows, lane.places, strict=True):
-                if row.ended:
-                    ticket = next(ticket for ticket in self._tickets if ticket.row is row)
-                    if row.cached is not None and not row.cancelled:
-                        self._pool.add(row.cached, batch.cache, place)
-                    self._end(ticket, None if row.cancelled else row.text)
-        if not batch.drop_ended():
+        """Drop ended rows from the batch, keep their texts, and report them."""
+        if self._batch is not None and not self._batch.drop_ended(partial(self._report, self._batch)):
             self._batch = None
+
+    def _report(self, batch: Batch, row: Row, place: int) -> None:
+        if row.cached is not None and not row.cancelled:
+            self._pool.add(row.cached, batch.cache, place)
+        ticket = next(ticket for ticket in self._tickets if ticket.row is row)
+        self._end(ticket, None if row.cancelled else row.text)
 
     def _end(self, ticket: Ticket, outcome: Generation | BaseException | None) -> None:
         self._tickets.remove(ticket)
