@@ -213,3 +213,23 @@ def test_an_engine_closes_with_requests_in_it(target: Target) -> None:
         arrival.submit(engine)
     engine.close()
     assert all(arrival.ticket.left.is_set() and arrival.outcome == [None] for arrival in arrivals)
+
+
+def test_a_request_that_comes_as_the_thread_ends_gets_one_thread(
+    target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = DecodeLoop(target)
+    first, second = Arrival(loop, [3, 9, 14], LONG), Arrival(loop, [8, 40], LONG)
+    honest, submitted = type(engine._work)._take_arrived, threading.Event()
+
+    def take_arrived(self: Any) -> bool:
+        found = honest(self)
+        if not found and not submitted.is_set():
+            second.submit(engine)
+            submitted.set()
+        return found
+
+    monkeypatch.setattr(type(engine._work), "_take_arrived", take_arrived)
+    first.submit(engine)
+    assert submitted.wait(60)
+    assert finished(first, second) == [alone(target, [3, 9, 14]), alone(target, [8, 40])]
