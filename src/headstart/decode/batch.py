@@ -149,6 +149,7 @@ class Lane:
             self._store(index, self.drafters[index].join, self.sessions[index], other.sessions[index])
         self.verifier.join(other.verifier)  # type: ignore[arg-type]  # of the same type
         self.budget.join(other.budget)
+        self.budget.plan(self.loop.experience(len(self.rows) + len(other.rows)))
         self.rows += other.rows
         self.places += other.places
         self.max_nodes = min(self.max_nodes, other.max_nodes)
@@ -167,6 +168,8 @@ class Lane:
         self.roots = TreeBatch.roots([self.roots.root_tokens[row] for row in rows], self.target.device)
         for part in (self.verifier, self.budget):
             part.reorder(rows)
+        if self.serves:
+            self.budget.plan(self.loop.experience(len(rows)))
         self._notify("reorder", rows)
 
     # -- one round ---------------------------------------------------------------------------------------------------

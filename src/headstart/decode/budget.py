@@ -27,7 +27,8 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
 4. The reserve is 2 if the tokens left cannot win back the cost: gain * (left - rounds) <= cost. `rounds` are the priced
    ones; `gain` per token is 1 - drafted / max(2, mean tokens per round), where `drafted` is the time of a drafted round
    in plain rounds. The condition also holds if `gain` <= 0: drafting cannot win at these costs. Else the reserve is 0.
-5. A plan is made when a call starts, when costs become known, and when a trial is lost; price and reserve hold until
+5. A plan is made when a call starts, when costs become known, when a trial is lost, and in a served batch when rows come
+   or go; price and reserve hold until
    the next plan. Plain rounds that are due come first. Drafting then starts at once if the reserve is 0, costs are
    known and no trial is lost. Otherwise plain rounds save until the account covers reserve + price. If saving takes
    more plain rounds than half of the tokens left, or takes any while costs are unknown, the call drafts no more. So the
@@ -205,11 +206,19 @@ class Budget:
         self._set_rows(len(rows))
 
     def join(self, other: Budget) -> None:
-        """Append the rows of another budget, and plan anew: the costs of a round and the text left have changed."""
+        """Append the rows of another budget. The heads have as much text to read, spread over all rows."""
+        unread = self._unread * self.rows + other._unread * other.rows
         self._left += other._left
         self._row_tokens_per_round += other._row_tokens_per_round
-        self._unread = max(self._unread, other._unread)
         self._set_rows(len(self._left))
+        self._unread = ceil(unread / self.rows)
+
+    def plan(self, experience: Experience) -> None:
+        """Plan anew after rows have come or gone, with the experience of batches of this size."""
+        if self._learns and experience is not self._experience:
+            experience.rounds.fresh = False
+            self._experience, self._unsettled, self._recovery_balance = experience, [], None
+            self._set_rows(self.rows)
         if self._corrected is not None and self._mode == "auto":
             self._plan(self._corrected)
 

@@ -83,7 +83,6 @@ class Drafting:
         if self.costs is not None and known and len(known) == len(shares):
             draft_ms = sum(known) * self.costs.verify(1)
         learns = options.greedy and not options.deterministic
-        experience = self._experience.setdefault(size_of(len(prompts)), Experience()) if learns else None
         return Budget(
             self.costs,
             options.draft,
@@ -91,5 +90,9 @@ class Drafting:
             limit=options.max_new_tokens,
             draft_ms=draft_ms,
             prompt=max(map(len, prompts)),
-            experience=experience,
+            experience=self.experience(len(prompts)) if learns else None,
         )
+
+    def experience(self, rows: int) -> Experience:
+        """Return the experience of batches with about this many rows, which later calls share."""
+        return self._experience.setdefault(size_of(rows), Experience())
