@@ -32,11 +32,11 @@ from tests.replay.test_chains import hybrid
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 
-TEXTS = random_texts(5, 17, 9, 3, 30, vocab=12)
-SPANS = [(0, 4), (2, 7), (4, 7), (5, 7), (5, 7)]
-"""Rounds that each text takes part in: the second joins, the first leaves, the third takes its place, the last two join
-together."""
-DRAFTING = [True, False, True, True, True, False, True]
+TEXTS = random_texts(5, 17, 9, 3, 30, 7, vocab=12)
+SPANS = [(0, 4), (2, 7), (4, 8), (5, 8), (5, 8), (7, 8)]
+"""Rounds that each text takes part in. The second joins; the first leaves, and the third takes its place; two join
+together; the last joins, and the second leaves before the next draft."""
+DRAFTING = [True, False, True, True, True, False, True, True]
 """Rounds with drafts. After a plain round trained heads have several unread tokens."""
 GREEDY = DecodeOptions(seed=0)
 SAMPLED = DecodeOptions(
@@ -156,6 +156,8 @@ def together(target: Target, drafter: Drafter, options: DecodeOptions) -> tuple[
             if number == SPANS[2][0]:
                 assert batch.cache is cache, "the ended row's memory is used again"
                 assert getattr(batch.session, "memory", None) is memory
+        if number == SPANS[1][1]:
+            batch.drop_first()
         batch.round(drafting)
     return rows, batch
 
@@ -218,6 +220,23 @@ def test_rows_that_come_and_go_keep_their_graphs(name: str, device: StandIn) -> 
         assert drafter.forwards == "CUDA graphs" and session.memory.rows == 4 and graphs is not None
         if hasattr(session, "cache"):
             assert session.cache.kv[0][0].data_ptr() == session.memory.layer(0)[0].data_ptr()
+
+
+def test_joined_caches_keep_their_check_and_use_all_their_memory(device: StandIn) -> None:
+    target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
+    cache, other, third = (target.new_cache(1, capacity) for capacity in (20, 40, 40))
+    for one in (cache, other, third):
+        target.prefill(one, [TEXTS[0]])
+    checks: list[None] = []
+    cache.watch(lambda: checks.append(None))
+    both = cache.join(other, target.new_cache)
+    assert both is not cache and (both.rows, both.capacity) == (2, 40)
+    target.forward_tree(both, TreeBatch.roots([3, 4], CUDA))
+    assert len(checks) == 1
+    cache.reorder([])
+    assert cache.join(third, target.new_cache) is cache and cache.capacity == 40, (
+        "its memory has more slots than it asked"
+    )
 
 
 def test_rows_of_memoised_targets_join(target: Target) -> None:

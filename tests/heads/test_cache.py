@@ -22,7 +22,8 @@ def test_entries_equal_one_mask(starts: list[int], width: int) -> None:
     torch.manual_seed(0)
     slots = max(starts) + width
     queries = torch.randn(2, 2, 2, width, 8, dtype=torch.float64)
-    kv = torch.randn(2, 2, slots + 5, 8, dtype=torch.float64), torch.randn(2, 2, slots + 5, 8, dtype=torch.float64)
+    keys, values = torch.randn(2, 3, 2, slots + 5, 8, dtype=torch.float64)  # of two rows and a spare one
+    kv = keys, values
     index_BW = torch.tensor(starts)[:, None] + torch.arange(width)
     expected = cached_attention(queries, kv, slots, torch.arange(slots) <= index_BW[:, :, None])
     # The same sums in another order.

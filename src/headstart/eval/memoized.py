@@ -138,7 +138,7 @@ class _TextCache:
     def reorder(self, rows: Sequence[int]) -> None:
         self.rows_B = [self.rows_B[row] for row in rows]
 
-    def join(self, other: _TextCache, new_cache: object) -> _TextCache:
+    def join(self, other: _TextCache, new_cache: object, capacity: int = 0) -> _TextCache:
         assert self.prompt_length == other.prompt_length, "one prompt for all rows"
         self.rows_B += other.rows_B
         return self

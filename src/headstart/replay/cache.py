@@ -73,11 +73,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of every layer, written in place.
 
     Args:
-        rows, capacity: size of the allocation; a row's capacity is in tokens, tree nodes included.
+        capacity: in tokens per row, tree nodes included; reused memory may have more.
         keep_tokens: whether to store token ids, for targets that recompute their cache (see `Target.max_depth`).
 
     Attributes:
-        capacity: most tokens of a row; the allocation may have more slots.
         stores: keys and values [count, B, H, C, D], one tensor per (heads, head size), dtype and device; with
             `keep_tokens`, the token ids last. Spare rows follow the rows in use.
         places: each layer's place in the stores.
@@ -248,8 +247,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part = copy.copy(self)
         part.stores = [store[:, start:stop] for store in self.stores]
         part.lengths = self.lengths[start:stop]
-        part._slots, part._device_lengths, part.memory = {}, {}, None
-        part._new, part._visible = [], []
+        part._device_lengths, part.memory = {}, None
         return part
 
     def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:

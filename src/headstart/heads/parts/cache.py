@@ -138,20 +138,22 @@ class LayerCache:
         assert list(rows) == sorted(set(rows)), "rows move down, never up"
         for row, source in enumerate(rows):
             if row != source:
-                for store in chain.from_iterable(self.kv):
-                    store[row, :, : self.lengths[source]] = store[source, :, : self.lengths[source]]
-                    store[row, :, self.lengths[source] :] = 0  # as in `join`
-        self.lengths = [self.lengths[row] for row in rows]
+                self._take_row(row, self, source)
+        del self.lengths[len(rows) :]
 
     def join(self, other: LayerCache) -> bool:
         """Append the rows of another cache; return whether there was room."""
-        start, longest = len(self.lengths), max(other.lengths)
-        self.lengths = self.lengths + other.lengths
-        had_room = self.reserve(longest, len(self.lengths))
-        for store, source in zip(chain.from_iterable(self.kv), chain.from_iterable(other.kv), strict=True):
-            store[start : len(self.lengths), :, :longest] = source[: len(other.lengths), :, :longest]
-            store[start : len(self.lengths), :, longest:] = 0  # a NaN of an ended text would pass through masks
+        had_room = self.reserve(max(other.lengths), len(self.lengths) + len(other.lengths))
+        for source in range(len(other.lengths)):
+            self.lengths.append(0)
+            self._take_row(len(self.lengths) - 1, other, source)
         return had_room
+
+    def _take_row(self, row: int, other: LayerCache, source: int) -> None:
+        """See `TreeCache._take_row`."""
+        length = self.lengths[row] = other.lengths[source]
+        for store, read in zip(chain.from_iterable(self.kv), chain.from_iterable(other.kv), strict=True):
+            store[row, :, :length], store[row, :, length:] = read[source, :, :length], 0
 
 
 def cached_attention(
