@@ -1,0 +1,271 @@
+"""The server's routes, limits and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from time import time
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from headstart.decoder import Decoder
+from headstart.errors import UserError
+from headstart.serve.jobs import Busy, Closed, Job, Jobs
+from headstart.serve.metrics import Metrics
+from headstart.serve.options import ServeOptions
+from headstart.serve.replies import Reply
+from headstart.serve.requests import ChatRequest, CompletionRequest
+from headstart.streaming import Answer, Stream
+
+MAX_BODY = 10_000_000
+"""Longest body of a request, in bytes."""
+_NAMES = {
+    "--max-new-tokens": "max_tokens",
+    "--min-new-tokens": "min_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "with raw=True (--raw)": "to /v1/completions",
+}
+"""Words of the decoder's messages, and those of a request."""
+_LOG = logging.getLogger(__name__)
+
+
+class Refusal(Exception):
+    """An error of a request, with its HTTP status and OpenAI's code and parameter."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+
+class _BodyRequest(Request):
+    """A request with a strict body: bounded in size and depth, without lone surrogates and NaN."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            body, length = bytearray(), self.headers.get("content-length", "")
+            oversize = length.isdecimal() and int(length[:20]) > MAX_BODY
+            if not oversize:
+                async for part in self.stream():
+                    body += part
+                    if oversize := len(body) > MAX_BODY:
+                        break
+            if oversize:
+                raise HTTPException(413, f"The body is longer than {MAX_BODY} bytes. Shorten the prompt.")
+            self._body = bytes(body)
+        return self._body
+
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise HTTPException(400, f"The body is not valid JSON: {error}. Send a JSON object.") from error
+
+
+class Service:
+    """A decoder behind OpenAI's API.
+
+    Attributes:
+        jobs: running and queued requests.
+    """
+
+    def __init__(self, decoder: Decoder, options: ServeOptions) -> None:
+        self.decoder, self.options = decoder, options
+        self.model = options.model_name or decoder.target.name
+        self.created = int(time())
+        self.jobs = Jobs(options.max_requests, options.max_queue)
+        self.metrics = Metrics(self.jobs)
+        self.defaults = default_sampling(decoder)
+
+    def check_key(self, request: Request) -> None:
+        """Refuse a request without the API key."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.options.api_key and not hmac.compare_digest(given.encode(), self.options.api_key.encode()):
+            raise Refusal(401, "The API key is wrong or missing. Send Authorization: Bearer KEY.", "invalid_api_key")
+
+    def check_draining(self) -> None:
+        """Refuse requests while the server stops."""
+        if self.jobs.draining:
+            raise Refusal(503, "The server is stopping. Send the request to another one.", "draining")
+
+    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+        """Queue a request, and answer it whole or in chunks."""
+        if body.model not in (None, self.model):
+            problem = f"There is no model {body.model!r} here. Ask for {self.model!r}."
+            raise Refusal(404, problem, "model_not_found", "model")
+        prompts, streams = await asyncio.to_thread(self._streams, body)
+        self.check_draining()
+        try:
+            job = self.jobs.start(streams)
+        except Busy:
+            problem = f"The queue of {self.options.max_queue} is full. Send the request again later."
+            raise Refusal(429, problem, "queue_full") from None
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        job.watcher = asyncio.create_task(self._watch(request, job))
+        reply = Reply(body, self.model, self.decoder.target, prompts)
+        if body.stream:
+            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return StreamingResponse(self._chunks(job, reply, with_usage), media_type="text/event-stream")
+        try:
+            async for _ in self._events(job, reply):
+                pass
+        except Exception as error:
+            status, fault = describe(error)
+            return JSONResponse(fault, status)
+        return JSONResponse(reply.whole())
+
+    def _streams(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[Stream]]:
+        """Tokenize and check a request; return its prompts and one stream a choice, which decodes nothing yet."""
+        prompts, count = body.prompts(self.decoder), body.n or 1
+        if len(prompts) * count > self.jobs.capacity:
+            problem = f"The request has {len(prompts) * count} choices, and the server takes {self.jobs.capacity}."
+            raise Refusal(400, f"{problem} Lower n, or send fewer prompts.", param="n")
+        streams = []
+        for index in range(len(prompts) * count):
+            prompt = prompts[index // count]
+            room = self.decoder.target.max_length - len(prompt)
+            options = body.keywords(self.defaults, max(1, min(self.options.max_tokens, room)))
+            options["drafter"] = self.options.drafter
+            if body.seed is not None:
+                options["seed"] = body.seed + index
+            streams.append(self.decoder.stream(prompt, **options))
+        return prompts, streams
+
+    async def _watch(self, request: Request, job: Job) -> None:
+        """Close a job when its client disconnects."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.jobs.close(job)
+
+    async def _events(self, job: Job, reply: Reply) -> AsyncIterator[tuple[int, str]]:
+        """Add the events of a job to its reply; yield choices and their new content, then end the job."""
+        try:
+            async for index, event in job:
+                if isinstance(event, Answer):
+                    self.metrics.count(event, job.waited[index])
+                yield index, reply.choices[index].push(event)
+        finally:
+            self.metrics.requests.labels(job.outcome).inc()
+            self.jobs.close(job)
+
+    async def _chunks(self, job: Job, reply: Reply, with_usage: bool) -> AsyncIterator[str]:
+        """Yield server-sent events. An error becomes the last one, since the status has been sent."""
+        try:
+            for choice in reply.choices:
+                yield _event(reply.chunk(choice))
+            left = len(reply.choices)
+            async for index, content in self._events(job, reply):
+                choice = reply.choices[index]
+                left -= choice.answer is not None
+                figures = {} if left or with_usage else {"timings": reply.figures()["timings"]}
+                if content or choice.answer is not None:
+                    yield _event(reply.chunk(choice, content, **figures))
+            if with_usage:
+                yield _event(reply.chunk(None, **reply.figures()))
+            yield "data: [DONE]\n\n"
+        except Exception as error:
+            yield _event(describe(error)[1])
+
+
+def default_sampling(decoder: Decoder) -> dict[str, float]:
+    """Return the target's own sampling settings, with temperature 1 if it has none."""
+    config = getattr(decoder.target.model, "generation_config", None)
+    given = config.to_diff_dict() if config is not None else {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {"temperature": 1.0} | {name: given[name] for name in names if given.get(name) is not None}
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an error; logs errors of the server."""
+    status, code, param, message = 500, None, None, "The server failed. Its log has the error."
+    if isinstance(error, Refusal):
+        status, code, param, message = error.status, error.code, error.param, error.message
+    elif isinstance(error, UserError):
+        status, message = 400, str(error)
+        for word, name in _NAMES.items():
+            message = message.replace(word, name)
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"][1:]]
+        status, param = 400, path[0] if path else None
+        if first["type"] == "extra_forbidden":
+            message = f"This server has no field {'.'.join(path)}. Leave it out."
+        else:
+            message = f"{'.'.join(path)}: {first['msg']}." if path else "Send a JSON object, as application/json."
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, Closed):
+        status, code, message = 503, "draining", "The server stopped before the answer was complete."
+    else:
+        _LOG.error("A request failed.", exc_info=error)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": message[:1000], "type": kind, "code": code, "param": param}}
+
+
+def make_app(service: Service) -> FastAPI:
+    """Make the ASGI application of a service."""
+
+    class Checked(APIRoute):
+        """A route that checks the key and counts refusals, before and after it reads a bounded body."""
+
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            honest = super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                try:
+                    service.check_key(request)
+                    return await honest(_BodyRequest(request.scope, request.receive))
+                except (Refusal, UserError, RequestValidationError, HTTPException):
+                    service.metrics.requests.labels("refused").inc()
+                    raise
+
+            return handle
+
+    app = FastAPI(title="headstart", docs_url=None, redoc_url=None)
+    router = APIRouter(prefix="/v1", route_class=Checked)
+
+    @router.post("/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await service.answer(body, request)
+
+    @router.post("/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        return await service.answer(body, request)
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        length = service.decoder.target.max_length
+        model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "headstart"}
+        return {"object": "list", "data": [{**model, "max_model_len": length}]}
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        service.check_draining()
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        status, body = describe(error)
+        return JSONResponse(body, status, {"Retry-After": "1"} if status == 429 else None)
+
+    for kind in (Refusal, UserError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
+    app.include_router(router)
+    return app
