@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from headstart.decoder import Decoder
+from headstart.serve.app import Service
 from headstart.serve.options import ServeOptions
-from headstart.serve.server import Server, Service, bind
+from headstart.serve.server import Server, bind
 
 TOOLS_CHATML = (
     "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"

@@ -469,6 +469,6 @@ def test_the_command(tiny_target: Target, tiny_target_folder: Path, tmp_path: Pa
 
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "headstart.serve.server")
+    monkeypatch.delitem(sys.modules, "headstart.serve.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert 'pip install "headstart[serve]"' in refused("serve", "heads")

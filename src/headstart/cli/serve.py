@@ -34,8 +34,8 @@ def serve(
     Example: headstart serve runs/quickstart
     """
     try:
-        from headstart.serve.server import Service, bind, warm_up
-        from headstart.serve.server import serve as serve_on
+        from headstart.serve.app import Service
+        from headstart.serve.server import bind, run, warm_up
     except ModuleNotFoundError as error:
         problem = f"headstart serve needs the package {error.name}, which is not installed."
         raise UserError(problem, 'Install it: pip install "headstart[serve]"') from error
@@ -47,7 +47,7 @@ def serve(
         service = Service(decoder, options)
         host, port = bound.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        serve_on(bound, service, partial(_announce, heads, url, service.model, bool(options.api_key)))
+        run(bound, service, partial(_announce, heads, url, service.model, bool(options.api_key)))
 
 
 def _announce(heads: str, url: str, model: str, has_key: bool) -> None:

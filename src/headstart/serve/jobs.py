@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from time import perf_counter
-from typing import Any
 
 from headstart.streaming import Answer, Stream
 
@@ -101,17 +99,20 @@ class Jobs:
             self.running.add(stream)
             job.waited[index] = perf_counter() - queued
             try:
-                post = partial(loop.call_soon_threadsafe, job.events.put_nowait)
-                await loop.run_in_executor(self._readers, _read, stream, index, post)
+                await loop.run_in_executor(self._readers, _read, stream, index, job, loop)
             finally:
                 self.running.discard(stream)
 
 
-def _read(stream: Iterator[str], index: int, post: Callable[[Any], Any]) -> None:
+def _read(stream: Stream, index: int, job: Job, loop: asyncio.AbstractEventLoop) -> None:
     """Post a stream's pieces, then its answer (None if it was closed) or its exception."""
+
+    def post(event: str | Answer | BaseException | None) -> None:
+        loop.call_soon_threadsafe(job.events.put_nowait, (index, event))
+
     try:
         for piece in stream:
-            post((index, piece))
-        post((index, getattr(stream, "answer", None)))
+            post(piece)
+        post(stream.answer)
     except BaseException as error:
-        post((index, error))
+        post(error)

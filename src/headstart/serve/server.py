@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(bound: socket.socket, service: Service, announce: Callable[[], None]) -> None:
+def run(bound: socket.socket, service: Service, announce: Callable[[], None]) -> None:
     """Serve until SIGTERM or SIGINT; `announce` is called once the server listens."""
     # uvicorn raises the signals again at its end, which is the ordinary one here.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
