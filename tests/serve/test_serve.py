@@ -153,10 +153,10 @@ def test_stop_strings_end_the_text_and_are_not_part_of_it(
 
 def test_text_is_held_back_only_while_it_may_begin_a_stop_string() -> None:
     kept = TextFilter(["abc"], tools=True)
-    assert [kept.push(piece) for piece in "xabdab"] == ["x", "", "", "abd", "", ""] and kept.flush() == "ab"
+    assert [kept.push(piece) for piece in "xabdab"] == ["x", "", "", "abd", "", ""] and kept.held == "ab"
     assert (kept.push("<tool"), kept.push("_x"), kept.push("<tool_call>y z")) == ("ab", "<tool_x", "")
-    assert (kept.flush(), kept.length) == ("<tool_call>y z", len("xabdab<tool_x<tool_call>y z"))
-    assert kept.push(" abc d") == "" and kept.flush() == "<tool_call>y z "
+    assert (kept.held, kept.length) == ("<tool_call>y z", len("xabdab<tool_x<tool_call>y z"))
+    assert kept.push(" abc d") == "" and kept.held == "<tool_call>y z "
 
 
 def test_logprobs(server: Running, decoder: Decoder, client: openai.OpenAI) -> None:

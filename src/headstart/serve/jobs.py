@@ -9,20 +9,13 @@ from time import perf_counter
 
 from headstart.streaming import Answer, Stream
 
-Event = tuple[int, str | Answer]
-"""A choice's number with its next piece, or with its answer after the last one."""
-
-
-class Busy(Exception):
-    """The queue has no room for a request."""
-
 
 class Closed(Exception):
     """A job was closed before its last answer: its client has gone, or the server stops."""
 
 
 class Job:
-    """The streams of one request; iterates over their events as they come.
+    """The streams of one request.
 
     Attributes:
         outcome: "completed" after the last answer, "failed" if decoding raised, else "cancelled".
@@ -36,19 +29,19 @@ class Job:
         self.watcher: asyncio.Task[None] | None = None
         self.events = asyncio.Queue[tuple[int, str | Answer | BaseException | None]]()
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Raises `Closed`, or the exception of the decoding."""
+    async def __aiter__(self) -> AsyncIterator[tuple[int, str | Answer]]:
+        """Yield each choice's number with its pieces and its answer, as they come. Raises `Closed`, or the exception of
+        the decoding."""
         left = len(self.streams)
         while left:
             index, event = await self.events.get()
+            if event is None:
+                raise Closed
             if isinstance(event, BaseException):
                 self.outcome = "failed"
                 raise event
-            if event is None:
-                raise Closed
             left -= isinstance(event, Answer)
-            if not left:
-                self.outcome = "completed"
+            self.outcome = self.outcome if left else "completed"
             yield index, event
 
 
@@ -67,10 +60,10 @@ class Jobs:
         self._readers = ThreadPoolExecutor(max_requests, "headstart-serve")
         self._jobs = set[Job]()
 
-    def start(self, streams: Sequence[Stream]) -> Job:
-        """Queue a job. Raises `Busy`."""
+    def start(self, streams: Sequence[Stream]) -> Job | None:
+        """Queue a job; return None if the queue has no room for it."""
         if len(self.running) + len(self.waiting) + len(streams) > self.capacity:
-            raise Busy
+            return None
         job = Job(streams)
         self._jobs.add(job)
         self.waiting.update(streams)
@@ -94,25 +87,20 @@ class Jobs:
 
     async def _decode(self, job: Job, index: int) -> None:
         stream, queued, loop = job.streams[index], perf_counter(), asyncio.get_running_loop()
+
+        def read() -> None:
+            """Post pieces, then the answer (None if the stream was closed) or an exception."""
+            try:
+                for piece in stream:
+                    loop.call_soon_threadsafe(job.events.put_nowait, (index, piece))
+                end: Answer | BaseException | None = stream.answer
+            except BaseException as error:
+                end = error
+            loop.call_soon_threadsafe(job.events.put_nowait, (index, end))
+
         async with self._slots:
             self.waiting.discard(stream)
             self.running.add(stream)
             job.waited[index] = perf_counter() - queued
-            try:
-                await loop.run_in_executor(self._readers, _read, stream, index, job, loop)
-            finally:
-                self.running.discard(stream)
-
-
-def _read(stream: Stream, index: int, job: Job, loop: asyncio.AbstractEventLoop) -> None:
-    """Post a stream's pieces, then its answer (None if it was closed) or its exception."""
-
-    def post(event: str | Answer | BaseException | None) -> None:
-        loop.call_soon_threadsafe(job.events.put_nowait, (index, event))
-
-    try:
-        for piece in stream:
-            post(piece)
-        post(stream.answer)
-    except BaseException as error:
-        post(error)
+            await loop.run_in_executor(self._readers, read)
+            self.running.discard(stream)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from headstart.serve.jobs import Jobs
@@ -12,6 +10,13 @@ from headstart.streaming import Answer
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _SPEEDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of accepted requests.",
+    "generated_tokens": "Generated tokens of complete answers.",
+    "accepted_draft_tokens": "Accepted drafts in them.",
+    "rounds": "Forwards of the target after the prompt.",
+    "paused_rounds": "Rounds without drafts, because these would not have paid.",
+}
 
 
 class Metrics:
@@ -23,26 +28,23 @@ class Metrics:
 
     def __init__(self, jobs: Jobs) -> None:
         self._registry = CollectorRegistry()
-        counter = partial(Counter, namespace="headstart", registry=self._registry)
-        gauge = partial(Gauge, namespace="headstart", registry=self._registry)
-        histogram = partial(Histogram, namespace="headstart", registry=self._registry)
-        self.requests = counter("requests", "Requests by outcome.", ["outcome"])
-        gauge("running", "Choices that are decoded.").set_function(lambda: len(jobs.running))
-        gauge("queued", "Choices that wait for their turn.").set_function(lambda: len(jobs.waiting))
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
-        self._generated = counter("generated_tokens", "Generated tokens of complete answers.")
-        self._accepted = counter("accepted_draft_tokens", "Accepted drafts in them.")
-        self._rounds = counter("rounds", "Forwards of the target after the prompt.")
-        self._paused = counter("paused_rounds", "Rounds without drafts, because these would not have paid.")
-        self._first_token = histogram("first_token_seconds", "Time to first token, queue included.", buckets=_SECONDS)
-        self._speed = histogram("tokens_per_second", "Tokens per second of an answer.", buckets=_SPEEDS)
+        common = {"namespace": "headstart", "registry": self._registry}
+        self.requests = Counter("requests", "Requests by outcome.", ["outcome"], **common)
+        Gauge("running", "Choices that are decoded.", **common).set_function(lambda: len(jobs.running))
+        Gauge("queued", "Choices that wait for their turn.", **common).set_function(lambda: len(jobs.waiting))
+        self._counters = {name: Counter(name, text, **common) for name, text in _COUNTERS.items()}
+        first_token = "Time to first token, queue included."
+        self._first_token = Histogram("first_token_seconds", first_token, buckets=_SECONDS, **common)
+        self._speed = Histogram("tokens_per_second", "Tokens per second of an answer.", buckets=_SPEEDS, **common)
 
-    def count(self, answer: Answer, waited: float) -> None:
+    def count(self, **amounts: int) -> None:
+        for name, amount in amounts.items():
+            self._counters[name].inc(amount)
+
+    def count_answer(self, answer: Answer, waited: float) -> None:
         """Count a complete answer, after `waited` seconds in the queue."""
-        self._generated.inc(len(answer.tokens))
-        self._accepted.inc(accepted_drafts(answer))
-        self._rounds.inc(answer.rounds)
-        self._paused.inc(answer.paused_rounds)
+        self.count(generated_tokens=len(answer.tokens), accepted_draft_tokens=accepted_drafts(answer))
+        self.count(rounds=answer.rounds, paused_rounds=answer.paused_rounds)
         self._first_token.observe(waited + answer.first_token_ms / 1000)
         self._speed.observe(answer.tokens_per_second)
 

@@ -1,4 +1,4 @@
-"""Replies in OpenAI's format, whole or in chunks, from the pieces and answers of a request's choices."""
+"""Replies in OpenAI's format, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from headstart.model.model import Target
-from headstart.serve.requests import ChatRequest, CompletionRequest
+from headstart.serve.requests import ChatRequest, Request, stops_of, tools_of
 from headstart.streaming import Answer
 from headstart.support.detokenizer import IncrementalDetokenizer, decode_text
 
@@ -19,43 +19,34 @@ _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", re.DOTALL)
 
 
 class TextFilter:
-    """Cuts a text before its first stop string, and holds back text that may begin one.
+    """Cuts a text before its first stop string, and holds back text that may begin one, or a tool call.
 
     Attributes:
+        held: the text held back; with tools, all text from the first call on.
         length: characters of the text so far, those held back included.
     """
 
     def __init__(self, stops: Sequence[str], tools: bool = False) -> None:
-        self._stops, self._marker = stops, _CALL if tools else None
-        self._held, self._ended = "", False
-        self.length = 0
+        self.held, self.length = "", 0
+        self._stops, self._ended = stops, False
+        self._marks = [*stops, _CALL] if tools else stops
+        self._longest = max(map(len, self._marks), default=1)
 
     def push(self, piece: str) -> str:
-        """Add a piece; return the text that can be sent. With tools, text from the first call on is held."""
+        """Add a piece; return the text that can be sent."""
         if self._ended:
             return ""
-        self._held, before = self._held + piece, len(self._held)
-        text = self._held
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        self.length -= len(self.held)
+        text = self.held + piece
+        if found := [at for stop in self._stops if (at := text.find(stop)) >= 0]:
             text, self._ended = text[: min(found)], True
-        self.length += len(text) - before
-        begins = text.find(self._marker) if self._marker else -1
+        self.length += len(text)
+        begins = text.find(_CALL) if len(self._marks) > len(self._stops) else -1
         if begins < 0:
-            begins = len(text) if self._ended else self._first_possible(text)
-        self._held = text[begins:]
+            starts = range(len(text) if self._ended else max(0, len(text) - self._longest + 1), len(text))
+            begins = next((at for at in starts if any(mark.startswith(text[at:]) for mark in self._marks)), len(text))
+        self.held = text[begins:]
         return text[:begins]
-
-    def flush(self) -> str:
-        """Return the text held back."""
-        return self._held
-
-    def _first_possible(self, text: str) -> int:
-        """Return where a text that may be the beginning of a stop string or of a tool call starts."""
-        wanted = [*self._stops, *([self._marker] if self._marker else ())]
-        longest = max(map(len, wanted), default=1)
-        starts = range(max(0, len(text) - longest + 1), len(text))
-        return next((at for at in starts if any(one.startswith(text[at:]) for one in wanted)), len(text))
 
 
 def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -80,65 +71,69 @@ def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     return (_CALLS.sub("", text).strip(), calls) if calls else (text, [])
 
 
-class Choice:
-    """One choice of a reply: its text so far, then its calls and its answer."""
-
-    def __init__(self, index: int, stops: Sequence[str], tools: bool) -> None:
-        self.index, self.text, self._tools = index, "", tools
-        self.filter = TextFilter(stops, tools)
-        self.calls: list[dict[str, Any]] = []
-        self.answer: Answer | None = None
-
-    def push(self, event: str | Answer) -> str:
-        """Add a piece or the final answer; return the new content."""
-        if isinstance(event, Answer):
-            self.answer, content = event, self.filter.flush()
-            if self._tools:
-                content, self.calls = split_calls(content)
-        else:
-            content = self.filter.push(event)
-        self.text += content
-        return content
-
-    @property
-    def finish_reason(self) -> str | None:
-        if self.answer is None or self.calls:
-            return "tool_calls" if self.calls else None
-        return "stop" if self.answer.finish_reason == "end" else self.answer.finish_reason
-
-
 def accepted_drafts(answer: Answer) -> int:
     """Return the number of drafts that became tokens of the answer."""
     return min(round((answer.tokens_per_round - 1) * answer.rounds), len(answer.tokens))
 
 
+class Choice:
+    """One choice of a reply: its text so far, then its answer and tool calls."""
+
+    def __init__(self, request: Request) -> None:
+        self.text, self.calls = "", list[dict[str, Any]]()
+        self.answer: Answer | None = None
+        self._tools = bool(tools_of(request))
+        self.filter = TextFilter(stops_of(request), self._tools)
+
+    def push(self, event: str | Answer) -> str:
+        """Add a piece, or the answer after the last one; return the new content."""
+        if isinstance(event, str):
+            content = self.filter.push(event)
+        else:
+            self.answer, content = event, self.filter.held
+            if self._tools:
+                content, self.calls = split_calls(content)
+        self.text += content
+        return content
+
+
 class Reply:
     """Builds the reply to one request, or its chunks."""
 
-    def __init__(
-        self, request: ChatRequest | CompletionRequest, model: str, target: Target, prompts: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, request: Request, model: str, target: Target, prompts: Sequence[Sequence[int]]) -> None:
         self._chat, self._target = isinstance(request, ChatRequest), target
+        self._likeliest = request.top_logprobs or 0 if isinstance(request, ChatRequest) else None
         self._kind = "chat.completion" if self._chat else "text_completion"
         self._head = {"id": f"{self._kind}-{uuid4().hex}", "created": int(time()), "model": model}
         self._prompt_tokens = sum(map(len, prompts))
-        self._likeliest = request.likeliest if self._chat else None
-        count = len(prompts) * (request.n or 1)
-        self.choices = [Choice(index, request.stops, request.offers_tools) for index in range(count)]
+        self.choices = [Choice(request) for _ in range(len(prompts) * (request.n or 1))]
 
     def whole(self) -> dict[str, Any]:
         """Return the reply, after the answers of all choices."""
         choices = []
-        for choice in self.choices:
+        for index, choice in enumerate(self.choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.text}
             if choice.calls:
                 message |= {"content": choice.text or None, "tool_calls": choice.calls}
-            body = {"message": message} if self._chat else {"text": choice.text}
-            choices.append(self._choice(choice, body))
+            choices.append(self._choice(index, {"message": message} if self._chat else {"text": choice.text}))
         return {**self._head, "object": self._kind, "choices": choices, **self.figures()}
 
+    def chunk(self, index: int | None, content: str = "", **more: Any) -> dict[str, Any]:
+        """Return a chunk with new content of a choice, or without choices; a choice's first has the role alone."""
+        choices = []
+        if index is not None:
+            choice = self.choices[index]
+            delta: dict[str, Any] = {"content": content} if content else {}
+            if not choice.text and choice.answer is None:
+                delta = {"role": "assistant", "content": ""}
+            if choice.calls:
+                delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(choice.calls)]
+            choices = [self._choice(index, {"delta": delta} if self._chat else {"text": content})]
+        kind = f"{self._kind}.chunk" if self._chat else self._kind
+        return {**self._head, "object": kind, "choices": choices, **more}
+
     def figures(self) -> dict[str, Any]:
-        """Return token counts and timings, summed over the choices that have an answer."""
+        """Return token counts and timings of all choices."""
         answers = [choice.answer for choice in self.choices if choice.answer is not None]
         tokens, rounds = sum(len(answer.tokens) for answer in answers), sum(answer.rounds for answer in answers)
         accepted = sum(map(accepted_drafts, answers))
@@ -149,43 +144,31 @@ class Reply:
             "completion_tokens_details": {"accepted_prediction_tokens": accepted},
         }
         timings = {
-            "first_token_ms": min(answer.first_token_ms for answer in answers),
-            "tokens_per_second": sum(answer.tokens_per_second for answer in answers),
-            "tokens_per_round": 1 + accepted / max(rounds, 1),
+            "first_token_ms": round(min(answer.first_token_ms for answer in answers), 1),
+            "tokens_per_second": round(sum(answer.tokens_per_second for answer in answers), 1),
+            "tokens_per_round": round(1 + accepted / max(rounds, 1), 3),
             "rounds": rounds,
             "paused_rounds": sum(answer.paused_rounds for answer in answers),
         }
-        return {"usage": usage, "timings": {name: round(value, 3) for name, value in timings.items()}}
+        return {"usage": usage, "timings": timings}
 
-    def chunk(self, choice: Choice | None, content: str = "", **more: Any) -> dict[str, Any]:
-        """Return a chunk with new content of a choice, or without choices; a choice's first has the role alone."""
-        choices = []
-        if choice is not None:
-            delta: dict[str, Any] = {"content": content} if content else {}
-            if not choice.text and choice.answer is None:
-                delta = {"role": "assistant", "content": ""}
-            if choice.calls:
-                delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(choice.calls)]
-            choices = [self._choice(choice, {"delta": delta} if self._chat else {"text": content})]
-        kind = f"{self._kind}.chunk" if self._chat else self._kind
-        return {**self._head, "object": kind, "choices": choices, **more}
+    def _choice(self, index: int, body: dict[str, Any]) -> dict[str, Any]:
+        choice, reason, logprobs = self.choices[index], None, None
+        if (answer := choice.answer) is not None:
+            reason = "tool_calls" if choice.calls else answer.finish_reason.replace("end", "stop")
+            if answer.logprobs is not None:
+                logprobs = self._logprobs(answer.tokens, answer.logprobs, choice.filter.length)
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": reason}
 
-    def _choice(self, choice: Choice, body: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None
-        if choice.answer is not None and choice.answer.logprobs is not None:
-            logprobs = self._logprobs(choice, choice.answer)
-        return {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-
-    def _logprobs(self, choice: Choice, answer: Answer) -> dict[str, Any]:
-        """Return the log-probabilities of the tokens of the text, end token and stop string excluded."""
-        target, content, offset = self._target, [], 0
-        pieces = IncrementalDetokenizer(target.tokenizer, target.end_tokens, target.markup)
-        offsets = []
-        for token, known in zip(answer.tokens, answer.logprobs or (), strict=True):
-            if offset < choice.filter.length and token not in target.end_tokens:
-                own, *_ = entries = [self._entry(*pair) for pair in known.items()]
-                likeliest = sorted(entries, key=lambda entry: -entry["logprob"])
-                content.append({**own, "top_logprobs": likeliest[: self._likeliest]})
+    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[dict[int, float]], length: int) -> dict[str, Any]:
+        """Return the log-probabilities of the text's tokens, without the end token and a stop string."""
+        pieces = IncrementalDetokenizer(self._target.tokenizer, self._target.end_tokens, self._target.markup)
+        content, offsets, offset = list[dict[str, Any]](), list[int](), 0
+        for token, known in zip(tokens, logprobs, strict=True):
+            if offset < length and token not in self._target.end_tokens:
+                entries = [self._entry(*pair) for pair in known.items()]
+                top = sorted(entries, key=lambda entry: -entry["logprob"])[: self._likeliest]
+                content.append({**entries[0], "top_logprobs": top})
                 offsets.append(offset)
             offset += len(pieces.push([token]))
         if self._chat:
