@@ -22,6 +22,7 @@ from headstart.model.model import Target
 from headstart.serve.app import MAX_BODY, default_sampling
 from headstart.serve.replies import TextFilter
 from headstart.tree.tree import TreeShape
+from tests.forks import Forks
 from tests.hub.helpers import export, make_heads
 from tests.serve.running import TOOLS_CHATML, Gate, Running, running, until, write
 from tests.test_cli import refused
@@ -448,23 +449,23 @@ def test_drain_has_an_end(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(tiny_target: Target, tiny_target_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_command(
+    sent: signal.Signals, tiny_target: Target, tiny_target_folder: Path, tmp_path: Path, forks: Forks
+) -> None:
     """In a process of its own, for its signals: from the printed request to the exit code."""
     export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
-    words = [sys.executable, "-m", "headstart", "serve", "heads", "--port", "0", "--dtype", "float32", "--log", "log"]
-    process = subprocess.Popen([*words, "--model-name", "tiny"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    said = ""
-    while "\nfrom openai" not in said:
-        said += process.stdout.readline()
+    words = ["serve", "heads", "--port", "0", "--dtype", "float32", "--log", "log", "--model-name", "tiny"]
+    process = forks.start("-m", "headstart", *words)
+    until(lambda: "\nfrom openai" in process.out.read_text() or process.poll() is not None)
+    said = process.out.read_text()
     (curl,) = [line for line in said.splitlines() if line.startswith("curl ")]
     reply = json.loads(subprocess.run(curl, shell=True, capture_output=True, check=True).stdout)
     assert reply["choices"][0]["message"]["content"]
     taken = curl.split()[1].split("/")[2].split(":")[1]
     assert f"127.0.0.1:{taken}" in refused("serve", "heads", "--port", taken)
-    process.send_signal(signal.SIGTERM)
-    said += process.communicate(timeout=60)[0]
-    assert process.returncode == 0
+    process.send_signal(sent)
+    assert process.wait() == 0, process.err.read_text()
     assert "headstart export heads --format vllm" in said and len(list((tmp_path / "log").glob("*.jsonl"))) == 1
 
 
