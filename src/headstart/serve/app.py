@@ -36,7 +36,7 @@ _NAMES = {
     "min_new_tokens": "min_tokens",
     "with raw=True (--raw)": "to /v1/completions",
 }
-"""Words of the decoder's messages, and those of a request."""
+"""Names in a request of things that the decoder's messages mention."""
 
 
 class Refusal(HTTPException):
@@ -81,12 +81,6 @@ class Service:
         self.metrics = Metrics(self.jobs)
         self.defaults = default_sampling(decoder)
 
-    def check_key(self, request: HttpRequest) -> None:
-        """Refuse a request without the API key."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self.options.api_key and not hmac.compare_digest(given.encode(), self.options.api_key.encode()):
-            raise Refusal(401, "The API key is wrong or missing. Send Authorization: Bearer KEY.", "invalid_api_key")
-
     def check_draining(self) -> None:
         """Refuse requests while the server stops."""
         if self.jobs.draining:
@@ -102,7 +96,7 @@ class Service:
         if (job := self.jobs.start(streams)) is None:
             problem = f"The queue of {self.options.max_queue} is full. Send the request again later."
             raise Refusal(429, problem, "queue_full")
-        job.watcher = asyncio.create_task(self._watch(request, job))
+        job.tasks.append(asyncio.create_task(self._watch(request, job)))
         self.metrics.count(prompt_tokens=sum(map(len, prompts)))
         reply = Reply(body, self.model, self.decoder.target, prompts)
         if body.stream:
@@ -214,8 +208,11 @@ def make_app(service: Service) -> FastAPI:
             honest = super().get_route_handler()
 
             async def handle(request: HttpRequest) -> Response:
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
                 try:
-                    service.check_key(request)
+                    if key and not hmac.compare_digest(given.encode(), key.encode()):
+                        problem = "The API key is wrong or missing. Send Authorization: Bearer KEY."
+                        raise Refusal(401, problem, "invalid_api_key")
                     return await honest(_BoundedRequest(request.scope, request.receive))
                 except Exception:
                     service.metrics.requests.labels("refused").inc()
@@ -224,7 +221,7 @@ def make_app(service: Service) -> FastAPI:
             return handle
 
     app = FastAPI(title="headstart", docs_url=None, redoc_url=None)
-    router, created = APIRouter(prefix="/v1", route_class=Checked), int(time())
+    router, created, key = APIRouter(prefix="/v1", route_class=Checked), int(time()), service.options.api_key
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: HttpRequest) -> Response:

@@ -20,13 +20,12 @@ class Job:
     Attributes:
         outcome: "completed" after the last answer, "failed" if decoding raised, else "cancelled".
         waited: seconds that each choice waited for its turn, by number.
-        watcher: task that closes the job when its client disconnects.
     """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
-        self.streams, self.tasks, self.outcome = streams, list[asyncio.Task[None]](), "cancelled"
+        self.streams, self.outcome = streams, "cancelled"
+        self.tasks = list[asyncio.Task[None]]()  # one a stream, then one that watches the client
         self.waited = [0.0] * len(streams)
-        self.watcher: asyncio.Task[None] | None = None
         self.events = asyncio.Queue[tuple[int, str | Answer | BaseException | None]]()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, str | Answer]]:
@@ -73,7 +72,7 @@ class Jobs:
     def close(self, job: Job) -> None:
         """End the decoding of a job, if any is left, without waiting for it."""
         self._jobs.discard(job)
-        for stream, task in zip(job.streams, job.tasks, strict=True):
+        for stream, task in zip(job.streams, job.tasks, strict=False):
             if stream in self.waiting:
                 self.waiting.discard(stream)
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Request bodies of the server: OpenAI's fields, those that vLLM adds, and `draft`."""
+"""Request bodies of the server: OpenAI's fields, some of vLLM's, and `draft`."""
 
 from __future__ import annotations
 
