@@ -418,6 +418,34 @@ def test_a_client_that_leaves_ends_its_decoding(
         assert server.chat(max_tokens=2)["choices"]
 
 
+def test_clients_that_come_and_go_do_not_change_the_texts_of_others(decoder: Decoder) -> None:
+    greedy: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
+    sampled: dict[str, Any] = {"max_tokens": 20, "temperature": 1.0, "seed": 4, "draft": "off"}
+    with running(decoder, max_requests=4) as server:
+
+        def text(prompt: str, **options: Any) -> str:
+            return str(server.chat(prompt, **options)["choices"][0]["message"]["content"])
+
+        def leave(number: int) -> None:
+            body = {**CHAT, "max_tokens": 800, "ignore_eos": True, "stream": True}
+            with httpx.Client(base_url=server.url) as client:
+                for _ in range(12):
+                    with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+                        for count, _ in enumerate(reply.iter_lines()):
+                            if count > number:
+                                break
+
+        asked = [(prompt, options) for prompt in ("Hi", "one two one two", "x" * 60) for options in (greedy, sampled)]
+        alone = [text(prompt, **options) for prompt, options in asked]
+        with ThreadPoolExecutor(5) as pool:
+            leaving = [pool.submit(leave, number) for number in (1, 3, 9)]
+            texts = [pool.submit(text, prompt, **options) for _ in range(6) for prompt, options in asked]
+            assert [answer.result() for answer in texts] == alone * 6
+            assert [done.result() for done in leaving] == [None] * 3
+        until(lambda: not server.service.jobs.running)
+        assert server.count('headstart_requests_total{outcome="failed"}') == 0
+
+
 def test_running_requests_finish_and_new_ones_are_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate.install(monkeypatch, decoder)
     with running(decoder, max_requests=1) as server, ThreadPoolExecutor(2) as pool:

@@ -57,7 +57,7 @@ def _announce(heads: str, url: str, model: str, has_key: bool) -> None:
     key = ' -H "Authorization: Bearer $HEADSTART_API_KEY"' if has_key else ""
     tell(
         Console(),
-        f"""Serving {model} with the heads of {heads} at {url}/v1. Ctrl-C stops it.
+        f"""Serving {model} from {heads} at {url}/v1. Ctrl-C stops it.
 In production use vLLM or SGLang: headstart export {heads} --format vllm --out served
 
 curl {url}/v1/chat/completions -H "Content-Type: application/json"{key} -d '{body}'
