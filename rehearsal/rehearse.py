@@ -371,6 +371,13 @@ def served_by_vllm(
     place.check(accepted is not None and float(accepted[1]) > 0, "drafts are counted")
 
 
+@part("own", "headstart serve runs/mine", "curl http://localhost:8000/v1/completions", "import openai")
+def served_by_headstart(place: Place, serve: Command, curl: Command, python: Command) -> None:
+    with place.serving(serve, "8000"):
+        place.check('"finish_reason":"' in place.run(curl), "it answers")
+        place.check("tokens_per_round" in place.run(python), "the client gets the figures")
+
+
 @part(
     "own",
     "headstart export --check DIR",

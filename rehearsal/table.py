@@ -63,6 +63,7 @@ SUBSTITUTIONS = (
     ("data.batch_size=4096", "data.batch_size=8"),
     ("headstart audit", "headstart audit --limit 2 --samples 10"),
     ("data.conversations=4000", "data.conversations=16"),
+    ("headstart serve runs/mine", "headstart serve runs/mine --port 8000"),
     # engines
     ("--out DIR --engine vllm", "--out out/engine --limit 4 --max-new-tokens 8 --engine  vllm"),
     ("--engine vllm", "--engine vllm {tuning}"),
@@ -115,6 +116,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             '.venv/bin/headstart generate runs/quickstart --prompt "Name five fruits."',
         ),
     },
+    "tests/serve/test_serve.py": {"test_the_command": ("headstart serve HEADS",)},
     "tests/test_cli_race.py": {"test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",)},
     "tests/data/test_served.py": {
         "test_decoder_logs_answers_without_text": ("from headstart import load",),
@@ -239,6 +241,7 @@ NOT_RUN = {
     "python -m sglang.launch_server": "SGLang needs a GPU; the page notes that it was not run",
     "vllm serve served": "needs a target that ships a module; the page notes that it was not run",
     "pip install 'headstart[gguf]'": "installs from an index; `make rehearsal` installs the same extra",
+    "pip install 'headstart[serve]'": "installs from an index; the development extra has the same packages",
     "python -m vllm.entrypoints.openai.api_server --model TARGET": "the rehearsal's own `vllm`, if vLLM is installed",
     "convert_hf_to_gguf.py served": "a script of llama.cpp for DFlash and DSpark heads, and `served` holds EAGLE-3's",
     "headstart tune --engine vllm": _NAME,
@@ -247,7 +250,7 @@ NOT_RUN = {
     "accelerate launch": "the name of a launcher",
     **{f"headstart {name}": _NAME for name in (
         "plan", "tune", "audit", "export", "import", "eval", "data build", "run", "train", "doctor", "generate", "race",
-        "chat", "push", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
+        "chat", "serve", "push", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
         "recipes show NAME --all", "run quickstart",
     )},
     **dict.fromkeys(("headstart tune --engine", "headstart export --check"), _NAME),

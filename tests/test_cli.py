@@ -28,8 +28,8 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
     "run", "plan", "data", "data build", "data show", "train", "tune", "eval", "audit",
-    "generate", "chat", "race", "export", "import", "push", "runs", "gc", "recipes", "recipes show", "doctor", "report",
-    "report diff",
+    "generate", "chat", "race", "serve", "export", "import", "push", "runs", "gc", "recipes", "recipes show", "doctor",
+    "report", "report diff",
 )  # fmt: skip
 
 

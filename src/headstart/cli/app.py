@@ -31,6 +31,7 @@ from headstart.cli.options import (
     with_options,
 )
 from headstart.cli.report import report_app
+from headstart.cli.serve import serve
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.support.terminal import Commands, DataCommands, Group, format_seconds, program, say, show_warning, tell
@@ -382,6 +383,7 @@ app.command()(doctor)
 app.command()(generate)
 app.command()(chat)
 app.command()(race)
+app.command()(serve)
 
 
 @recipes_app.callback(invoke_without_command=True)

@@ -17,7 +17,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from headstart.cli.options import HEADS, Heads, Loading, Overwrite, check_engine_options, with_options
+from headstart.cli.options import HEADS, Follow, Heads, Loading, Log, Overwrite, check_engine_options, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, ServingOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditedEngine, AuditOptions, EvalOptions
@@ -195,12 +195,8 @@ def chat(
     heads: Heads,
     options: DecodeOptions = DecodeOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Log token ids of requests and answers in this folder, for headstart adapt.")
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="If HEADS is a link that `headstart adapt` moves: switch to newer heads.")
-    ] = False,
+    log: Log = None,
+    follow: Follow = False,
     loading: Loading = Loading(),
 ) -> None:
     """Chat with the target. Each answer is followed by its tokens/s and its tokens per round (τ).

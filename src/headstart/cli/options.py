@@ -71,6 +71,12 @@ def open_run(recipe: str, overrides: list[str] | None, run_dir: Path | None, pro
 HEADS = typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
 Heads = Annotated[str, HEADS]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing report.")]
+Log = Annotated[
+    Path | None, typer.Option(help="Log token ids of requests and answers in this folder, for headstart adapt.")
+]
+Follow = Annotated[
+    bool, typer.Option("--follow", help="If HEADS is a link that `headstart adapt` moves: switch to newer heads.")
+]
 JsonFile = Annotated[Path | None, typer.Option(help="Also write the result as JSON to this file.")]
 
 
