@@ -47,7 +47,9 @@ PROMPTS = [[3], [3, 9, 14], [8, 40, 12, 5, 51, 22], _BEGIN, [*_BEGIN, 11], [*_BE
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=VOCAB))
+    target = Target(tiny_model("llama", vocab_size=VOCAB))
+    target.record()  # reads a text, too
+    return target
 
 
 @pytest.fixture(scope="module")
