@@ -27,10 +27,10 @@ number of plain rounds that fit into its time. "Left" is the most that a row may
 4. The reserve is 2 if the tokens left cannot win back the cost: gain * (left - rounds) <= cost. `rounds` are the priced
    ones; `gain` per token is 1 - drafted / max(2, mean tokens per round), where `drafted` is the time of a drafted round
    in plain rounds. The condition also holds if `gain` <= 0: drafting cannot win at these costs. Else the reserve is 0.
-5. A plan is made when a call starts, when costs become known, when a trial is lost, and in a served batch when rows come
-   or go; price and reserve hold until the next plan. Plain rounds that are due come first. Drafting then starts at once
-   if the reserve is 0, costs are known and no trial is lost. Otherwise plain rounds save until the account covers
-   reserve + price. If saving takes more plain rounds than half of the tokens left, or takes any while costs are
+5. A plan is made when a call starts, when costs become known, when a trial is lost, and when rows come or go in a
+   served batch; price and reserve hold until the next plan. Plain rounds that are due come first. Drafting then starts
+   at once if the reserve is 0, costs are known and no trial is lost. Otherwise plain rounds save until the account
+   covers reserve + price. If saving takes more plain rounds than half of the tokens left, or takes any while costs are
    unknown, the call drafts no more. So the first answer of a new loop is plain if it measures and the price exceeds the
    stake, as after a long prompt. When sampling or `deterministic`, a reserve ends drafting as well.
 6. A loss counts before the plan that follows it, so plain rounds already add 1/100 after a first loss, and 1/150 after
