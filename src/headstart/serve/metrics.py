@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from headstart.serve.jobs import Jobs
@@ -28,7 +30,7 @@ class Metrics:
 
     def __init__(self, jobs: Jobs) -> None:
         self._registry = CollectorRegistry()
-        common = {"namespace": "headstart", "registry": self._registry}
+        common: dict[str, Any] = {"namespace": "headstart", "registry": self._registry}
         self.requests = Counter("requests", "Requests by outcome.", ["outcome"], **common)
         Gauge("running", "Choices that are decoded.", **common).set_function(lambda: len(jobs.running))
         Gauge("queued", "Choices that wait for their turn.", **common).set_function(lambda: len(jobs.waiting))

@@ -113,7 +113,7 @@ def options_of(request: Request, defaults: Mapping[str, float], limit: int) -> D
     limit = request.max_completion_tokens or request.max_tokens or limit
     logprobs = request.logprobs
     if isinstance(request, ChatRequest):
-        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else None
     others = {
         "max_new_tokens": limit,
         # `Decoder` has no way to go on after an end token, only to bar it.
