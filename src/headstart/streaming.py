@@ -92,6 +92,7 @@ class Stream(Iterator[str]):
         """End the decoding, from any thread, at the latest after the running forward (of one chunk of a long prompt).
         Garbage collection calls this, too."""
         self._end()
+        self._decoding.wait()
 
     def _next(self) -> str:
         while (message := self._decoding.next()) is not None:
@@ -133,12 +134,16 @@ class _Decoding:
         return message
 
     def end(self) -> None:
-        """Cancel the request and unblock its reader; returns once the request has left."""
+        """Cancel the request and unblock its reader, without a lock or a wait: garbage is collected in any thread."""
+        if self._ticket is not None:
+            self._ticket.cancel()
+        self._stopped.set()
+        self._inbox.put(None)
+
+    def wait(self) -> None:
+        """Wait until a cancelled request has left."""
         with self._lock:
             ticket = self._ticket
-            if ticket is not None:
-                ticket.row.cancelled = True
-            self._stopped.set()
-        self._inbox.put(None)
         if ticket is not None:
-            ticket.cancel()
+            ticket.cancel()  # in case it was submitted meanwhile
+            ticket.left.wait()

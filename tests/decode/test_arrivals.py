@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from headstart.decode import memory
 from headstart.decode.drafting import Drafter
@@ -17,6 +19,7 @@ from headstart.decode.engine import Engine
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decode.texts import Generation
+from headstart.decoder import Decoder
 from headstart.drafters.early_exit import EarlyExitDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
@@ -201,8 +204,9 @@ def test_requests_with_one_prompt_read_it_once(target: Target, engine: Engine, s
     prompt = [*_BEGIN, *_BEGIN]
     options = replace(LONG, temperature=1.0, verifier="top_k")
     arrivals = [Arrival(loop, prompt, replace(options, seed=seed)) for seed in range(4)]
-    for arrival in arrivals:
-        arrival.submit(engine)
+    with engine._work._lock:  # all wait when the first is read
+        for arrival in arrivals:
+            arrival.submit(engine)
     texts = finished(*arrivals)
     assert sorted(len(rows[0]) for _, _, rows, *_ in calls) == [1, 1, 1, len(prompt)]
     assert texts == [alone(target, prompt, replace(options, seed=seed)) for seed in range(4)]
@@ -235,3 +239,75 @@ def test_a_request_that_comes_as_the_thread_ends_gets_one_thread(
     first.submit(engine)
     assert submitted.wait(60)
     assert finished(first, second) == [alone(target, [3, 9, 14]), alone(target, [8, 40])]
+
+
+def test_a_request_that_fails_fails_alone(target: Target, engine: Engine) -> None:
+    """In the middle of its text; others are read again and end as alone."""
+
+    def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > 30:
+            raise ValueError("broken processor")
+        return scores
+
+    loop = DecodeLoop(target, NgramDrafter())
+    others = [Arrival(loop, prompt, LONG) for prompt in PROMPTS[:3]]
+    failing = Arrival(loop, [5, 6, 7], replace(LONG, processors=(broken,)))
+    for arrival in (*others, failing):
+        arrival.submit(engine)
+    assert finished(*others) == [alone(target, prompt) for prompt in PROMPTS[:3]]
+    assert failing.ticket.left.wait(60)
+    (outcome,) = failing.outcome
+    assert isinstance(outcome, ValueError) and 0 < len(failing.read) <= 28
+
+
+def test_a_processor_that_exits_ends_no_engine(target: Target, engine: Engine) -> None:
+    def leaves(input_ids: Tensor, scores: Tensor) -> Tensor:
+        raise SystemExit(3)
+
+    loop = DecodeLoop(target)
+    failing = Arrival(loop, [5, 6, 7], replace(LONG, processors=(leaves,)))
+    failing.submit(engine)
+    assert failing.ticket.left.wait(60)
+    assert [type(outcome) for outcome in failing.outcome] == [SystemExit]
+    after = Arrival(loop, [3, 9, 14], LONG)
+    after.submit(engine)
+    assert finished(after) == [alone(target, [3, 9, 14])]
+
+
+def test_no_memory_to_keep_a_text_changes_no_answer(
+    target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy_row(*_: Any) -> None:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(TreeCache, "copy_row", copy_row)
+    arrivals = [Arrival(DecodeLoop(target), prompt, LONG) for prompt in PROMPTS[:3]]
+    for arrival in arrivals:
+        arrival.submit(engine)
+    assert finished(*arrivals) == [alone(target, prompt) for prompt in PROMPTS[:3]]
+
+
+def test_a_join_without_memory_costs_no_request(
+    target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(*_: Any) -> None:
+        raise MemoryError("no room for two")
+
+    monkeypatch.setattr(TreeCache, "join", join)
+    arrivals = [Arrival(DecodeLoop(target), prompt, LONG) for prompt in PROMPTS[:3]]
+    for arrival in arrivals:
+        arrival.submit(engine)
+    assert finished(*arrivals) == [alone(target, prompt) for prompt in PROMPTS[:3]]
+
+
+def test_garbage_in_any_thread_ends_its_request_without_waiting(tiny_target: Target) -> None:
+    """A stream that is collected while the engine's lock is held."""
+    decoder = Decoder(tiny_target)
+    stream = decoder.stream("Hello", max_new_tokens=200, min_new_tokens=200, drafter="none")
+    next(stream)
+    work = decoder._engine._work
+    with work._lock:
+        del stream
+        gc.collect()
+    assert work._thread is None or work._thread.join(60) is None
+    assert not work._tickets

@@ -28,6 +28,7 @@ from headstart.errors import out_of_memory
 from headstart.model.model import Target, TargetOutput
 from headstart.replay.cache import TreeCache
 from headstart.replay.cuda_graphs import capture_count
+from headstart.support.cores import FreeCores
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, union
 
 _NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
@@ -45,6 +46,7 @@ class Row:
         cached: the text that the target has read, if a later prompt may continue it.
         cancelled: whether the row leaves before the next round; set by any thread.
         left: whether the batch drops the row now.
+        max_nodes: most nodes of a tree that memory has room for, root included.
     """
 
     prompt: Sequence[int]
@@ -56,6 +58,7 @@ class Row:
     cached: CachedText | None = None
     cancelled: bool = False
     left: bool = False
+    max_nodes: int = 1
 
     def __post_init__(self) -> None:
         self.text = Generation(seed=None if self.options.greedy else self.options.seed)
@@ -104,7 +107,6 @@ class Lane:
         self.verifier.resume([row.text.tokens for row in rows])
         drafts = self.options.draft != "off" if serves else self.budget.will_draft
         self.sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if drafts else ())
-        self.max_nodes = 1
         self._drafting = False
         self._logprobs: Sequence[Sequence[dict[int, float]]] = ()
 
@@ -114,16 +116,22 @@ class Lane:
         keeps = any(row.cached is not None for row in self.rows)
         return self.loop.aux_layers(range(len(self.drafters)) if keeps else self.sessions)
 
+    @property
+    def max_nodes(self) -> int:
+        return min(row.max_nodes for row in self.rows)
+
     def new_cache(self) -> TreeCache | None:
         """Create a cache for the rows; None if several do not fit into memory together."""
         drafters = [self.drafters[index] for index in self.sessions]
         max_nodes = 1 + sum(drafter.max_nodes - 1 for drafter in drafters)
         memory = (sum(getattr(one, name, 0) for one in drafters) for name in ("bytes_per_token", "spare_bytes"))
         prompts, longest = [row.prompt for row in self.rows], max(row.options.max_new_tokens for row in self.rows)
-        self.max_nodes = reserve(self.target, prompts, longest, max_nodes, *memory)
-        if not self.max_nodes:
+        max_nodes = reserve(self.target, prompts, longest, max_nodes, *memory)
+        if not max_nodes:
             return None
-        cache = self.target.new_cache(len(self.rows), max(map(len, prompts)) + longest + self.max_nodes)
+        for row in self.rows:
+            row.max_nodes = max_nodes
+        cache = self.target.new_cache(len(self.rows), max(map(len, prompts)) + longest + max_nodes)
         if self.check is not None:
             cache.watch(self.check)
         return cache
@@ -139,20 +147,20 @@ class Lane:
         self._emit([[token] for token in self.roots.root_tokens])
 
     def accepts(self, other: Lane) -> bool:
-        """Whether the rows of another lane can join this one."""
+        """Whether the rows of another lane can join this one. Deterministic rows share no budget."""
         alike = self.loop is other.loop and _shared(self.options) == _shared(other.options)
-        return alike and self.sessions.keys() == other.sessions.keys() and type(self.verifier) is type(other.verifier)
+        alike = alike and not self.options.deterministic and type(self.verifier) is type(other.verifier)
+        return alike and self.sessions.keys() == other.sessions.keys()
 
     def join(self, other: Lane) -> None:
         """Append the rows of another lane."""
+        self.rows += other.rows
+        self.places += other.places
         for index in list(self.sessions):
             self._store(index, self.drafters[index].join, self.sessions[index], other.sessions[index])
         self.verifier.join(other.verifier)  # type: ignore[arg-type]  # of the same type
         self.budget.join(other.budget)
-        self.budget.plan(self.loop.experience(len(self.rows) + len(other.rows)))
-        self.rows += other.rows
-        self.places += other.places
-        self.max_nodes = min(self.max_nodes, other.max_nodes)
+        self.budget.plan(self.loop.experience(len(self.rows)))
         tokens_B = torch.cat([self.roots.root_B, other.roots.root_B])
         self.roots = TreeBatch.roots([*self.roots.root_tokens, *other.roots.root_tokens], on_device=tokens_B)
 
@@ -302,8 +310,8 @@ class Lap:
 class Batch:
     """Rows that share a KV cache and the target's forwards, in lanes."""
 
-    def __init__(self, lane: Lane, cache: TreeCache) -> None:
-        self.target, self.lanes, self.cache = lane.target, [lane], cache
+    def __init__(self, lane: Lane, cache: TreeCache, free_cores: FreeCores | None = None) -> None:
+        self.target, self.lanes, self.cache, self._free_cores = lane.target, [lane], cache, free_cores
 
     @property
     def rows(self) -> list[Row]:
@@ -311,11 +319,8 @@ class Batch:
 
     def join(self, other: Batch) -> None:
         """Append the rows of another batch."""
-        before, lanes, rows = self.cache.rows, [*self.lanes, *other.lanes], [*self.rows, *other.rows]
-        # The widest tree of any lane pads the others.
-        longest = max(len(row.prompt) + row.options.max_new_tokens for row in rows)
-        capacity = longest + max(lane.max_nodes for lane in lanes)
-        self.cache = self.cache.join(other.cache, self.target.new_cache, capacity)
+        before, (lane,) = self.cache.rows, other.lanes
+        self.cache = self.cache.join(other.cache, self.target.new_cache, self._capacity(lane))
         for lane in other.lanes:
             lane.places = [before + place for place in lane.places]
             host = next((own for own in self.lanes if own.accepts(lane)), None)
@@ -323,6 +328,17 @@ class Batch:
                 self.lanes.append(lane)
             else:
                 host.join(lane)
+
+    def join_bytes(self, lane: Lane) -> int:
+        """Bytes that a join of this lane's rows allocates."""
+        rows, capacity = self.cache.rows + len(lane.rows), self._capacity(lane)
+        tokens = 0 if self.cache.has_room(rows, capacity) else max(rows, 2 * self.cache.rows) * capacity
+        return tokens * self.target.kv_bytes_per_token
+
+    def _capacity(self, lane: Lane) -> int:
+        """Tokens of the longest row after a join; the widest tree of any lane pads the others."""
+        longest = max(len(row.prompt) + row.options.max_new_tokens for row in [*self.rows, *lane.rows])
+        return longest + max(each.max_nodes for each in [*self.lanes, lane])
 
     def drop_ended(self, on_leave: Callable[[Row, int], None] | None = None) -> bool:
         """Drop ended rows from the cache and the lanes; return whether any row is left. `on_leave` gets each ended row
@@ -357,8 +373,7 @@ class Batch:
             lane.commit(of_lane)
         ended = perf_counter()
         timed = capture_count() == captured_before and len(self.lanes) == 1
-        free_cores = self.lanes[0].loop.free_cores
-        if free_cores is not None and free_cores.update():
+        if self._free_cores is not None and self._free_cores.update():
             timed = False
             for lane in self.lanes:
                 lane.budget.threads_changed()

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,23 +26,24 @@ from headstart.decode.memory import memory_error
 from headstart.decode.prefix_cache import CachedText, PrefixPool, common_prefix_length
 from headstart.decode.texts import Generation
 from headstart.errors import UserError, out_of_memory
+from headstart.kernels.memory import free_bytes
 from headstart.model.model import Target, TargetOutput
 from headstart.replay.attention import CHUNK
 from headstart.replay.cache import TreeCache
+from headstart.support.cores import FreeCores
 
 _PIECE = 256
 """Tokens of a prompt that are read between two rounds of other requests."""
 _SHARED = 16
 """Fewest common tokens for which a waiting request makes the engine keep a prompt that was just read."""
 _UNLIMITED = 1 << 30
-_THREAD = "headstart-engine"
 OnEnd = Callable[[Generation | BaseException | None], None]
 """Called with the finished text, with an error, or with None if the request was cancelled."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request."""
+    """A submitted request. `left` is set once its outcome was reported."""
 
     loop: Drafting
     row: Row
@@ -50,18 +51,14 @@ class Ticket:
     left: threading.Event = field(default_factory=threading.Event)
 
     def end(self, outcome: Generation | BaseException | None) -> None:
-        """Report the outcome, once."""
-        if not self.left.is_set():
-            try:
-                self.on_end(outcome)
-            finally:
-                self.left.set()
+        """Report the outcome. Exceptions of `on_end` do not reach other requests."""
+        with suppress(Exception):
+            self.on_end(outcome)
+        self.left.set()
 
     def cancel(self) -> None:
-        """Let the request leave before the next round or piece; returns when it has left."""
+        """Let the request leave before the next round or piece, without waiting for it."""
         self.row.cancelled = True
-        if threading.current_thread().name != _THREAD:  # where garbage may be collected, too
-            self.left.wait()
 
 
 class _Left(BaseException):
@@ -71,11 +68,13 @@ class _Left(BaseException):
 class Reading:
     """A request whose prompt is read in pieces."""
 
-    def __init__(self, ticket: Ticket, pool: PrefixPool) -> None:
+    def __init__(self, ticket: Ticket, pool: PrefixPool, batch: Batch | None) -> None:
         row = ticket.row
         row.cached = CachedText((), {})
         self.ticket, self._pool = ticket, pool
         self.lane = Lane(ticket.loop, [row], self._check, serves=True)
+        if batch is not None and batch.join_bytes(self.lane) > free_bytes(batch.target.device):
+            raise memory_error(batch.target)
         cache = self.lane.new_cache()
         assert cache is not None, "a single row fits or raises"
         self.cache: TreeCache = cache
@@ -85,7 +84,7 @@ class Reading:
         self._left = row.tokens[length:]
         self._in_parts = self.lane.target.can_read_in_parts(len(row.tokens) + row.options.max_new_tokens)
 
-    def read(self, most: int) -> Batch | None:
+    def read(self, most: int, free_cores: FreeCores | None) -> Batch | None:
         """Read at most this many tokens, if the prompt can be read in parts; return the batch of the row once its
         prompt is whole."""
         count = most if self._in_parts else len(self._left)
@@ -101,7 +100,7 @@ class Reading:
         self.lane.begin(TargetOutput(out.logits_BTV, states))
         self.lane.check = None
         self.cache.watch(None)
-        return Batch(self.lane, self.cache)
+        return Batch(self.lane, self.cache, free_cores)
 
     def _check(self) -> None:
         if self.ticket.row.cancelled:
@@ -128,19 +127,21 @@ class _Work:
 
     def __init__(self, target: Target) -> None:
         self._target, self._pool = target, PrefixPool(target)
-        self._lock = threading.Lock()
+        self._free_cores = FreeCores() if target.device.type == "cpu" else None
+        self._lock = threading.RLock()  # the garbage collector may call `close` anywhere
         self._arrived: deque[Ticket] = deque()
         self._thread: threading.Thread | None = None
         self._tickets: list[Ticket] = []  # not yet ended
         self._reading: Reading | None = None
         self._batch: Batch | None = None
-        self._most_rows = _UNLIMITED  # fewer once memory has run out
+        self._most_rows = _UNLIMITED  # fewer after a failure
+        self._waits = False  # for memory, until a row leaves
 
     def submit(self, ticket: Ticket) -> None:
         with self._lock:
             self._arrived.append(ticket)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
+                self._thread = threading.Thread(target=self._run, name="headstart-engine", daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
@@ -148,20 +149,23 @@ class _Work:
         with self._lock:
             thread, tickets = self._thread, [*self._arrived, *self._tickets]
         for ticket in tickets:
-            ticket.row.cancelled = True
+            ticket.cancel()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     @torch.inference_mode()
     def _run(self) -> None:
-        with ExitStack() as threads:
-            limited = False
-            while self._take_arrived():  # once false, another thread may have started
-                free_cores = self._tickets[0].loop.free_cores
-                if free_cores is not None and not limited:
-                    threads.enter_context(free_cores.limited())
-                    limited = True
-                self._step()
+        with self._free_cores.limited() if self._free_cores else nullcontext():
+            try:
+                while self._take_arrived():  # once false, another thread may have started
+                    self._step()
+            except BaseException as error:  # such as SystemExit, raised by a logits processor
+                with self._lock:
+                    tickets, self._tickets, self._thread = [*self._tickets, *self._arrived], [], None
+                    self._arrived.clear()
+                    self._batch = self._reading = None
+                for ticket in tickets:
+                    ticket.end(error)
 
     def _take_arrived(self) -> bool:
         """Take new requests; return whether there are any, and end the thread if there are none."""
@@ -169,7 +173,7 @@ class _Work:
             self._tickets += self._arrived
             self._arrived.clear()
             if not self._tickets:
-                self._thread, self._most_rows = None, _UNLIMITED
+                self._thread, self._most_rows, self._waits = None, _UNLIMITED, False
             return bool(self._tickets)
 
     def _step(self) -> None:
@@ -177,7 +181,7 @@ class _Work:
         try:
             self._admit()
             if self._reading is not None:
-                self._read()
+                self._read(self._reading)
             self._leave()
             if self._batch is not None:
                 self._batch.round()
@@ -186,32 +190,43 @@ class _Work:
             self._recover(error)
 
     def _admit(self) -> None:
-        """Begin to read the next waiting request."""
-        running = [] if self._batch is None else self._batch.rows
-        waiting = [ticket for ticket in self._tickets if not any(ticket.row is row for row in running)]
-        for ticket in waiting:
-            if ticket.row.cancelled and (self._reading is None or self._reading.ticket is not ticket):
+        """Begin to read the first waiting request."""
+        running = {id(row) for row in self._running}
+        waiting = [ticket for ticket in self._tickets if id(ticket.row) not in running]
+        for ticket in [ticket for ticket in waiting if ticket.row.cancelled]:
+            if self._reading is None or self._reading.ticket is not ticket:
                 self._end(ticket, None)
-            elif self._reading is None and len(running) < self._most_rows:
-                try:
-                    self._reading = Reading(ticket, self._pool)
-                except Exception as error:
-                    if running and (isinstance(error, UserError) or out_of_memory(error)):
-                        return  # it waits for memory
-                    self._end(ticket, memory_error(self._target) if out_of_memory(error) else error)
-
-    def _read(self) -> None:
-        reading = self._reading
-        assert reading is not None
+                waiting.remove(ticket)
+        if self._reading is not None or self._waits or not waiting or len(running) >= self._most_rows:
+            return
         try:
-            arrived = reading.read(CHUNK if self._batch is None else _PIECE)
-        except _Left:
+            try:
+                self._reading = Reading(waiting[0], self._pool, self._batch)
+            except Exception as error:
+                if not _lacks_memory(error):
+                    raise
+                self._pool.clear()
+                self._reading = Reading(waiting[0], self._pool, self._batch)
+        except Exception as error:
+            if self._batch is not None and _lacks_memory(error):
+                self._waits = True
+            else:
+                self._end(waiting[0], memory_error(self._target) if out_of_memory(error) else error)
+
+    def _read(self, reading: Reading) -> None:
+        """Read a piece of a prompt; the row joins the batch after the last one."""
+        try:
+            arrived = reading.read(CHUNK if self._batch is None else _PIECE, self._free_cores)
+        except BaseException as error:
+            if isinstance(error, Exception) and out_of_memory(error):
+                raise
             self._reading = None
-            self._end(reading.ticket, None)
+            self._end(reading.ticket, None if isinstance(error, _Left) else error)
+            if not isinstance(error, (Exception, _Left)):
+                raise
             return
         if arrived is None:
             return
-        self._reading = None
         (row,) = arrived.rows
         others = [ticket.row.prompt for ticket in self._tickets if ticket.row is not row and not ticket.row.text.tokens]
         if row.cached is not None and any(common_prefix_length([other, row.prompt]) >= _SHARED for other in others):
@@ -221,34 +236,49 @@ class _Work:
             self._batch = arrived
         else:
             self._batch.join(arrived)
+        self._reading = None
+
+    @property
+    def _running(self) -> list[Row]:
+        return [] if self._batch is None else self._batch.rows
 
     def _leave(self) -> None:
-        """Drop ended rows from the batch, keep their texts, and report them."""
+        """Drop ended rows from the batch, report them, and keep their texts."""
         if self._batch is not None and not self._batch.drop_ended(partial(self._report, self._batch)):
             self._batch = None
 
     def _report(self, batch: Batch, row: Row, place: int) -> None:
-        if row.cached is not None and not row.cancelled:
-            self._pool.add(row.cached, batch.cache, place)
         ticket = next(ticket for ticket in self._tickets if ticket.row is row)
         self._end(ticket, None if row.cancelled else row.text)
+        self._waits, self._most_rows = False, self._most_rows + 1
+        if row.cached is not None and not row.cancelled:
+            self._pool.add(row.cached, batch.cache, place)
 
     def _end(self, ticket: Ticket, outcome: Generation | BaseException | None) -> None:
         self._tickets.remove(ticket)
         ticket.end(outcome)
 
     def _recover(self, error: Exception) -> None:
-        """After an error: with several rows and no memory, read the texts so far again and decode fewer at once; fail
-        the running requests otherwise."""
-        running = [] if self._batch is None else self._batch.rows
+        """After an error with several rows: read the texts so far again, and decode fewer at once, so that only rows
+        that fail alone fail."""
         reading = [] if self._reading is None else [self._reading.ticket.row]
-        rows, self._batch, self._reading = [*running, *reading], None, None
-        if out_of_memory(error) and len(rows) > 1:
-            self._most_rows = max(1, len(rows) // 2)
+        rows = {id(row) for row in [*self._running, *reading]}
+        self._batch = self._reading = None
+        failed = [ticket for ticket in self._tickets if id(ticket.row) in rows]
+        for ticket in [ticket for ticket in failed if ticket.row.text.finish_reason]:
+            self._end(ticket, ticket.row.text)
+        if len(failed) > 1:
+            self._most_rows = max(1, len(failed) // 2) if out_of_memory(error) else 1
+        for ticket in failed if len(failed) == 1 else ():
+            if ticket in self._tickets:
+                self._end(ticket, memory_error(self._target) if out_of_memory(error) else error)
+        if out_of_memory(error):
+            self._pool.clear()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            return
-        outcome = memory_error(self._target) if out_of_memory(error) else error
-        for ticket in [ticket for ticket in self._tickets if ticket.row in rows]:
-            self._end(ticket, outcome)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether a request may fit once others have left; `reserve` raises UserError."""
+    return isinstance(error, UserError) or out_of_memory(error)

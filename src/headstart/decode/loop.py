@@ -72,7 +72,7 @@ class DecodeLoop(Drafting):
         if (cache := lane.new_cache()) is None:
             return False
         lane.begin(self.target.prefill(cache, [row.tokens for row in running], lane.aux_layers))
-        batch = Batch(lane, cache)
+        batch = Batch(lane, cache, self.free_cores)
         while batch.drop_ended():
             batch.round()
         return True

@@ -14,6 +14,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from headstart.errors import out_of_memory
 from headstart.kernels.memory import free_bytes
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
@@ -94,8 +95,17 @@ class PrefixPool:
         while self._texts and size + sum(one.nbytes(self._target) for one in self._texts) > room:
             del self._texts[0]
         if size <= room:
-            text.cache = cache.copy_row(place, len(text.tokens))
+            try:
+                text.cache = cache.copy_row(place, len(text.tokens))
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                return self.clear()
             self._texts.append(text)
+
+    def clear(self) -> None:
+        """Free the memory of all texts."""
+        self._texts = []
 
 
 def common_prefix_length(texts: Sequence[Sequence[int]]) -> int:

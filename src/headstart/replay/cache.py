@@ -228,13 +228,17 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Return a cache of at least this capacity with the other's rows after its own: this cache if its memory has
         room, else a copy with at least twice the rows."""
         cache, rows, capacity = self, self.rows + other.rows, max(self.capacity, other.capacity, capacity)
-        if rows > self.stores[0].shape[1] or capacity > self.stores[0].shape[3]:
+        if not self.has_room(rows, capacity):
             cache = self._copy_into(new_cache(max(rows, 2 * self.rows), capacity))
         cache.capacity = capacity
         for row in range(other.rows):
             cache.lengths.append(0)
             cache._take_row(cache.rows - 1, other, row)
         return cache
+
+    def has_room(self, rows: int, capacity: int) -> bool:
+        """Whether the allocation has this many rows and slots."""
+        return rows <= self.stores[0].shape[1] and capacity <= self.stores[0].shape[3]
 
     def _take_row(self, row: int, other: TreeCache, source: int) -> None:
         """Copy a row into the place of an ended one. A NaN that it left there would pass through masks, so zero it."""

@@ -107,6 +107,9 @@ class ChainCache:
         self.lengths, self.chains = self.lengths + other.lengths, self.chains + other.chains
         return self
 
+    def has_room(self, rows: int, capacity: int) -> bool:
+        return True
+
     def slice_rows(self, start: int, stop: int) -> ChainCache:
         part = copy.copy(self)
         part.row_states, part.lengths = self.row_states[start:stop], self.lengths[start:stop]
