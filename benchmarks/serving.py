@@ -1,6 +1,7 @@
 """Compare OpenAI-compatible servers under one public load tool: vLLM's `bench serve`.
 
     python benchmarks/serving.py serving.json --questions mt_bench.jsonl --tool engines/vllm/bin/python \\
+        --tokenizer runs/quickstart/target/tokenizer \\
         --server "ours=headstart serve runs/quickstart --port {port}" \\
         --server "ours, no drafts=headstart serve runs/quickstart --port {port}" \\
         --server "llama.cpp=engines/llama.cpp/build/bin/llama-server -m BF16.gguf -t 2 -np 8 -c 16384 --port {port}"
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--tool", type=Path, required=True, help="Python of an environment with vLLM")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the target's tokenizer")
     parser.add_argument("--server", action="append", required=True, help="NAME=COMMAND with {port}")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--limit", type=int, default=24, help="questions per number of clients and round")
@@ -117,10 +119,19 @@ def load(
 ) -> dict[str, Any]:
     """Run the load tool; return its figures. Raises SystemExit if a request failed."""
     model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
-    extra = {"ignore_eos": True} | ({"draft": "off"} if name.endswith("no drafts") else {})
+    extra = {"draft": "off"} if name.endswith("no drafts") else {}
     command = [
         *(str(tool), "-c", _TOOL, "--backend", "openai-chat", "--base-url", url, "--endpoint", "/v1/chat/completions"),
-        *("--model", model, "--skip-tokenizer-init", "--dataset-name", "custom", "--dataset-path", str(prompts)),
+        *(
+            "--model",
+            model,
+            "--tokenizer",
+            str(options.tokenizer),
+            "--dataset-name",
+            "custom",
+            "--dataset-path",
+            str(prompts),
+        ),
         *("--custom-output-len", str(options.max_new_tokens), "--skip-chat-template", "--disable-shuffle"),
         *("--num-prompts", str(count), "--max-concurrency", str(clients), "--num-warmups", str(clients)),
         *("--temperature", "0", "--extra-body", json.dumps(extra), "--save-result", "--result-dir", str(folder)),

@@ -149,9 +149,12 @@ class Service:
             return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
         try:
-            for index in range(len(reply.choices)):
-                yield event(reply.chunk(index))
+            opened = False
             async for index, content in self._contents(job, reply):
+                if not opened:  # now, since clients time the first chunk
+                    opened = True
+                    for number in range(len(reply.choices)):
+                        yield event(reply.chunk(number))
                 ended = reply.choices[index].answer is not None
                 last = ended and all(choice.answer is not None for choice in reply.choices)
                 timings = {"timings": reply.figures()["timings"]} if last and not with_usage else {}
