@@ -101,7 +101,9 @@ def test_a_finished_run_has_its_report_heads_and_data(whole: tuple[Recipe, Path]
         f"τ {results['summary']['tokens_per_round']:.2f} on 2 prompts"
     )
     undrafted = {**results, "summary": {**results["summary"], "undrafted_prompts": 2}}
-    assert re.match(r"nothing was drafted on 2 prompts, .* train longer .* doctor", headline(undrafted, logged(folder, recipe)))
+    assert re.match(
+        r"nothing was drafted on 2 prompts, .* train longer .* doctor", headline(undrafted, logged(folder, recipe))
+    )
     answer = headstart.load(folder / "heads").generate("who are you", max_new_tokens=4)
     assert len(answer.tokens) <= 4
     assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()

@@ -25,7 +25,6 @@ from headstart.train.starting_heads import build_heads, copy_matching
 from tests.heads.test_contract import prefilled, shake
 from tests.train.conftest import MakeRecipe, Train, conversations
 
-
 EAGLE3 = {"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]}
 
 

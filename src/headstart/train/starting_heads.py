@@ -25,7 +25,7 @@ _FIRST_TOKENS = 200_000  # of the training data, for closed-form fits and the ch
 
 
 def load_earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
-    """Load the heads of `train.start_from`, on the CPU. Raises a UserError for a family that cannot start the recipe's."""
+    """Load the heads of `train.start_from`, on the CPU; a UserError for a family that cannot start the recipe's."""
     if recipe.train.start_from is None:
         return None
     earlier, name = load_heads(Path(recipe.train.start_from).expanduser(), target, "cpu"), recipe.heads.family
