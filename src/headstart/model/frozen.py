@@ -292,6 +292,7 @@ def used_tokens(tokenizer: Any) -> set[int]:
     """Return the tokens with a role in the tokenizer, padding aside, and added tokens in its chat template."""
     template = getattr(tokenizer, "chat_template", None)
     rendered = template if isinstance(template, str) else " ".join((template or {}).values())
-    used = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "sep", "cls")} - {None}
+    roles = (getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "sep", "cls"))
+    used = {token_id for token_id in roles if token_id is not None}
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return used | {token_id for token_id, token in added if str(token) in rendered}

@@ -424,7 +424,7 @@ def aux_layers_error(aux_layers: Sequence[int], which: str = "from 1 on") -> Use
 
 
 def mask_token(target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default `mask_token_id`, unless the settings have one; refuse one with a role in the target's texts."""
+    """Return the default `mask_token_id`, unless the settings have one; refuse one that the target's texts use."""
     if "mask_token_id" in settings:
         if (given := settings["mask_token_id"]) in target.end_tokens | used_tokens(target.tokenizer):
             raise UserError(

@@ -101,7 +101,8 @@ def tensor_faults(
 VLLM_ON_GPUS = {
     Layout.DSPARK: "vLLM drafts with DSpark heads only on GPUs (V2 model runner), and cannot serve them as DFlash "
     "heads, where slots draft their own positions: on a CPU use llama.cpp (--format gguf).",
-    Layout.DFLASH2: "vLLM drafts with DFlash 2 heads only on GPUs (V2 model runner), elsewhere without pair scores.",
+    Layout.DFLASH2: "vLLM drafts with DFlash 2 heads only on GPUs (V2 model runner), otherwise without pairwise "
+    "scores.",
 }
 """Remarks on layouts that vLLM drafts with only on GPUs."""
 _ADAPTIVE = (
