@@ -115,16 +115,10 @@ class SamplingOptions:
         1.0, "Above 1, makes tokens that already occur in the text less likely; 1 changes nothing."
     )
     presence_penalty: float = option(
-        0.0,
-        "Subtract this (-2 to 2) from the logit of each token that already occurs in the answer.",
-        minimum=-2,
-        maximum=2,
+        0.0, "Subtract this (-2 to 2) from the logit of each token in the answer.", minimum=-2, maximum=2
     )
     frequency_penalty: float = option(
-        0.0,
-        "Subtract this (-2 to 2) from a token's logit for each earlier occurrence in the answer.",
-        minimum=-2,
-        maximum=2,
+        0.0, "Subtract this (-2 to 2) from a token's logit for each occurrence in the answer.", minimum=-2, maximum=2
     )
     logit_bias: LogitBias | None = option(
         None,

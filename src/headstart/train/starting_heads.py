@@ -31,8 +31,7 @@ def load_earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead 
     earlier, name = load_heads(Path(recipe.train.start_from).expanduser(), target, "cpu"), recipe.heads.family
     if earlier.family not in (allowed := [name, *filter(None, [family(name).starts_from])]):
         raise UserError(
-            f"train.start_from={recipe.train.start_from} holds {earlier.family} heads, which {name} heads cannot start "
-            "from.",
+            f"{recipe.train.start_from} holds {earlier.family} heads, which {name} heads cannot start from.",
             f"Name {' or '.join(allowed)} heads, or set train.start_from=null.",
         )
     return earlier
