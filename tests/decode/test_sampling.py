@@ -78,7 +78,7 @@ def by_hand(options: SamplingOptions, logits_V: Tensor, prompt: list[int], gener
     """vLLM's order: bias, repetition penalty (prompt included), then frequency and presence penalty of the answer."""
     scores_V = logits_V.float().clone()
     for token, bias in (options.logit_bias or {}).items():
-        scores_V[token] += bias
+        scores_V[int(token)] += bias
     for token in {*prompt, *generated}:
         scores_V[token] *= options.repetition_penalty if scores_V[token] < 0 else 1 / options.repetition_penalty
     for token, count in Counter(generated).items():
