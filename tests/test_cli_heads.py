@@ -241,9 +241,12 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "top_k", "--drafter", "ngram")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "top_k", 1.0)
-    works(*asked, "--limit", 2, "--sweep-batch", "1,2", "--long-context", 30)
+    with questions.open("a") as file:
+        file.write(json.dumps({"turns": ["three four " * 55]}) + "\n")
+    shown = works(*asked, "--limit", 2, "--sweep-batch", "1,2", "--long-context", 512).stdout
+    assert re.search(r"Prompts of 512 tokens, heads \+ n-gram: [\d.]+ tokens/s, .* over the plain loop, τ \d", shown)
     found = json.loads((tmp_path / "results.json").read_text())
-    for sweep, key, sizes in (("batches", "batch_size", [1, 2]), ("contexts", "prompt_tokens", [30])):
+    for sweep, key, sizes in (("batches", "batch_size", [1, 2]), ("contexts", "prompt_tokens", [512])):
         assert [row[key] for row in found[sweep] if row.get("name") == DecodeOptions.drafter] == sizes, found[sweep]
     works(*asked, "--limit", 1, "--tree", "static", "--top-p", 0.5, "--top-k", 5, "--min-p", 0.1, "--temperature", 0.5)
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
@@ -311,6 +314,9 @@ def test_bad_values_are_refused(heads: Path, questions: Path, tmp_path: Path) ->
     assert "Tune them: headstart tune" in refused(*speak, "--tree", "dynamic")
     assert "min_p is -1" in refused(*speak, "--min-p", -1)
     assert "repetition_penalty is 0" in refused(*speak, "--repetition-penalty", 0)
+    assert (
+        "'--presence-penalty': Input should be less than or equal to 2" in call(*speak, "--presence-penalty", 3).output
+    )
     measure = ("eval", heads, "--questions", questions, "--out", tmp_path / "out")
     assert "Did you mean 'ngram'" in refused(*measure, "--compare", "ngrm")
     assert "top_p is 0" in refused(*measure, "--top-p", 0)

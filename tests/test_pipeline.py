@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from headstart.model.teacher import teacher_problem
 from headstart.pipeline.data_stages import conversations, states_artifact
 from headstart.pipeline.inventory import delete, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
+from headstart.pipeline.report_stages import headline
 from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
@@ -94,6 +96,14 @@ def test_a_finished_run_has_its_report_heads_and_data(whole: tuple[Recipe, Path]
     assert results["summary"]["predicted_speedup"] is not None
     assert results["summary"]["divergences"]["count"] == 0
     assert len((folder / "data" / "heldout.jsonl").read_text().splitlines()) == recipe.data.heldout
+    assert headline({**results, "summary": {**results["summary"], "undrafted_prompts": 1}}, quiet(folder, recipe)) == (
+        f"{results['summary']['speedup_vs_plain']['mean']:.2f}x over plain decoding, measured; "
+        f"τ {results['summary']['tokens_per_round']:.2f} on 2 prompts"
+    )
+    undrafted = {**results, "summary": {**results["summary"], "undrafted_prompts": 2}}
+    assert re.match(
+        r"nothing was drafted on 2 prompts, .* train longer .* doctor", headline(undrafted, logged(folder, recipe))
+    )
     answer = headstart.load(folder / "heads").generate("who are you", max_new_tokens=4)
     assert len(answer.tokens) <= 4
     assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()

@@ -29,8 +29,8 @@ from headstart.pipeline import dry_run as dry_running
 from headstart.pipeline import plan as planning
 from headstart.pipeline.dry_run import dry_run
 from headstart.pipeline.plan import Plan, make_plan, show_plan
-from headstart.pipeline.run import Run
-from headstart.pipeline.stages import STAGES
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import STAGES, stages_until
 from headstart.pipeline.workload import (
     PROMPT_TOKENS,
     Lengths,
@@ -144,6 +144,17 @@ def measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip timing forwards, and count no memory of this process."""
     monkeypatch.setattr(planning, "dry_run", lambda *_: Speeds(0.01, 1e-4, 1e-3, 0.1, 1000, "a dry run"))
     monkeypatch.setattr(planning, "_resident", lambda: 0)
+
+
+@pytest.mark.usefixtures("measured_before")
+def test_data_of_other_runs_are_named(tmp_path: Path, tiny_target_folder: Path) -> None:
+    settings = recipe(tmp_path, tiny_target_folder, data={"prompts": prompt_file(tmp_path, 1)})
+    assert not any("reuses" in note for note in make_plan(quiet(settings, tmp_path / "runs" / "one")).notes)
+    execute(quiet(settings, tmp_path / "runs" / "one"), stages_until("states"))
+    notes = [note for note in make_plan(quiet(settings, tmp_path / "runs" / "two")).notes if "reuses" in note]
+    for note, stage in zip(notes, ("conversations", "states"), strict=True):
+        assert note.startswith(f"The run reuses {stage} in {tmp_path / 'runs' / 'artifacts' / stage}")
+    assert not any("reuses" in note for note in make_plan(quiet(settings, tmp_path / "runs" / "one")).notes)
 
 
 @pytest.mark.usefixtures("measured_before")

@@ -156,7 +156,7 @@ def test_a_recipe_needs_heads(tmp_path: Path) -> None:
             r"medusa heads have no setting 'aux_norms'\. 'aux_norms' is a setting of eagle3 and peagle\. medusa has",
         ),
         ("heads.block_sise=4", r"'block_size' is a setting of dflash and dflash2 and dspark\."),
-        ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),
+        ("heads.hidden_size=7.5", r"medusa heads have no setting 'hidden_size'\."),
         ("heads.num_heads=40", r"'heads\.num_heads' is 40: input should be less .*headstart recipes show medusa --all"),
         ("heads=medusa", "Recipe key 'heads' is 'medusa'"),
         ("target=5", "Recipe key 'target' is 5"),
@@ -179,6 +179,10 @@ def test_an_infinite_gradient_limit_survives_being_written() -> None:
     ("heads", "problem"),
     [
         ({"family": "hydra", "num_headss": 3}, r"hydra heads have no setting 'num_headss'. Did you mean 'num_heads'\?"),
+        (
+            {"family": "peagle", "feedback": "post_norm"},
+            r"peagle heads have no setting 'feedback'\. 'feedback' is a setting of eagle3\.",
+        ),
         ({"family": "eagle", "init": "hot"}, r"'heads.init' is 'hot'"),
         ({"family": "eagle3", "aux_layers": [2, 2]}, r"layers \[2, 2\] of the target, which must be different"),
     ],

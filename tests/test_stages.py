@@ -128,6 +128,16 @@ def test_names_the_changed_setting(folder: Path, factory: Factory) -> None:
     assert "first changed" in said(run)
 
 
+def test_another_family_is_named_before_settings_that_follow_from_it(folder: Path) -> None:
+    def settings(run: Run) -> dict[str, Any]:
+        return {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
+
+    stage = Stage("train", "training", 1, (), (), settings, lambda _: Outcome("trained"))
+    execute(make_run(folder), (stage,))
+    later = make_run(folder, heads={"family": "eagle3", "aux_norms": True})
+    assert left_to_do(later, (stage,)) == {"train": 'heads.family changed from "medusa" to "eagle3"'}
+
+
 def test_a_new_version_of_a_stage_works_again(folder: Path, factory: Factory) -> None:
     execute(make_run(folder), factory.stages())
     factory.version = 2

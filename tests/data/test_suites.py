@@ -118,9 +118,11 @@ def test_speed_bench_by_category_and_as_prepared(tmp_path: Path, monkeypatch: py
             find_questions(name)
         assert "prepare.py | python3 - --config qualitative --output_dir" in error.value.remedy
         assert str(part.local_copy) in error.value.remedy
-    with pytest.raises(UserError, match=r"speed-bench has no part 'maths'. .*known: coding, humanities"):
+    with pytest.raises(
+        UserError, match=r"no part 'maths'. Did you mean speed-bench:math\? .*one of coding, humanities"
+    ):
         find_questions("speed-bench:maths")
-    with pytest.raises(UserError, match=r"mt-bench has no part 'math'. Leave it out"):
+    with pytest.raises(UserError, match=r"mt-bench has no parts, and 'mt-bench:math' names one. Write mt-bench\."):
         find_questions("mt-bench:math")
 
 

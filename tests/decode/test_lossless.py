@@ -69,7 +69,7 @@ def test_every_architecture_with_random_trees(kind: str) -> None:
         {"frequency_penalty": 0.6},
         {"frequency_penalty": -0.3, "repetition_penalty": 1.2},
         {"logit_bias": {7: 1.5, 30: -100.0}, "presence_penalty": -0.5},
-        {"logit_bias": {7: 1.5, 30: -100.0}},
+        {"logit_bias": {"7": 1.5, "30": -100.0}},  # as OpenAI's clients write them
     ],
     ids=str,
 )

@@ -78,7 +78,7 @@ def by_hand(options: SamplingOptions, logits_V: Tensor, prompt: list[int], gener
     """vLLM's order: bias, repetition penalty (prompt included), then frequency and presence penalty of the answer."""
     scores_V = logits_V.float().clone()
     for token, bias in (options.logit_bias or {}).items():
-        scores_V[token] += bias
+        scores_V[int(token)] += bias
     for token in {*prompt, *generated}:
         scores_V[token] *= options.repetition_penalty if scores_V[token] < 0 else 1 / options.repetition_penalty
     for token, count in Counter(generated).items():
@@ -237,7 +237,9 @@ class Counting:
         (DecodeOptions(presence_penalty=2.1), "presence_penalty is 2.1. Use a value from -2 to 2"),
         (DecodeOptions(frequency_penalty=float("nan")), "frequency_penalty is nan"),
         (DecodeOptions(logit_bias={3: 101.0}), "logit_bias has 3: 101.0. Map token ids to numbers from -100 to 100"),
-        (DecodeOptions(logit_bias=cast(Any, {"3": 1.0})), "logit_bias has '3': 1.0"),
+        (DecodeOptions(logit_bias={"three": 1.0}), "logit_bias has 'three': 1.0"),
+        (DecodeOptions(logit_bias={3: True}), "logit_bias has 3: True"),
+        (DecodeOptions(logit_bias={"61": 1.0}), "logit_bias has 61, and the target's token ids end at 60"),
         (DecodeOptions(logit_bias=cast(Any, [3])), r"logit_bias is \[3\]. Give numbers by token id"),
         (DecodeOptions(logit_bias={61: 1.0}), "logit_bias has 61, and the target's token ids end at 60"),
         (DecodeOptions(logprobs=-1), "logprobs is -1"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from headstart.data.states.store import StateStore
 from headstart.doctor.examination import CHECKS, examine
-from headstart.doctor.findings import Finding, good
+from headstart.doctor.findings import Finding, good, show
 from headstart.doctor.subject import Subject, find_subject
 from headstart.errors import UserError
 from headstart.model.model import Target
@@ -57,6 +60,16 @@ def test_missing_files_are_no_problem(run: Path) -> None:
     assert [finding.check for finding in found.values() if finding.ok is False] == []
     assert found["mask"].sentence == "Not checked: there are no conversations of a run here."
     assert found["equality"].ok is True, "the target writes the texts"
+
+
+def test_a_run_copied_without_its_artifacts_is_named(run: Path) -> None:
+    shutil.rmtree(run.parent / "artifacts")
+    console = Console(file=io.StringIO(), width=200)
+    show(found := list(examine(find_subject(str(run), quick=True))), console)
+    (wrong,) = [finding for finding in found if finding.check == "states"]
+    assert f"refers to artifacts in {run.parent / 'artifacts'}, and all of them are missing" in wrong.sentence
+    assert "Copy the whole folder of runs" in wrong.remedy
+    assert isinstance(console.file, io.StringIO) and "\nstates\n" in console.file.getvalue()
 
 
 def test_a_check_that_breaks_off_is_a_finding(healthy: Path) -> None:

@@ -131,6 +131,7 @@ def test_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, t
     missing = target.vocab_size - len(heads.draft_to_target_D)
     told = [f"and {missing} of them were outside the draft vocabulary" in said for said in done.remarks]
     assert any(told) == (case != "dflash-reduced"), "tokens without a correction"
+    assert any("set heads.draft_vocab_size=0." in said for said in done.remarks) == any(told)
     ours_KV, theirs_KV = ours(heads, target), read(tmp_path / "out", target)[:, heads.draft_to_target_D]
     both_KV = ours_KV.isfinite() & theirs_KV.isfinite()  # candidates of either vocabulary
     assert both_KV.any()

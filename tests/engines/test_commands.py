@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import headstart
 from headstart.data.prompts.chat import with_template_kwargs
+from headstart.decode.costs import Conditions
 from headstart.errors import UserError
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import untuned
@@ -52,6 +53,7 @@ def test_printed_command_of_parallel_heads(made: Made, tmp_path: Path) -> None:
     printed = " ".join(works("export", made("peagle")[1], "--format", "vllm", "--out", tmp_path / "out").stdout.split())
     assert '"method": "eagle3"' in printed and '"parallel_drafting": true, "num_speculative_tokens": 3' in printed
     assert "Without parallel_drafting in --speculative-config vLLM ignores mask_hidden" in printed
+    assert "vLLM sets it itself for a folder of --format speculators." in printed
     assert "Not for sglang: sglang does not serve peagle heads." in printed
     said = refused("export", made("peagle")[1], "--format", "gguf", "--out", tmp_path / "gguf")
     assert "llama.cpp drafts with EAGLE-3, DFlash and DSpark heads" in said
@@ -80,6 +82,18 @@ def test_cpu_options_of_vllm_are_printed(made: Made, tmp_path: Path, monkeypatch
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
         said = works("export", made("eagle3-reduced")[1], "--format", "vllm", "--out", tmp_path / f"served{gpu}").stdout
         assert (needed in " ".join(said.split())) is not gpu
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = works("export", made("dflash2")[1], "--format", "vllm", "--out", tmp_path / "blocks").stdout
+    assert "DFlash 2 heads only on GPUs" in " ".join(said.split()) and needed not in " ".join(said.split())
+
+
+def test_drafts_that_did_not_pay_in_tuning_are_said_to_be_the_default(target: Target, tmp_path: Path) -> None:
+    heads = heads_for(target, CASES["eagle3"])
+    plain = {**untuned(heads), "paths": [], "settings": {"conditions": Conditions.of(target).to_json()}}
+    for name, tuning in (("plain", plain), ("tree", {**plain, "paths": [[0]]})):
+        export_heads(tmp_path / name, heads, target, tuning, {})
+        remarks = export_for(tmp_path / name, tmp_path / f"{name}-served", "vllm").remarks
+        assert any("No tree pays where the heads were tuned" in remark for remark in remarks) == (name == "plain")
 
 
 def run_with(heads: Path, run: Path) -> Path:

@@ -280,7 +280,7 @@ def test_clock_counts_tokens_per_row() -> None:
         ({"limit": 0}, "limit is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"sweep_batch": (4, 0)}, "sweep_batch is 0"),
-        ({"long_context": 0}, "long_context is 0"),
+        ({"long_context": 100}, "long_context is 100.*at least 512"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"max_new_tokens": 1020}, "Question 81 .* plus 1020 new tokens exceeds"),
         ({"max_new_tokens": 500, "multi_turn": True}, "Question 81 .* plus 1000 new tokens exceeds"),

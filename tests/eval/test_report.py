@@ -189,6 +189,8 @@ def test_long_prompts_are_a_table_and_a_plot(results: dict[str, Any], tmp_path: 
     html, text = ((tmp_path / name).read_text() for name in ("report.html", "report.md"))
     assert re.search(r"<th scope=\"row\">999, heads</th><td>8.0</td>", html) and "| 999 | heads | 8.0 |" in text
     assert "<td>10<small>7</small></td>" in html and "| 10 (7) |" in text, "first token"
+    said = " ".join(terminal(results | {"contexts": long_prompts()}).split())
+    assert "Prompts of 999 tokens, heads: " in said and said.count("Prompts of 2048 tokens") == 1
     lines = re.findall(r'class="curve" points="(.*?) "', html)
     # τ from 0 (y 180) to 2 (y 30), then the speed-up up to the interval's end, 3; a line for each drafter
     assert lines == ["50.0,30.0 340.0,67.5", "50.0,105.0", "50.0,80.0 340.0,80.0", "50.0,80.0"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import make_config
+from headstart.heads.base import family, make_config
 from headstart.heads.dflash import DFlashHead
 from headstart.heads.dspark import DSparkHead
 from headstart.heads.int8_weights import linear
@@ -179,12 +179,17 @@ def test_layers_of_a_target_with_head_norms_start_with_them() -> None:
             {"mask_token_id": 60, "sliding_window": 9, "full_layers": (0,)},
             r"full_layers is \[0\]: .* some, not all, of the 1",
         ),
+        (
+            {"family": "dflash2", "mask_token_id": 60, "block_size": 4, "conv_kernel_size": 5},
+            "conv_kernel_size is 5, and a block has 4 slots",
+        ),
     ],
     ids=str,
 )
 def test_impossible_blocks_are_refused(settings: dict[str, Any], told: str, target: Target) -> None:
     with pytest.raises(UserError) as refused:
-        heads = DFlashHead(cast(Any, make_config({"family": "dflash", **settings}, target)))
+        config = make_config({"family": "dflash", **settings}, target)
+        heads = cast(BlockHead, family(config.family)(config))
         heads.warm_start(target)
     assert re.search(told, f"{refused.value.problem} {refused.value.remedy}")
 
@@ -207,6 +212,20 @@ def test_the_mask_token_occurs_in_no_text() -> None:
     assert spare(rows + 2, "<|some|>", "<|other|>", mask_token="<|some|>") == rows
     assert spare(rows, pad_token=tokenizer.eos_token, unk_token="<|endoftext|>") is None
     assert Target(tiny_model("llama", vocab_size=rows)).spare_token is None
+
+
+@pytest.mark.parametrize("name", ["dflash", "peagle"])
+def test_a_mask_token_that_texts_contain_is_refused(name: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|free|>", "<|turn|>"], special_tokens=True)
+    tokenizer.chat_template = str(tokenizer.chat_template) + "<|turn|>"
+    target = Target(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    free, turn = len(tokenizer) - 2, len(tokenizer) - 1
+    layers = {"family": name, "aux_layers": (1, 2)}
+    for token in (tokenizer.eos_token_id, turn):
+        with pytest.raises(UserError, match=f"heads.mask_token_id is {token}, which is in the target's texts"):
+            make_config({**layers, "mask_token_id": token}, target)
+    make_config({**layers, "mask_token_id": free}, target)
 
 
 @pytest.mark.parametrize("filled", [0.0, math.nan, math.inf])

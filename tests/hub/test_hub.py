@@ -221,7 +221,7 @@ def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> No
     (part,) = SUITES["gsm8k"]
     with hub.down():
         line = client.refusal("suite", name="gsm8k")
-    assert "Cannot fetch gsm8k, which is main/test-00000-of-00001.parquet of 'openai/gsm8k'" in line
+    assert "Cannot fetch main/test-00000-of-00001.parquet of gsm8k from 'openai/gsm8k'" in line
     assert line.endswith(f"/datasets/openai/gsm8k/resolve/main/{part.file} as {part.local_copy}.")
     for dataset in dict.fromkeys(dataset for dataset, _ in SUITE_FILES):
         hub.repos[dataset] = Repo()

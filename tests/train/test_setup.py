@@ -25,15 +25,20 @@ from headstart.train.starting_heads import build_heads, copy_matching
 from tests.heads.test_contract import prefilled, shake
 from tests.train.conftest import MakeRecipe, Train, conversations
 
+EAGLE3 = {"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]}
+
 
 @pytest.mark.parametrize("name", packaged_recipes())
-def test_packaged_recipes_pass_the_checks(name: str, earlier: Earlier) -> None:
-    recipe = load_recipe(name)
-    if recipe.train.lora_rank:  # the user names the heads to adapt
+def test_packaged_recipes_pass_the_checks(
+    name: str, recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tmp_path: Path
+) -> None:
+    packaged = load_recipe(name)
+    if packaged.train.lora_rank:  # the user names the heads to adapt
         with pytest.raises(UserError, match="start_from names none"):
-            check_training(recipe)
-        recipe = load_recipe(name, [f"train.start_from={earlier[0]}"])
-    check_training(recipe)
+            check_training(packaged)
+        save_heads(build_heads(recipe(heads=EAGLE3), tiny_target, train_store), tmp_path / "earlier")
+        packaged = load_recipe(name, [f"train.start_from={tmp_path / 'earlier'}"])
+    check_training(packaged)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +75,8 @@ def test_damaged_earlier_heads_are_refused(recipe: MakeRecipe, earlier: Earlier)
 def test_store_without_a_layer_is_refused(run: Train, tiny_target: Target, tmp_path: Path, lacking: str) -> None:
     made = conversations(3, 0, tiny_target.vocab_size)
     fewer = build_store(tmp_path / "fewer", made, tiny_target, [1, 3, FINAL], budget_bytes=10**8)
-    eagle3 = {"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3]}
     with pytest.raises(UserError, match=r"fewer lacks the states of layer 2, which these heads") as refused:
-        run(tmp_path / "train", heads=eagle3, **{lacking: fewer})
+        run(tmp_path / "train", heads=EAGLE3, **{lacking: fewer})
     assert "Build the data again" in refused.value.remedy
     assert not (tmp_path / "train").exists()
 
@@ -195,6 +199,36 @@ def test_missing_or_foreign_earlier_heads_are_refused(
     save_heads(MedusaHead(config), tmp_path / "small")
     with pytest.raises(UserError, match=r"read states of size 8 over 30 tokens"):
         build_heads(recipe(start_from=str(tmp_path / "small")), tiny_target, train_store)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("dflash2", "Name dflash2 or dflash heads, or set train.start_from=null."),
+        ("peagle", "Name peagle or eagle3 heads, or set train.start_from=null."),
+        ("hydra", "Name hydra heads, or set train.start_from=null."),
+    ],
+)
+def test_earlier_heads_of_a_family_that_starts_no_others_are_refused(
+    recipe: MakeRecipe, earlier: Earlier, name: str, remedy: str
+) -> None:
+    later = recipe(heads={"family": name}, start_from=str(earlier[0]))
+    with pytest.raises(UserError, match=f"earlier holds medusa heads, which {name} heads cannot start from") as refused:
+        check_training(later)
+    assert refused.value.remedy == remedy
+
+
+def test_peagle_heads_start_from_eagle3_heads_with_the_mean_state_as_their_masks(
+    recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, tmp_path: Path
+) -> None:
+    first = build_heads(recipe(heads=EAGLE3), tiny_target, train_store)
+    save_heads(shake(first), tmp_path / "first")
+    parallel = {**EAGLE3, "family": "peagle", "mask_token_id": 60}
+    fitted = build_heads(recipe(heads=parallel), tiny_target, train_store).state_dict()
+    heads = build_heads(recipe(heads=parallel, start_from=str(tmp_path / "first")), tiny_target, train_store)
+    given = first.state_dict()
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, (fitted if name == "mask_hidden" else given)[name]), name
 
 
 def test_run_begins_at_the_tau_of_its_earlier_heads(run: Train, tmp_path: Path) -> None:

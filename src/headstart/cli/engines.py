@@ -103,12 +103,14 @@ def _write(
         import torch
 
         from headstart.hub.engines.export import export_for
+        from headstart.hub.engines.known_engines import VLLM_ON_GPUS
 
         done = export_for(folder, out, formats, target or teacher, dtype, trusted)
     for remark in done.remarks:
         tell(console, remark)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
-    if "vllm" in done.commands and not torch.cuda.is_available():
+    on_gpus = torch.cuda.is_available() or done.published.layout in VLLM_ON_GPUS
+    if "vllm" in done.commands and not on_gpus:
         tell(console, VLLM_ON_A_CPU)
 
 

@@ -356,8 +356,9 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
             sys.stdout.flush()
             bar.advance(len(answers))
     seconds = perf_counter() - start
-    figures = f"{len(prompts)} answers, {count} tokens in {format_seconds(seconds)}, {count / seconds:.1f} tokens/s"
-    tell(console, f"{figures}, τ {verified / rounds if rounds else 1:.2f}", style="dim")
+    figures = f"{count} tokens in {format_seconds(seconds)}, {count / seconds:.1f} tokens/s"
+    answered = f"{len(prompts)} answer{'s' * (len(prompts) != 1)}"
+    tell(console, f"{answered}, {figures}, τ {verified / rounds if rounds else 1:.2f}", style="dim")
 
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:

@@ -115,7 +115,7 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     check_options(options, len(prompts))
     check_processors(options, target.vocab_size, target.device)
     for name, ids in (("stop_token_ids", options.stop_token_ids), ("logit_bias", options.logit_bias or ())):
-        if unknown := [token for token in ids if not 0 <= token < target.vocab_size]:
+        if unknown := [token for token in ids if not 0 <= int(token) < target.vocab_size]:
             raise UserError(
                 f"{name} has {unknown[0]}, and the target's token ids end at {target.vocab_size - 1}.",
                 "Use token ids of the target.",

@@ -23,6 +23,7 @@ else:
     Tensor = Any
 
 Draft = Literal["auto", "on", "off"]
+LogitBias = Mapping[int, float] | Mapping[str, float]  # by token id; texts of digits as in OpenAI's API
 TreeKind = Literal["dynamic", "static", "chain"]
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (input_ids [1, T], scores [1, V]) to scores [1, V]."""
@@ -114,12 +115,12 @@ class SamplingOptions:
         1.0, "Above 1, makes tokens that already occur in the text less likely; 1 changes nothing."
     )
     presence_penalty: float = option(
-        0.0, "Subtract this (-2 to 2) from the logit of each token that already occurs in the answer."
+        0.0, "Subtract this (-2 to 2) from the logit of each token in the answer.", minimum=-2, maximum=2
     )
     frequency_penalty: float = option(
-        0.0, "Subtract this (-2 to 2) from a token's logit for each earlier occurrence in the answer."
+        0.0, "Subtract this (-2 to 2) from a token's logit for each occurrence in the answer.", minimum=-2, maximum=2
     )
-    logit_bias: Mapping[int, float] | None = option(
+    logit_bias: LogitBias | None = option(
         None,
         "Add a number from -100 to 100 to the logits of these tokens, by token id; -100 practically bans a token.",
         metavar="JSON",
@@ -266,7 +267,7 @@ class DecodeKeywords(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: Mapping[int, float] | None
+    logit_bias: LogitBias | None
     processors: Sequence[Processor]
     seed: int | None
     verifier: str
@@ -293,7 +294,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Sequence[Processor]": (Sequence, "a list of logits processors"),
     "Sequence[int]": (Sequence, "a list of token ids"),
     "Sequence[Any]": (Sequence, "a list of tools"),
-    "Mapping[int, float] | None": ((Mapping, NoneType), "numbers by token id, such as {42: -1.5}"),
+    "LogitBias | None": ((Mapping, NoneType), "numbers by token id, such as {42: -1.5}"),
     "Mapping[str, Any] | None": ((Mapping, NoneType), "names with values, such as {'enable_thinking': False}"),
 }
 """Accepted types (numpy's numbers included) and their description in errors, by annotation."""
@@ -322,7 +323,8 @@ def check_kinds(options: DecodeOptions) -> None:
     if not all(isinstance(token, Integral) for token in options.stop_token_ids):
         raise UserError(f"stop_token_ids is {options.stop_token_ids!r}.", "Give a list of token ids.")
     for token, bias in (options.logit_bias or {}).items():
-        if not isinstance(token, Integral) or not isinstance(bias, Real) or not -100 <= bias <= 100:
+        is_id = isinstance(token, Integral) or (isinstance(token, str) and token.isdecimal())
+        if not is_id or isinstance(bias, bool) or not isinstance(bias, Real) or not -100 <= bias <= 100:
             raise UserError(f"logit_bias has {token!r}: {bias!r}.", "Map token ids to numbers from -100 to 100.")
 
 
@@ -352,7 +354,7 @@ class EngineOptions(ServingOptions):
 
     engine_drafts: Sequence[int] = option(
         (),
-        "Numbers of drafts to try; by default 1, 2, 3 and 5, and the whole block for heads that draft in blocks.",
+        "Numbers of drafts to try; by default 1, 2, 3 and 5, and all drafts of heads that make them in one pass.",
         minimum=1,
         maximum=16,
         metavar="N,N...",

@@ -58,7 +58,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     verdict = f"Nothing wrong in {checked} checks."
     problems = [finding for finding in findings if finding.ok is False]
     for finding in problems:
-        console.print(Text(f"\n{finding.stage}: {finding.check}", "bold red"))
+        console.print(Text("\n" + ": ".join(dict.fromkeys((finding.stage, finding.check))), "bold red"))
         console.print(Text(finding.sentence))
         console.print(Text.assemble(("Fix: ", "bold"), finding.remedy))
     if problems:

@@ -26,6 +26,7 @@ from headstart.model.model import Target
 from headstart.pipeline.run import CONVERSATIONS, HEADS, STATES, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe
 from headstart.recipes.values import packaged_recipes
+from headstart.support.artifacts import references, referred
 from headstart.support.files import no_folder, read_json
 from headstart.tuning.acceptance import Text
 
@@ -87,6 +88,12 @@ class Subject:
     @cached_property
     def stores(self) -> dict[str, StateStore]:
         """The run's hidden states by split; all files are verified unless quick."""
+        shared = [folder for name in references(self.run) if (folder := referred(self.run, name))] if self.run else []
+        if shared and not any(folder.is_dir() for folder in shared):
+            raise UserError(
+                f"{self.run} refers to artifacts in {shared[0].parent.parent}, and all of them are missing.",
+                "Copy the whole folder of runs, artifacts included.",
+            )
         if self.run is None or not (self.run / STATES / "train").is_dir():
             raise Absent("there are no stored hidden states here")
         stores = {split: StateStore(self.run / STATES / split) for split in SPLITS}

@@ -32,7 +32,7 @@ from headstart.data.prompts.questions import Question
 from headstart.decode.costs import Measured
 from headstart.decode.drafting import Drafter
 from headstart.decode.loop import check, check_options
-from headstart.decode.options import TreeKind
+from headstart.decode.options import TreeKind, meaning
 from headstart.drafters.catalog import parts_of
 from headstart.errors import UserError
 from headstart.eval import figures
@@ -375,8 +375,8 @@ def select_questions(
     """Select the questions and turns to ask; refuse settings that cannot be measured."""
     numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size", "long_context")]
     for name, value in [*numbers, *(("sweep_batch", size) for size in options.sweep_batch)]:
-        if value is not None and value < 1:
-            raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
+        if value is not None and value < (least := meaning(EvalOptions, name).minimum or 1):
+            raise UserError(f"{name} is {value}.", f"Give a number of at least {least}.")
     check_options(options)
     selected = list(questions)[: options.limit]
     if not options.multi_turn:

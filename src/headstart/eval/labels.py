@@ -93,14 +93,14 @@ def interval_text(speed: Mapping[str, float | None] | None) -> str:
 def cell(value: Any) -> str:
     """Format a setting on one line of a table.
 
-    >>> cell(0.0), cell([1, "a|b"]), cell(None), cell(True)
-    ('0', '1, a\\\\|b', '–', 'yes')
+    >>> cell(0.0), cell([1, "a|b"]), cell(None), cell([]), cell(True)
+    ('0', '1, a\\\\|b', '–', '–', 'yes')
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     text = f"{value:.12g}" if isinstance(value, float) else text
-    return "–" if value is None else text.replace("|", "\\|").replace("\n", " ")
+    return "–" if value is None or not text else text.replace("|", "\\|").replace("\n", " ")
 
 
 def percent_of(value: float, most: float) -> str:

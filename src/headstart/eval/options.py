@@ -30,7 +30,7 @@ class EvalOptions(DecodeOptions):
     long_context: int | None = option(
         None,
         "Also measure long prompts, made of the questions and answers: 512 tokens, 1024 and so on up to this many.",
-        minimum=1,
+        minimum=512,
     )
     multi_turn: bool = option(
         False,

@@ -74,6 +74,13 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     console.print(table)
     predicted = results["summary"]["predicted_speedup"]
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
+    for row in results.get("contexts", ()):
+        if not row["left_out"]:
+            speed, tau = labels.number(row["tokens_per_second"], 1), labels.number(row["tokens_per_round"])
+            figures = (
+                f"{speed} tokens/s, {labels.speedup_text(row['speedup_vs_plain'])} over {LABELS[PLAIN].name}, τ {tau}"
+            )
+            tell(console, f"Prompts of {row['prompt_tokens']} tokens, {label_of(row['name'])}: {figures}.")
     for sentence in (*verdicts(results), *expected, divergence_sentence(results), *remarks(results)):
         tell(console, sentence)
     for sentence in failures(results):

@@ -145,7 +145,8 @@ class DraftHead(nn.Module, ABC):
         version: identifies heads of an exported folder in answers and logs, see `headstart.heads.io.version_of`.
         drafts_features: whether predictions have a `feature_ME`.
         publishes: layout of the heads for serving engines, if any.
-        continues: a family with heads that start these without a closed-form fit.
+        starts_from: another family with heads that `train.start_from` accepts.
+        fits_new_parts: whether the parts that heads of `starts_from` lack need the closed-form fit.
         draft_to_target_D: target token id of each draft token; the identity without a draft vocabulary.
         lm_bias_D, logit_transform: bias and logit post-processing of the target's LM head, for heads that use it.
         gradient_checkpointing: whether training recomputes activations inside layers for the backward pass.
@@ -156,7 +157,8 @@ class DraftHead(nn.Module, ABC):
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
     publishes: ClassVar[Layout | None] = None
-    continues: ClassVar[str] = ""
+    starts_from: ClassVar[str] = ""
+    fits_new_parts: ClassVar[bool] = True
     gradient_checkpointing: bool = False
     compiled: bool = False
     version: str = ""
@@ -511,7 +513,8 @@ def parse_heads(settings: Any) -> HeadConfig:
         return family(name).Config.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["type"] != "extra_forbidden":
+        settable = {key for key, _, _ in section_fields(family(name).Config)}
+        if first["type"] != "extra_forbidden" and not {*first["loc"][:1]} - settable:
             raise recipe_error(error, ("heads",), name) from None
         raise _not_of_this_family(str(first["loc"][-1]), name) from None
 

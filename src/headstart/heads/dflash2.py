@@ -57,7 +57,8 @@ class DFlash2Head(LevelwiseBlockHead):
     Config: ClassVar[type[HeadConfig]] = DFlash2Config
     Layer: ClassVar[type[BlockLayer]] = ConvolvedLayer
     publishes: ClassVar[Layout | None] = Layout.DFLASH2
-    continues: ClassVar[str] = "dflash"
+    starts_from: ClassVar[str] = "dflash"
+    fits_new_parts: ClassVar[bool] = False  # they start without effect
     tables: ClassVar[tuple[str, str]] = (PREDECESSORS, SUCCESSORS)
     config: DFlash2Config
 

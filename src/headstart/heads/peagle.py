@@ -75,6 +75,7 @@ class PEagleHead(OneForwardHead, Eagle3Head):
 
     Config: ClassVar[type[LayerConfig]] = PEagleConfig
     publishes: ClassVar[Layout | None] = Layout.PEAGLE
+    starts_from: ClassVar[str] = "eagle3"
     has_own_embeddings: ClassVar[bool] = True
     config: PEagleConfig
     own_embedding: nn.Parameter | None

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import or_
@@ -29,7 +29,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from headstart.api import Decoder, load
 from headstart.decode.loop import DecodeLoop
-from headstart.decode.options import DecodeOptions, Draft, TreeKind
+from headstart.decode.options import DecodeOptions, Draft, LogitBias, TreeKind
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS
 from headstart.hf_generate.request import LogitsChain, Prompts, check_mode, split_criteria
@@ -109,7 +109,7 @@ class CustomGenerate:
         verifier: str = DecodeOptions.verifier,
         presence_penalty: float = DecodeOptions.presence_penalty,
         frequency_penalty: float = DecodeOptions.frequency_penalty,
-        logit_bias: Mapping[int, float] | None = DecodeOptions.logit_bias,
+        logit_bias: LogitBias | None = DecodeOptions.logit_bias,
         **model_kwargs: Any,
     ) -> Any:
         """Decode a batch prepared by transformers: `input_ids` are int64 [B, L], left-padded.

@@ -275,16 +275,24 @@ def _candidates(tokenizer: Any) -> Iterator[int]:
     mask: int | None = getattr(tokenizer, "mask_token_id", None)
     if mask is not None:
         yield mask
-    roles = {getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "sep", "cls")}
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
-    template = getattr(tokenizer, "chat_template", None)
-    rendered = template if isinstance(template, str) else " ".join((template or {}).values())
+    used = used_tokens(tokenizer)
     free = {
         token_id: str(token)
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
-        if getattr(token, "special", True) and token_id not in roles | {pad} and str(token) not in rendered
+        if getattr(token, "special", True) and token_id not in used | {pad}
     }
     yield from (token_id for token_id, text in free.items() if _RESERVED.search(text))
     yield from sorted(free, reverse=True)
-    if pad is not None and pad not in roles:
+    if pad is not None and pad not in used:
         yield pad
+
+
+def used_tokens(tokenizer: Any) -> set[int]:
+    """Return the tokens with a role in the tokenizer, padding aside, and added tokens in its chat template."""
+    template = getattr(tokenizer, "chat_template", None)
+    rendered = template if isinstance(template, str) else " ".join((template or {}).values())
+    roles = (getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "unk", "sep", "cls"))
+    used = {token_id for token_id in roles if token_id is not None}
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return used | {token_id for token_id, token in added if str(token) in rendered}

@@ -226,6 +226,14 @@ def _conversations_artifact(run: Run, slug: str = "") -> Artifact:
     return artifact(run.folder, "conversations", slug, identity(run.described, data))
 
 
+def shared_data(run: Run) -> dict[str, Path]:
+    """Return the existing artifacts that the data stages would extend, by stage."""
+    made = {"conversations": _conversations_artifact(run)}
+    if not run.recipe.data.online:
+        made["states"] = states_artifact(run)
+    return {stage: each.folder for stage, each in made.items() if each.folder.is_dir()}
+
+
 def _limit_and_capture(run: Run) -> tuple[float, Capture | None]:
     """Return the number of tokens with states in the byte budget, and the sink for states captured in generation."""
     data = run.recipe.data

@@ -6,6 +6,7 @@ hours from a dry run if the target's weights are on this machine.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from time import perf_counter
@@ -24,7 +25,7 @@ from headstart.heads.base import DraftHead, family, make_config
 from headstart.kernels.memory import free_bytes
 from headstart.model.model import Target
 from headstart.model.outline import Outline, outline, weights_are_here
-from headstart.pipeline.data_stages import check_formats, conversations
+from headstart.pipeline.data_stages import check_formats, conversations, shared_data
 from headstart.pipeline.dry_run import SECONDS, dry_run, workers_of
 from headstart.pipeline.run import Run, left_to_do
 from headstart.pipeline.stages import STAGES
@@ -96,6 +97,12 @@ def make_plan(
         target: Target | Outline = run.target
         check_prompts(target.tokenizer, recipe.data.self_share > 0)
         check_formats(run, run.target)
+        with suppress(UserError):  # unreadable prompts are reported below
+            plan.notes.extend(
+                f"The run reuses {stage} in {folder} where they fit. Time and disk count them as still to be made."
+                for stage, folder in shared_data(run).items()
+                if stage in plan.left
+            )
     else:
         target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
     loading, shapes = perf_counter() - start, cast(Target, target)

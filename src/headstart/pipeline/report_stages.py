@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from headstart.drafters.memory import CONTEXT
 from headstart.errors import UserError
 from headstart.eval.environment import machine_facts
 from headstart.eval.options import EvalOptions
-from headstart.eval.report import write_report
+from headstart.eval.report import nothing_drafted, write_report
 from headstart.heads.io import CONFIG
 from headstart.hub.card import write_card
 from headstart.hub.engines.importing import untuned
@@ -54,7 +54,7 @@ from headstart.recipes.sections import DataSection
 from headstart.support.artifacts import Artifact, add_reference, artifact, link_into_run, lock_artifact
 from headstart.support.files import read_json, refuse_foreign_code, write_atomic, write_json
 from headstart.support.lock import locked
-from headstart.support.terminal import tell
+from headstart.support.terminal import program, tell
 from headstart.train.tracking import link_report
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
@@ -230,11 +230,20 @@ def _eval(run: Run) -> Outcome:
     link_report(
         recipe.train, trained, recipe.name, run.folder / REPORT, summary, lambda text: tell(run.console, f"    {text}")
     )
-    speedup = summary["speedup_vs_plain"]
-    where = f" in {recipe.eval.engine}" if recipe.eval.engine else ""
+    return Outcome(headline(results, run), identity=made.name)
+
+
+def headline(results: Mapping[str, Any], run: Run) -> str:
+    """Describe the result of a report in a phrase, with the next step where nothing was drafted."""
+    summary, engine, prompts = results["summary"], run.recipe.eval.engine, f"on {len(results['per_prompt'])} prompts"
+    if nothing_drafted(summary, results):
+        return (
+            f"nothing was drafted {prompts}, because plain decoding was expected to be faster: train longer (minutes, "
+            f"train.steps or data.conversations), or look for a fault with {program()} doctor {run.folder}"
+        )
+    speedup, where = summary["speedup_vs_plain"], f" in {engine}" if engine else ""
     measured = f"{speedup['mean']:.2f}x over plain decoding{where}, measured; " if speedup else ""
-    prompts = len(results["per_prompt"])
-    return Outcome(f"{measured}τ {summary['tokens_per_round']:.2f} on {prompts} prompts", identity=made.name)
+    return f"{measured}τ {summary['tokens_per_round']:.2f} {prompts}"
 
 
 REPORT_STAGES = (

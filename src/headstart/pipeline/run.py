@@ -337,7 +337,8 @@ def _stale_reason(run: Run, stage: Stage, current: Record, record: Record | None
         return ""
     if record.version != current.version:
         return "this version of headstart does it differently"
-    for key in sorted({*record.settings, *current.settings}):
+    keys = {*record.settings, *current.settings}
+    for key in sorted(keys, key=lambda key: (key != "heads.family", key)):  # other settings follow from the family
         old, new = record.settings.get(key), current.settings.get(key)
         if old != new:
             return f"{key} changed from {_short(old)} to {_short(new)}"

@@ -357,7 +357,9 @@ class TrainSection(Section):
     feature_weight: float = Field(
         0.0, ge=0, description="Weight of a smooth L1 loss between drafted features and final states; 0 is none."
     )
-    start_from: str | None = Field(None, description="Folder of earlier heads; weights of the same shape are reused.")
+    start_from: str | None = Field(
+        None, description="Folder of heads of a family that can start these; weights of the same shape are reused."
+    )
     lora_rank: int = Field(
         0,
         ge=0,

@@ -25,10 +25,16 @@ _FIRST_TOKENS = 200_000  # of the training data, for closed-form fits and the ch
 
 
 def load_earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
-    """Load the heads of `train.start_from`, on the CPU."""
+    """Load the heads of `train.start_from`, on the CPU; a UserError for a family that cannot start the recipe's."""
     if recipe.train.start_from is None:
         return None
-    return load_heads(Path(recipe.train.start_from).expanduser(), target, "cpu")
+    earlier, name = load_heads(Path(recipe.train.start_from).expanduser(), target, "cpu"), recipe.heads.family
+    if earlier.family not in (allowed := [name, *filter(None, [family(name).starts_from])]):
+        raise UserError(
+            f"{recipe.train.start_from} holds {earlier.family} heads, which {name} heads cannot start from.",
+            f"Name {' or '.join(allowed)} heads, or set train.start_from=null.",
+        )
+    return earlier
 
 
 def build_heads(
@@ -44,7 +50,8 @@ def build_heads(
     # Online reads are collective with a sharded target; `raise_on_all_ranks` must not contain collectives.
     reading = raise_on_all_ranks if train_store.stored else nullcontext
     # Else `copy_matching` replaces every weight, or those that the fit would start.
-    if earlier is None or (earlier.config != heads.config and earlier.family != heads.continues):
+    same_family = earlier is not None and earlier.family == heads.family
+    if earlier is None or (earlier.config != heads.config and (same_family or heads.fits_new_parts)):
         with reading():
             heads.fit(_first_batches(train_store, heads))
     if earlier is not None:
@@ -110,7 +117,7 @@ def copy_matching(heads: DraftHead, earlier: DraftHead) -> str:
         raise UserError(
             f"None of the {len(source) - 1} tensors of these {earlier.family} heads matches the {heads.family} heads "
             "to train in name and shape.",
-            "Start from heads of the same family and width, or set train.start_from=null.",
+            "Start from heads of the same width, or set train.start_from=null.",
         )
     partly = f" ({by_token} of them for {len(ours_C)} common draft tokens)" if by_token else ""
     return f"copied {complete + by_token} of {len(state)} tensors from the earlier {earlier.family} heads{partly}"

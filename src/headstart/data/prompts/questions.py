@@ -118,7 +118,8 @@ _SPEC_BENCH = [
     for task in ("translation", "summarization", "qa", "math_reasoning", "rag")
 ]
 _REVISION = "454f88454792dfa3ccfd7ef15fff248efde44cd1"
-_PREPARE = "https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/prepare.py"
+_SCRIPTS = "aeda1da41ec2888848ffa094305b7669df493f6c"
+_PREPARE = f"https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/{_SCRIPTS}/nemo_skills/dataset/speed-bench/prepare.py"
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # start of a prompt that the script must fetch
 _SPEED_BENCH = {
     "qualitative": "coding humanities math multilingual qa rag reasoning roleplay stem summarization writing",
@@ -161,8 +162,12 @@ def find_questions(name: str, limit: int | None = None) -> tuple[list[Question],
         raise UserError(f"No file at {name}.", f"{hint}Name a JSONL file, or one of {', '.join(SUITES)}.")
     chosen = [part for part in SUITES[suite] if category in ("", part.category)]
     if not chosen:
-        known = ", ".join(part.category for part in SUITES[suite] if part.category) or "none"
-        raise UserError(f"{suite} has no part {category!r}.", f"Leave it out, or name one (known: {known}).")
+        known = [part.category for part in SUITES[suite] if part.category]
+        if len(SUITES[suite]) == 1:
+            raise UserError(f"{suite} has no parts, and {name!r} names one.", f"Write {suite}.")
+        meant = close(category, known)
+        hint = f"Did you mean {suite}:{meant}? " if meant else ""
+        raise UserError(f"{suite} has no part {category!r}.", f"{hint}Leave it out, or name one of {', '.join(known)}.")
     parts = [islice(_read(suite, part), part.limit if limit is None else None) for part in chosen]
     interleaved = (question for each in zip_longest(*parts) for question in each if question is not None)
     return list(islice(interleaved, limit)), True
@@ -200,7 +205,7 @@ def _fetch(suite: str, part: QuestionFile) -> Path:
     from headstart.support.hub_errors import explained
 
     try:
-        with explained(f"Cannot fetch {suite}, which is {part.file} of", part.dataset):
+        with explained(f"Cannot fetch {part.file} of {suite} from", part.dataset):
             return Path(hf_hub_download(part.dataset, part.file, repo_type="dataset", revision=part.revision))
     except UserError as error:
         raise UserError(error.problem, f"{error.remedy} Or {part.how_to_copy()}") from error

@@ -122,6 +122,11 @@ class ConvolvedConfig(BlockConfig):
 
     def check(self) -> None:
         super().check()
+        if self.conv_kernel_size > self.block_size:
+            raise UserError(
+                f"heads.conv_kernel_size is {self.conv_kernel_size}, and a block has {self.block_size} slots.",
+                "Lower heads.conv_kernel_size; 2 is usual.",
+            )
         if self.hidden_size % self.conv_group_size:
             raise UserError(
                 f"heads.conv_group_size {self.conv_group_size} does not divide the hidden size {self.hidden_size}.",

@@ -30,7 +30,7 @@ from headstart.heads.exchange.published import LayerSizes
 from headstart.heads.int8_weights import Int8Weight, Linear, in_panels
 from headstart.heads.settings import FromTarget
 from headstart.kernels import draft_kernels
-from headstart.model.frozen import FrozenModel
+from headstart.model.frozen import FrozenModel, used_tokens
 from headstart.model.lm_head import is_quantized
 
 Angles = tuple[Tensor, Tensor]
@@ -424,8 +424,13 @@ def aux_layers_error(aux_layers: Sequence[int], which: str = "from 1 on") -> Use
 
 
 def mask_token(target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default `mask_token_id`, unless the settings have one."""
+    """Return the default `mask_token_id`, unless the settings have one; refuse one that the target's texts use."""
     if "mask_token_id" in settings:
+        if (given := settings["mask_token_id"]) in target.end_tokens | used_tokens(target.tokenizer):
+            raise UserError(
+                f"heads.mask_token_id is {given}, which is in the target's texts: it ends turns or is in the template.",
+                "Name a token that no text has, or leave it out.",
+            )
         return {}
     if target.spare_token is None:
         raise UserError(

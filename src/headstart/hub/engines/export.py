@@ -20,13 +20,13 @@ from headstart.hub.engines.facts import facts_of_heads, facts_of_spec, facts_of_
 from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
 from headstart.hub.engines.known_engines import KNOWN_ENGINES, serve_commands
-from headstart.hub.format import check_folder
+from headstart.hub.format import TREE, check_folder
 from headstart.hub.pull import has_heads
 from headstart.hub.target_facts import TargetFacts
 from headstart.model.frozen import FrozenModel
 from headstart.model.loading import load_target, read_embeddings
 from headstart.model.model import Target
-from headstart.support.files import no_folder, refuse_foreign_code, write_atomic
+from headstart.support.files import no_folder, read_json, refuse_foreign_code, write_atomic
 from headstart.support.terminal import program
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Vllm(), Sglang(), Speculators(), Gguf())}
@@ -135,10 +135,12 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
 def _drafting_remarks(
     folder: Path, formats: Sequence[Format], published: Published, measured: Mapping[str, EngineTuning]
 ) -> Iterator[str]:
-    """Yield remarks on untuned heads, engines where plain decoding is faster, and tokens that get no correction from
-    the token before them."""
+    """Yield remarks on untuned heads, heads or engines where drafts do not pay, and tokens without pair scores."""
+    tune = f"Tune it in an engine: {program()} tune {folder} --engine NAME"
     if is_untuned(folder) and not measured:
-        yield f"The number of drafts is untuned. Tune it in an engine: {program()} tune {folder} --engine NAME"
+        yield f"The number of drafts is untuned. {tune}"
+    elif not measured and not read_json(folder / TREE)["paths"]:
+        yield f"No tree pays where the heads were tuned, so the printed number of drafts is only the default. {tune}"
     read_by = {engine for format in formats for engine in format.readers}
     for engine, tuning in measured.items():
         if engine in read_by and not tuning.drafts:
@@ -151,8 +153,8 @@ def _drafting_remarks(
     if table_VR is not None and (missing := int((~table_VR.any(-1)).sum())):
         yield (
             f"Engines draft from all {published.vocab_size} tokens, and {missing} of them were outside the draft "
-            "vocabulary in training: the token before does not correct their logits. To train for all tokens, leave "
-            "out heads.draft_vocab_size."
+            "vocabulary in training. Their logits do not depend on the preceding token. To train for all tokens, set "
+            "heads.draft_vocab_size=0."
         )
 
 
@@ -231,7 +233,8 @@ def _unread(folder: Path, engines: Sequence[str], readers: Mapping[str, Format])
         if engine not in readers:
             names = " or ".join(format.name for format in formats_of(folder))
             problem = f"It does not read the format {names} of {folder}."
-            yield Finding(engine, problem, f"Export with --format {format_for[engine]}.")
+            again = f"{program()} export HEADS --format {format_for[engine]} --out FOLDER"
+            yield Finding(engine, problem, f"Write another folder: {again}")
 
 
 def check_export(

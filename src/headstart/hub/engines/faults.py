@@ -180,7 +180,7 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) 
     if not traits.architectures:
         yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
     elif not known:
-        yield f"{engine} does not serve {layout} heads.", "Serve them with another engine (--format)."
+        yield f"{engine} does not serve {layout} heads.", "Serve them with another engine."
     elif not checkpoint.architectures & set(known):
         problem = f"{engine} expects architectures = {[known[0]]}, not {config.get('architectures')!r}."
         yield problem, f"Correct it in {CONFIG}, or export with --format {engine}."

@@ -98,23 +98,25 @@ def tensor_faults(
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
-_ON_GPUS = (
-    "vLLM drafts with DSpark heads only on GPUs (V2 model runner), and cannot serve them as DFlash heads, where slots "
-    "draft their own positions: on a CPU use llama.cpp (--format gguf)."
-)
+VLLM_ON_GPUS = {
+    Layout.DSPARK: "vLLM drafts with DSpark heads only on GPUs (V2 model runner), and cannot serve them as DFlash "
+    "heads, where slots draft their own positions: on a CPU use llama.cpp (--format gguf).",
+    Layout.DFLASH2: "vLLM drafts with DFlash 2 heads only on GPUs (V2 model runner), otherwise without pairwise "
+    "scores.",
+}
+"""Remarks on layouts that vLLM drafts with only on GPUs."""
 _ADAPTIVE = (
     "enable_adaptive_verification: vLLM verifies only drafts that the confidence head expects to be worth their time. "
     "On GPUs other than H100, H200 and B200 add --attention-backend TRITON_ATTN. vLLM refuses the option with LoRA, "
     "pipeline parallelism, --enforce-eager and state-space layers: leave it out there, and for `headstart audit`."
 )
-_DFLASH2_ON_GPUS = "vLLM drafts with DFlash 2 heads only on GPUs (V2 model runner), elsewhere without pairwise scores."
 _TWO_KINDS = (
     "vLLM runs blocks with both sliding and full layers only in its newer model runner "
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build lacks."
 )
 _PARALLEL = (
     "Without parallel_drafting in --speculative-config vLLM ignores mask_hidden, feeds drafts back as to EAGLE-3 heads "
-    "and accepts few."
+    "and accepts few. vLLM sets it itself for a folder of --format speculators."
 )
 _MOST_REQUESTS = 4096
 """End of the last range of vLLM's schedule, which it clips at `--max-num-seqs`."""
@@ -241,8 +243,7 @@ def _vllm_remarks(published: Published) -> list[str]:
         return [_PARALLEL]
     if published.layout not in BLOCKS:
         return []
-    on_gpus = {Layout.DSPARK: _ON_GPUS, Layout.DFLASH2: _DFLASH2_ON_GPUS}
-    remarks = [on_gpus[published.layout]] if published.layout in on_gpus else []
+    remarks = [VLLM_ON_GPUS[published.layout]] if published.layout in VLLM_ON_GPUS else []
     remarks += [_ADAPTIVE] if published.confidence else []
     if len(set(published.sliding)) > 1:
         remarks.append(_TWO_KINDS)
