@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from headstart.cli.app import app, main
+from headstart.cli.app import app
 from headstart.heads.io import write_weights
 from headstart.model.model import Target
 from headstart.pipeline.inventory import run_states
@@ -113,16 +113,15 @@ def test_help_imports_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_threads_do_not_spin_for_long_by_default(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, "active")  # so that monkeypatch restores it
-        monkeypatch.delenv(name)
+def test_threads_do_not_spin_for_long_by_default(asked: str | None) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
     if asked:
-        monkeypatch.setenv(asked, "active")
-    monkeypatch.setattr("headstart.cli.app.app", lambda prog_name: None)
-    main()
-    assert os.environ.get("GOMP_SPINCOUNT") == {None: "6000", "GOMP_SPINCOUNT": "active"}.get(asked)
-    assert os.environ.get("OMP_WAIT_POLICY") == {None: "active", "OMP_WAIT_POLICY": "active"}.get(asked)
+        environment[asked] = "passive"
+    code = f"import headstart, os; print(*(os.environ.get(name) for name in {names}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    expected = {None: "6000 active", "OMP_WAIT_POLICY": "None passive", "GOMP_SPINCOUNT": "passive None"}
+    assert done.stdout.split("\n")[0] == expected[asked]
 
 
 def test_another_system_is_named_and_not_a_missing_module() -> None:

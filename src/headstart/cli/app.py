@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
 
 
-_SPINS = "6000"
-"""Spins of a waiting thread before it sleeps, about 0.1 ms; costs no time on a quiet machine."""
-
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -466,14 +463,7 @@ def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) ->
 
 
 def main() -> None:
-    """Run the console script.
-
-    OpenMP threads spin while they wait, so a preempted thread delays all others at every matmul. Threads here sleep
-    after a short spin, unless the environment configures waiting. They do not sleep at once (`active`), since a second
-    Python thread may have its own OpenMP threads.
-    """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
-        os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")
+    """Run the console script."""
     warnings.showwarning = show_warning
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # end as on Ctrl-C, so that temporary files are deleted
         signal.signal(signal.SIGTERM, signal.default_int_handler)
