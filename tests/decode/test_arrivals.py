@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from headstart.decode import memory
+from headstart.decode.costs import Costs
 from headstart.decode.drafting import Drafter
 from headstart.decode.engine import Engine
 from headstart.decode.loop import DecodeLoop
@@ -29,7 +30,7 @@ from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
 from headstart.tree.tree import TreeShape
-from tests.decode.arrivals import Arrival
+from tests.decode.arrivals import Arrival, decode
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
@@ -311,3 +312,28 @@ def test_garbage_in_any_thread_ends_its_request_without_waiting(tiny_target: Tar
         gc.collect()
     assert work._thread is None or work._thread.join(60) is None
     assert not work._tickets
+
+
+def test_deterministic_samples_do_not_depend_on_other_requests(target: Target, engine: Engine) -> None:
+    """With costs that make the number of drafts follow the rows of a budget."""
+    heads = HeadDrafter(shake(build("eagle3", target)), TreeShape.chain(3), "dynamic", max_nodes=8)
+    loop = DecodeLoop(target, heads, costs=Costs((1, 4, 16), (10.0, 11.0, 40.0), 1.0, 0.2, 3))
+    options = replace(LONG, temperature=1.0, seed=4, deterministic=True)
+    expected = decode(engine, loop, [3, 9, 14], options)
+    assert expected is not None and any(done.nodes > 1 for done in expected.rounds)
+    first, second = Arrival(loop, [3, 9, 14], options), Arrival(loop, [8, 40, 12, 5], replace(options, seed=7))
+    read = first.row.on_tokens
+
+    def on_tokens(number: int, tokens: list[int], drafted: int) -> None:
+        assert read is not None
+        before = len(first.read)
+        read(number, tokens, drafted)
+        if before < 6 <= len(first.read):
+            second.submit(engine)
+
+    first.row.on_tokens = on_tokens
+    first.submit(engine)
+    assert first.ticket.left.wait(60) and second.ticket.left.wait(60)
+    (outcome,) = first.outcome
+    assert isinstance(outcome, Generation) and outcome.tokens == expected.tokens
+    assert [done.nodes for done in outcome.rounds] == [done.nodes for done in expected.rounds]
