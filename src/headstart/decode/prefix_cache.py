@@ -20,7 +20,7 @@ from headstart.model.model import Target
 from headstart.replay.cache import TreeCache
 from headstart.tree.tree import Committed
 
-_MEMORY_FRACTION = 0.2
+_MEMORY_FRACTION = 0.1
 """Largest fraction of free memory for the texts of a pool."""
 
 
