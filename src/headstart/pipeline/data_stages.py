@@ -46,7 +46,16 @@ from headstart.pipeline.states_servers import refuse_without_hooks, served_state
 from headstart.pipeline.workload import counted_lengths
 from headstart.replay.patch import FINAL
 from headstart.servers.engines import ENGINES
-from headstart.support.artifacts import Artifact, add_reference, artifact, forget, lock_artifact, read_note, referred
+from headstart.support.artifacts import (
+    Artifact,
+    add_reference,
+    artifact,
+    forget,
+    lock_artifact,
+    read_note,
+    referred,
+    root_of,
+)
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
@@ -227,7 +236,9 @@ def _conversations_artifact(run: Run, slug: str = "") -> Artifact:
 
 
 def shared_data(run: Run) -> dict[str, Path]:
-    """Return the existing artifacts that the data stages would extend, by stage."""
+    """Return the existing artifacts that the data stages would extend, by stage. Asks the Hub only if there are any."""
+    if not root_of(run.folder).is_dir():
+        return {}
     made = {"conversations": _conversations_artifact(run)}
     if not run.recipe.data.online:
         made["states"] = states_artifact(run)
