@@ -275,26 +275,14 @@ def test_a_processor_that_exits_ends_no_engine(target: Target, engine: Engine) -
     assert finished(after) == [alone(target, [3, 9, 14])]
 
 
-def test_no_memory_to_keep_a_text_changes_no_answer(
-    target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["copy_row", "join"])
+def test_no_memory_to_keep_a_text_or_to_join_changes_no_answer(
+    method: str, target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def copy_row(*_: Any) -> None:
+    def fails(*_: Any) -> None:
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(TreeCache, "copy_row", copy_row)
-    arrivals = [Arrival(DecodeLoop(target), prompt, LONG) for prompt in PROMPTS[:3]]
-    for arrival in arrivals:
-        arrival.submit(engine)
-    assert finished(*arrivals) == [alone(target, prompt) for prompt in PROMPTS[:3]]
-
-
-def test_a_join_without_memory_costs_no_request(
-    target: Target, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def join(*_: Any) -> None:
-        raise MemoryError("no room for two")
-
-    monkeypatch.setattr(TreeCache, "join", join)
+    monkeypatch.setattr(TreeCache, method, fails)
     arrivals = [Arrival(DecodeLoop(target), prompt, LONG) for prompt in PROMPTS[:3]]
     for arrival in arrivals:
         arrival.submit(engine)

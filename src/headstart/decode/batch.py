@@ -318,22 +318,21 @@ class Batch:
         return [row for lane in self.lanes for row in lane.rows]
 
     def join(self, other: Batch) -> None:
-        """Append the rows of another batch."""
+        """Append the rows of another batch, which has one lane."""
         before, (lane,) = self.cache.rows, other.lanes
         self.cache = self.cache.join(other.cache, self.target.new_cache, self._capacity(lane))
-        for lane in other.lanes:
-            lane.places = [before + place for place in lane.places]
-            host = next((own for own in self.lanes if own.accepts(lane)), None)
-            if host is None:
-                self.lanes.append(lane)
-            else:
-                host.join(lane)
+        lane.places = [before + place for place in lane.places]
+        host = next((own for own in self.lanes if own.accepts(lane)), None)
+        if host is None:
+            self.lanes.append(lane)
+        else:
+            host.join(lane)
 
     def join_bytes(self, lane: Lane) -> int:
         """Bytes that a join of this lane's rows allocates."""
-        rows, capacity = self.cache.rows + len(lane.rows), self._capacity(lane)
-        tokens = 0 if self.cache.has_room(rows, capacity) else max(rows, 2 * self.cache.rows) * capacity
-        return tokens * self.target.kv_bytes_per_token
+        capacity = self._capacity(lane)
+        rows = self.cache.grown_rows(self.cache.rows + len(lane.rows), capacity)
+        return rows * capacity * self.target.kv_bytes_per_token
 
     def _capacity(self, lane: Lane) -> int:
         """Tokens of the longest row after a join; the widest tree of any lane pads the others."""

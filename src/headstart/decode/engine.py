@@ -8,7 +8,6 @@ Shape suffixes: T tokens, E hidden size.
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections import deque
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from headstart.decode.batch import Batch, Lane, Row
 from headstart.decode.drafting import Drafting
-from headstart.decode.memory import memory_error
+from headstart.decode.memory import free_garbage, memory_error
 from headstart.decode.prefix_cache import CachedText, PrefixPool, common_prefix_length
 from headstart.decode.texts import Generation
 from headstart.errors import UserError, out_of_memory
@@ -211,7 +210,7 @@ class _Work:
             if self._batch is not None and _lacks_memory(error):
                 self._waits = True
             else:
-                self._end(waiting[0], memory_error(self._target) if out_of_memory(error) else error)
+                self._fail(waiting[0], error)
 
     def _read(self, reading: Reading) -> None:
         """Read a piece of a prompt; the row joins the batch after the last one."""
@@ -258,6 +257,9 @@ class _Work:
         self._tickets.remove(ticket)
         ticket.end(outcome)
 
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        self._end(ticket, memory_error(self._target) if out_of_memory(error) else error)
+
     def _recover(self, error: Exception) -> None:
         """After an error with several rows: read the texts so far again, and decode fewer at once, so that only rows
         that fail alone fail."""
@@ -265,18 +267,16 @@ class _Work:
         rows = {id(row) for row in [*self._running, *reading]}
         self._batch = self._reading = None
         failed = [ticket for ticket in self._tickets if id(ticket.row) in rows]
-        for ticket in [ticket for ticket in failed if ticket.row.text.finish_reason]:
-            self._end(ticket, ticket.row.text)
+        for ticket in failed:
+            if ticket.row.text.finish_reason:
+                self._end(ticket, ticket.row.text)
+            elif len(failed) == 1:
+                self._fail(ticket, error)
         if len(failed) > 1:
             self._most_rows = max(1, len(failed) // 2) if out_of_memory(error) else 1
-        for ticket in failed if len(failed) == 1 else ():
-            if ticket in self._tickets:
-                self._end(ticket, memory_error(self._target) if out_of_memory(error) else error)
         if out_of_memory(error):
             self._pool.clear()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_garbage()
 
 
 def _lacks_memory(error: Exception) -> bool:

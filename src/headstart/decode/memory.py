@@ -68,9 +68,7 @@ def by_halves(rows: Sequence[int], work: Callable[[list[int]], bool]) -> None:
             if len(group) == 1 or not out_of_memory(error):
                 raise
         # Outside `except`: until here the error holds on to the tensors of its frames.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_garbage()
         half = (len(group) + 1) // 2
         groups += [group[half:], group[:half]]
 
@@ -81,3 +79,10 @@ def memory_error(target: Target) -> UserError:
         f"Decoding a single prompt takes more memory than {target.device} has beside {target.name}.",
         "Shorten the prompt, or lower --max-new-tokens.",
     )
+
+
+def free_garbage() -> None:
+    """Free the memory of tensors that nothing uses, after memory has run out."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -47,6 +47,10 @@ class CachedText:
     def has(self, layers: Sequence[int]) -> bool:
         return set(layers) <= self._states.keys()
 
+    def compact(self) -> None:
+        """Join the states of all rounds, so that its size is found at once and no small tensors stay."""
+        self._states = {layer: [torch.cat(pieces, dim=1)] for layer, pieces in self._states.items()}
+
     def nbytes(self, target: Target) -> int:
         """Bytes of its states, keys and values."""
         states = sum(piece.nbytes for pieces in self._states.values() for piece in pieces)
@@ -88,14 +92,13 @@ class PrefixPool:
     def add(self, text: CachedText, cache: TreeCache, place: int) -> None:
         """Copy a row's keys and values out of a cache, if they fit into memory."""
         size = text.nbytes(self._target)
-        room = _MEMORY_FRACTION * (
-            free_bytes(self._target.device) + sum(one.nbytes(self._target) for one in self._texts)
-        )
+        room = _MEMORY_FRACTION * (free_bytes(self._target.device) + self._nbytes)
         self._texts = [one for one in self._texts if common_prefix_length([one.tokens, text.tokens]) < len(one.tokens)]
-        while self._texts and size + sum(one.nbytes(self._target) for one in self._texts) > room:
+        while self._texts and size + self._nbytes > room:
             del self._texts[0]
         if size <= room:
             try:
+                text.compact()
                 text.cache = cache.copy_row(place, len(text.tokens))
             except Exception as error:
                 if not out_of_memory(error):

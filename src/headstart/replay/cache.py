@@ -228,17 +228,18 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Return a cache of at least this capacity with the other's rows after its own: this cache if its memory has
         room, else a copy with at least twice the rows."""
         cache, rows, capacity = self, self.rows + other.rows, max(self.capacity, other.capacity, capacity)
-        if not self.has_room(rows, capacity):
-            cache = self._copy_into(new_cache(max(rows, 2 * self.rows), capacity))
+        if grown := self.grown_rows(rows, capacity):
+            cache = self._copy_into(new_cache(grown, capacity))
         cache.capacity = capacity
         for row in range(other.rows):
             cache.lengths.append(0)
             cache._take_row(cache.rows - 1, other, row)
         return cache
 
-    def has_room(self, rows: int, capacity: int) -> bool:
-        """Whether the allocation has this many rows and slots."""
-        return rows <= self.stores[0].shape[1] and capacity <= self.stores[0].shape[3]
+    def grown_rows(self, rows: int, capacity: int) -> int:
+        """Return the rows of the copy that a join to this size allocates; 0 if the allocation has room."""
+        has_room = rows <= self.stores[0].shape[1] and capacity <= self.stores[0].shape[3]
+        return 0 if has_room else max(rows, 2 * self.rows)
 
     def _take_row(self, row: int, other: TreeCache, source: int) -> None:
         """Copy a row into the place of an ended one. A NaN that it left there would pass through masks, so zero it."""

@@ -107,8 +107,9 @@ class ChainCache:
         self.lengths, self.chains = self.lengths + other.lengths, self.chains + other.chains
         return self
 
-    def has_room(self, rows: int, capacity: int) -> bool:
-        return True
+    def grown_rows(self, rows: int, capacity: int) -> int:
+        """See `TreeCache.grown_rows`; rows are moved, not copied."""
+        return 0
 
     def slice_rows(self, start: int, stop: int) -> ChainCache:
         part = copy.copy(self)
