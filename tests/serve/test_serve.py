@@ -501,4 +501,4 @@ def test_the_command(
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "headstart.serve.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert 'pip install "headstart[serve]"' in refused("serve", "heads")
+    assert "pip install fastapi uvicorn prometheus-client" in refused("serve", "heads")

@@ -38,7 +38,7 @@ def serve(
         from headstart.serve.server import bind, run, warm_up
     except ModuleNotFoundError as error:
         problem = f"headstart serve needs the package {error.name}, which is not installed."
-        raise UserError(problem, 'Install it: pip install "headstart[serve]"') from error
+        raise UserError(problem, "Run: pip install fastapi uvicorn prometheus-client") from error
     options = replace(options, api_key=options.api_key or os.environ.get("HEADSTART_API_KEY", ""))
     with bind(options) as bound:
         loading = replace(loading, log=log, follow=follow)
